@@ -26,6 +26,38 @@ class PlainRMSNorm(nn.Module):
         return self.weight * wide.to(hidden_states.dtype)
 
 
+class FreeNorm(nn.Module):
+    """NanoChat's norm, which has no weight, or a LayerNorm of that kind."""
+
+    def __init__(self, centered: bool = False) -> None:
+        super().__init__()
+        self.eps, self.centered = 1e-6, centered
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.centered:
+            wide = wide - wide.mean(-1, keepdim=True)
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).type_as(x)
+
+
+class ParallelGated(nn.Module):
+    """Attention and a gated MLP side by side, with functions, as in large vision transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner_norm = FreeNorm(), FreeNorm(centered=True)
+        self.qkv, self.gate_up = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.act, self.out = nn.SiLU(), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        q, k, v = self.qkv(h).chunk(3, -1)
+        gate, up = self.gate_up(h).chunk(2, -1)
+        hidden = self.inner_norm(up * nn.functional.gelu(gate, approximate="tanh"))
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(torch.cat((self.act(q) * y, hidden), -1))
+
+
 class Gated(nn.Module):
     """A gated MLP with unusual names, and with dropout as in T5."""
 
@@ -228,6 +260,9 @@ MODELS = {
     "gated_silu": lambda: Gated(nn.SiLU()),
     "gated_gelu": lambda: Gated(NewGELU(), 0.1, bias=True),
     "packed": Packed,
+    "parallel_gated": ParallelGated,
+    "free_norm": FreeNorm,
+    "free_layer_norm": lambda: FreeNorm(centered=True),
     "activation": NewGELU,
     "attention": Attention,
     "output": lambda: Repeated(Output(), 2),

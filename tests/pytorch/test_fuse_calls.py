@@ -454,7 +454,7 @@ def test_a_gated_mlp_with_a_norm_inside_is_another_one() -> None:
     torchweld.fuse(model)
     assert {row.becomes for row in torchweld.explain_fusion(model)} == {
         "layer_norm",
-        "linear_act (silu)",
+        "gated_act (silu)",
     }
     torch.testing.assert_close(model(X), expected, rtol=1e-4, atol=1e-5)
 

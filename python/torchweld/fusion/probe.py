@@ -96,7 +96,10 @@ def run(
     graphs = [value for value in outputs if value.requires_grad]
     grads: list[torch.Tensor | None] = [None] * len(leaves)
     if graphs:
-        heads = [values(y.shape or (1,), y.device).view(y.shape).to(y.dtype) for y in graphs]
+        # Not in the direction of the inputs, along which a norm's gradient is zero.
+        heads = [
+            values(y.shape or (1,), y.device).flip(-1).view(y.shape).to(y.dtype) for y in graphs
+        ]
         with within:
             grads = list(torch.autograd.grad(graphs, leaves, heads, allow_unused=True))
     return Results([y.detach() for y in outputs], [*grads, *module.buffers()])

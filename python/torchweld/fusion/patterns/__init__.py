@@ -17,6 +17,7 @@ from torchweld.fusion.patterns.biased_attention import find_biased_attention
 from torchweld.fusion.patterns.dropout_add_norm import find_dropout_add_norm
 from torchweld.fusion.patterns.experts import find_experts
 from torchweld.fusion.patterns.gated_mlp import find_gated_mlp
+from torchweld.fusion.patterns.gated_product import find_gated_product
 from torchweld.fusion.patterns.linear_act import find_linear_act
 from torchweld.fusion.patterns.loss import find_loss
 from torchweld.fusion.patterns.norm import find_norm
@@ -35,6 +36,7 @@ PATTERNS: list[Pattern] = [
     find_dropout_add_norm,
     find_batch_norm_act,
     find_softmax_dropout,
+    find_gated_product,
     find_linear_act,
     find_activation,
     find_biased_attention,

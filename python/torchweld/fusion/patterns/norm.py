@@ -37,7 +37,7 @@ class RMSNorm(Weld):
 
 
 class Norm(Weld):
-    """A norm over the dimensions of its weight.
+    """A norm over the dimensions of its weight, or over the last one without a weight.
 
     `weight_name` and `bias_name` are names of attributes. `eps` is the name of an attribute, or a
     number if the code has a constant. With `offset`, 1 is added to the weight. `rule` determines
@@ -47,7 +47,7 @@ class Norm(Weld):
 
     weld_gate: str | None
 
-    weld_weight_name: str
+    weld_weight_name: str | None
     weld_bias_name: str | None
     weld_eps: str | float
     weld_centered: bool
@@ -67,11 +67,14 @@ class Norm(Weld):
 
     def weld_normalize(self, x: torch.Tensor) -> torch.Tensor:
         """The norm, without a gate."""
-        weight = getattr(self, self.weld_weight_name)
-        bias = getattr(self, self.weld_bias_name) if self.weld_bias_name else None
         eps = self.weld_eps
         if isinstance(eps, str):
             eps = getattr(self, eps)
+        if self.weld_weight_name is None:
+            normalize = functional.layer_norm if self.weld_centered else functional.rms_norm
+            return normalize(x, x.shape[-1:], eps=eps)
+        weight = getattr(self, self.weld_weight_name)
+        bias = getattr(self, self.weld_bias_name) if self.weld_bias_name else None
         dtype = x.dtype
         if weight.dtype is not dtype:
             dtype = RULES[self.weld_rule](dtype, weight.dtype)
@@ -98,6 +101,9 @@ def find_norm(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
         return
     forward = forward_of(module)
     weld, becomes = _TORCHS.get(forward, (Norm, ""))
+    if weld is Norm and not module._parameters and _list_epsilons(module) and forward:
+        yield from _propose_without_weight(module, what, view)
+        return
     if weld is Norm and not _looks_like_norm(module):
         if hasattr(module, "normalized_shape") and not module._parameters:
             reason = "it has no weight: call torchweld.functional.layer_norm or rms_norm"
@@ -130,7 +136,7 @@ def _normalises(module: torch.nn.Module) -> bool:
     """Whether a multiple of a row gives the same result as the row, as in norms."""
     try:
         copy = Twin(module, torch.device("cpu"), torch.float32).module
-        width = next(copy.parameters()).shape[0]
+        width = next(copy.parameters(), torch.empty(_WIDTH)).shape[0]
         x = 10 * torch.randn(3, width, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             y, scaled = copy(x), copy(4 * x)
@@ -141,6 +147,7 @@ def _normalises(module: torch.nn.Module) -> bool:
     return same and torch.allclose(y, scaled, rtol=1e-3, atol=1e-3) and not torch.equal(y, x)
 
 
+_WIDTH = 48  # of the rows on which a module without a weight is tried
 # Epsilons that models have as constants in their code.
 _CONSTANTS = (1e-5, 1e-6, 1e-8, 1e-12)
 
@@ -148,6 +155,23 @@ _CONSTANTS = (1e-5, 1e-6, 1e-8, 1e-12)
 def _list_epsilons(module: torch.nn.Module) -> list[str]:
     attributes = vars(module).items()
     return [name for name, value in attributes if isinstance(value, float) and 0 < value < 0.1]
+
+
+def _propose_without_weight(
+    module: torch.nn.Module, what: str, view: View
+) -> Iterator[Proposal | Left]:
+    """A norm over the last dimension, as NanoChat's."""
+    if not view.ask_once("norm", module, lambda: _normalises(module)):
+        return
+    if reason := why_not_change(module):
+        yield Left(module, what, reason)
+        return
+    inputs = (probe.values((2, 5, _WIDTH), view.device(module)),)
+    for centered, eps in itertools.product((False, True), _list_epsilons(module)):
+        settings = {"weight_name": None, "eps": eps, "centered": centered, "gate": None}
+        becomes = "layer_norm" if centered else "rms_norm"
+        changes = (Change(module, Norm, becomes, settings),)
+        yield Proposal(module, what, changes, module, inputs=inputs)
 
 
 def _propose_other(module: torch.nn.Module, what: str, view: View) -> Iterator[Proposal | Left]:

@@ -191,6 +191,11 @@ def _keeps_dtype(forward: Any) -> bool:
     return isinstance(result, torch.Tensor) and result.dtype == torch.bfloat16
 
 
+def rotates(forward: Any) -> bool:
+    """Whether a forward reads the name of a function that rotates."""
+    return reads(forward, _ROTATES) or reads(forward, _ROTATES_COMPLEX)
+
+
 def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
     """An attention of transformers whose code rotates queries and keys by a function's name."""
     forward = forward_of(module)
@@ -262,6 +267,7 @@ def _list_settings(norm: torch.nn.Module, view: View) -> Iterator[tuple[tuple[st
         settings = {} if isinstance(entry, Left) else entry.changes[0].settings
         if (
             settings.get("centered") is False
+            and settings["weight_name"] is not None
             and settings.get("bias_name") is None
             and not settings["gate"]
         ):
