@@ -72,9 +72,10 @@ class GatedProduct(Weld):
 def find_gated_product(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
     """A module whose forward multiplies the result of an activation by something."""
     inner = unwrap(forward_of(module))
-    # Rotary attention has a weld of its own, and experts' stacked weights have none.
-    stacked = any(p is not None and p.ndim == 3 for p in module._parameters.values())
-    if is_welded(module) or inner is None or rotates(inner) or stacked:
+    # Rotary attention and norms with gates have welds of their own, and experts' weights none.
+    own = [p for p in module._parameters.values() if p is not None]
+    others = rotates(inner) or any(p.ndim == 3 for p in own) or (own and not module._modules)
+    if is_welded(module) or inner is None or others:
         return
     kinds = {
         name: kind for name, c in module._modules.items() if c and (kind := view.activation(c))
