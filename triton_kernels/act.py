@@ -31,6 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .approximate import exp, reciprocal
 from .chunks import add_chunks_launches, chunk_range, chunks_of, partials_of, store_partial
 from .launch import Launch, launch, replayed, run
 from .tensors import (
@@ -61,21 +62,42 @@ KINDS = (
 
 
 @triton.jit
+def _logistic(x):
+    """1 / (1 + 2^-x): factors of the argument and of the exponent are one number."""
+    return reciprocal(1 + tl.exp2(-x))
+
+
+@triton.jit
+def _gaussian(z):
+    return tl.exp2(z * z * -0.7213475204444817)
+
+
+@triton.jit
+def _normal_integral(z, gaussian):
+    """The normal distribution's integral; csrc/core/act.h has the polynomial."""
+    t = reciprocal(1 + 0.34 * tl.abs(z))
+    tail = 0.286127454 + t * (-0.21284831 + t * 0.0476667729)
+    tail = 0.126394262 + t * (0.167822206 + t * (-0.0516554776 + t * tail))
+    tail = gaussian * (-2.58259507e-05 + t * (0.136518964 + t * tail))
+    return tl.where(z < 0, tail, 1 - tail)
+
+
+@triton.jit
 def activate(z, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu":
-        return 0.5 * z * (1 + tl.erf(z * 0.7071067811865476))
+        return z * _normal_integral(z, _gaussian(z))
     elif ACTIVATION == "gelu_tanh":
-        return z * tl.sigmoid(z * (1.5957691216057308 + 0.07135481627260025 * z * z))
+        return z * _logistic(z * (2.302208198144325 + 0.1029432395800235 * z * z))
     elif ACTIVATION == "quick_gelu":
-        return z * tl.sigmoid(1.702 * z)
+        return z * _logistic(2.4554669595930156 * z)
     elif ACTIVATION == "relu":
         return tl.where(z < 0, 0.0, z)
     elif ACTIVATION == "relu2":
         return tl.where(z < 0, 0.0, z * z)
     elif ACTIVATION == "silu":
-        return z * tl.sigmoid(z)
+        return z * _logistic(1.4426950408889634 * z)
     elif ACTIVATION == "sigmoid":
-        return tl.sigmoid(z)
+        return _logistic(1.4426950408889634 * z)
     elif ACTIVATION == "tanh":
         return _tanh(z)
     else:
@@ -87,21 +109,21 @@ def activate(z, ACTIVATION: tl.constexpr):
 def activation_gradient(z, grad, ACTIVATION: tl.constexpr):
     """The gradient of z, from grad, the gradient of its activation."""
     if ACTIVATION == "gelu":
-        integral = 0.5 * (1 + tl.erf(z * 0.7071067811865476))
-        return grad * (integral + z * tl.exp(-0.5 * z * z) * 0.3989422804014327)
+        g = _gaussian(z)
+        return grad * (_normal_integral(z, g) + z * g * 0.3989422804014327)
     elif ACTIVATION == "gelu_tanh":
-        s = tl.sigmoid(z * (1.5957691216057308 + 0.07135481627260025 * z * z))
+        s = _logistic(z * (2.302208198144325 + 0.1029432395800235 * z * z))
         inner = 1.5957691216057308 + 0.21406444881780075 * z * z
         return grad * (s + z * (s * (1 - s)) * inner)
     elif ACTIVATION == "quick_gelu":
-        s = tl.sigmoid(1.702 * z)
+        s = _logistic(2.4554669595930156 * z)
         return grad * (s + z * (1.702 * (s * (1 - s))))
     elif ACTIVATION == "relu":
         return tl.where(z <= 0, 0.0, grad)
     elif ACTIVATION == "relu2":
         return tl.where(z <= 0, 0.0, grad * (2 * z))
     elif ACTIVATION == "silu":
-        s = tl.sigmoid(z)
+        s = _logistic(1.4426950408889634 * z)
         return grad * (s + z * (s * (1 - s)))
     elif ACTIVATION == "sigmoid":
         return grad * _logistic_slope(z)
@@ -115,16 +137,17 @@ def activation_gradient(z, grad, ACTIVATION: tl.constexpr):
 @triton.jit
 def _logistic_slope(z):
     # Uses the exponential of a negative number: s * (1 - s) cancels if s is near one.
-    e = tl.exp(-tl.abs(z))
-    return e / ((1 + e) * (1 + e))
+    e = exp(-tl.abs(z))
+    s = reciprocal(1 + e)
+    return e * s * s
 
 
 @triton.jit
 def _tanh(z):
     # csrc/core/act.h has the polynomial. Near zero the quotient cancels.
     size = tl.abs(z)
-    e = tl.exp(-2 * size)
-    far = (1 - e) / (1 + e)
+    e = exp(-2 * size)
+    far = (1 - e) * reciprocal(1 + e)
     square = z * z
     series = -0.05338711064 + square * 0.01798874441
     series = -0.3333331108 + square * (0.1333047649 + square * series)

@@ -33,7 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .act import KINDS, _kind, _tile, _tile_of, _tiles, activate, activation_gradient
+from .act import KINDS, _kind, _tile, _tile_of, activate, activation_gradient
 from .chunks import (
     add_chunks_launches,
     chunk_range,
@@ -56,14 +56,12 @@ from .tensors import (
 
 
 @triton.jit
-def _normalized(x, mean_ptr, var_ptr, weight_ptr, bias_ptr, eps, column, width):
-    # x_hat, z, and the scale of x_hat's gradient.
-    mean = load_parameter(mean_ptr, column, width, 0)
-    rstd = tl.rsqrt(load_parameter(var_ptr, column, width, 0) + eps)
-    weight = load_parameter(weight_ptr, column, width, 1)
-    bias = load_parameter(bias_ptr, column, width, 0)
-    x_hat = (x - mean[None, :]) * rstd[None, :]
-    return x_hat, x_hat * weight[None, :] + bias[None, :], (weight * rstd)[None, :]
+def _load_columns(mean_ptr, var_ptr, weight_ptr, bias_ptr, eps, column, width):
+    """Mean, rstd, weight and bias of each column, as one row."""
+    mean = load_parameter(mean_ptr, column, width, 0)[None, :]
+    rstd = tl.rsqrt(load_parameter(var_ptr, column, width, 0) + eps)[None, :]
+    weight = load_parameter(weight_ptr, column, width, 1)[None, :]
+    return mean, rstd, weight, load_parameter(bias_ptr, column, width, 0)[None, :]
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -85,8 +83,53 @@ def _normalize_act(
     row, columns, inside = _tile(tl.program_id(0), rows, width, ROWS, BLOCK)
     x = load(x_ptr, row, columns, x_stride, inside)
     column = tl.program_id(0) % tl.cdiv(width, BLOCK) * BLOCK + tl.arange(0, BLOCK)
-    _, z, _ = _normalized(x, mean_ptr, var_ptr, weight_ptr, bias_ptr, eps, column, width)
+    mean, rstd, weight, bias = _load_columns(
+        mean_ptr, var_ptr, weight_ptr, bias_ptr, eps, column, width
+    )
+    z = (x - mean) * (rstd * weight) + bias
     store(y_ptr, row, columns, width, activate(z, ACTIVATION), inside)
+
+
+@triton.jit
+def _differentiate_rows(
+    tensors,
+    strides,
+    row_tile,
+    rows,
+    column,
+    columns,
+    means,
+    sums,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Write the gradient of a tile of rows, which may end within it if MASKED, and add to the sums.
+
+    Columns outside the tensor may have NaN in their sums, which nobody reads.
+    """
+    grad_y_ptr, x_ptr, grad_x_ptr = tensors
+    grad_y_stride, x_stride, width = strides
+    mean, rstd, weight, bias = columns
+    row = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    inside = (column < width)[None, :] & (row >= 0)
+    if MASKED:
+        inside = inside & (row < rows)
+    grad_y = load(grad_y_ptr, row, column[None, :], grad_y_stride, inside)
+    x = load(x_ptr, row, column[None, :], x_stride, inside)
+    x_hat = (x - mean) * rstd
+    g = activation_gradient(x_hat * weight + bias, grad_y, ACTIVATION)
+    g_x_hat = g * x_hat
+    if MASKED:
+        # Outside the tensor grad_y is 0, but the derivative may be NaN.
+        g, g_x_hat = tl.where(inside, g, 0), tl.where(inside, g_x_hat, 0)
+    if grad_x_ptr is not None:
+        # Given statistics have no gradient; a zero times x_hat would make NaN of infinity.
+        grad_x = g
+        if means[0] is not None:
+            grad_x = g - means[0] - x_hat * means[1]
+        store(grad_x_ptr, row, column[None, :], width, grad_x * (weight * rstd), inside)
+    return sums[0] + g_x_hat, sums[1] + g
 
 
 @triton.jit(do_not_specialize=["rows", "chunks"])
@@ -116,30 +159,26 @@ def _normalize_act_backward(
     column_tiles = tl.cdiv(width, BLOCK)
     chunk = tl.program_id(0) // column_tiles
     column = tl.program_id(0) % column_tiles * BLOCK + tl.arange(0, BLOCK)
+    means = (None, None)
     if mean_g_ptr is not None:
         mean_g = load_parameter(mean_g_ptr, column, width, 0)[None, :]
-        mean_g_x_hat = load_parameter(mean_g_x_hat_ptr, column, width, 0)[None, :]
-    weight_partial = tl.zeros([ROWS, BLOCK], tl.float32)
-    bias_partial = tl.zeros([ROWS, BLOCK], tl.float32)
+        means = (mean_g, load_parameter(mean_g_x_hat_ptr, column, width, 0)[None, :])
+    columns = _load_columns(mean_ptr, var_ptr, weight_ptr, bias_ptr, eps, column, width)
+    zero = tl.zeros([ROWS, BLOCK], tl.float32)
+    weight_partial, bias_partial = zero, zero
     first, last = chunk_range(chunk, rows, chunks, ROWS)
-    for row_tile in tl.range(first, last, num_stages=STAGES):
-        row = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-        inside = (row < rows) & (column < width)[None, :]
-        grad_y = load(grad_y_ptr, row, column[None, :], grad_y_stride, inside)
-        x = load(x_ptr, row, column[None, :], x_stride, inside)
-        x_hat, z, scale = _normalized(
-            x, mean_ptr, var_ptr, weight_ptr, bias_ptr, eps, column, width
+    tensors, strides = (grad_y_ptr, x_ptr, grad_x_ptr), (grad_y_stride, x_stride, width)
+    whole = tl.minimum(last, rows // ROWS)
+    for row_tile in tl.range(first, whole, num_stages=STAGES):
+        at = (tensors, strides, row_tile, rows, column, columns, means)
+        weight_partial, bias_partial = _differentiate_rows(
+            *at, (weight_partial, bias_partial), ACTIVATION, ROWS, False
         )
-        # Outside the tensor grad_y is 0, but the derivative may be NaN.
-        g = tl.where(inside, activation_gradient(z, grad_y, ACTIVATION), 0)
-        if grad_x_ptr is not None:
-            grad_x = g * scale
-            # Given statistics have no gradient; a zero times x_hat would make NaN of infinity.
-            if mean_g_ptr is not None:
-                grad_x = (g - mean_g - x_hat * mean_g_x_hat) * scale
-            store(grad_x_ptr, row, column[None, :], width, grad_x, inside)
-        weight_partial += tl.where(inside, g * x_hat, 0)
-        bias_partial += g
+    if whole < last:
+        at = (tensors, strides, whole, rows, column, columns, means)
+        weight_partial, bias_partial = _differentiate_rows(
+            *at, (weight_partial, bias_partial), ACTIVATION, ROWS, True
+        )
     there = column < width
     store_partial(weight_partials_ptr, chunk, column, width, there, weight_partial)
     store_partial(bias_partials_ptr, chunk, column, width, there, bias_partial)
@@ -164,12 +203,19 @@ def _column_statistics(
     lane_mean = tl.zeros([ROWS, BLOCK], tl.float32)
     lane_squares = tl.zeros([ROWS, BLOCK], tl.float32)
     first, last = chunk_range(chunk, rows, chunks, ROWS)
-    for row_tile in tl.range(first, last, num_stages=STAGES):
+    whole = tl.minimum(last, rows // ROWS)
+    for row_tile in tl.range(first, whole, num_stages=STAGES):
         row = (row_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        x = load(x_ptr, row, column[None, :], x_stride, (column < width)[None, :] & (row >= 0))
+        deviation = x - lane_mean
+        lane_mean += deviation * (1 / (row_tile - first + 1))
+        lane_squares += deviation * (x - lane_mean)
+    if whole < last:
+        row = (whole * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         inside = (row < rows) & (column < width)[None, :]
         x = load(x_ptr, row, column[None, :], x_stride, inside)
         deviation = tl.where(inside, x - lane_mean, 0)
-        lane_mean += deviation / (row_tile - first + 1)
+        lane_mean += deviation * (1 / (whole - first + 1))
         lane_squares += deviation * tl.where(inside, x - lane_mean, 0)
     # Only the very last tile may lack rows.
     lacking = (last - 1) * ROWS + tl.arange(0, ROWS) >= rows
@@ -228,6 +274,12 @@ def _statistics_of_chunks(
     tl.store(var_ptr + column, tl.sum(total, 0) / whole, mask=column < width)
 
 
+def _normalizing_tile(width: int) -> dict[str, int]:
+    """A tile of 4096 elements: what is computed once a column serves four elements of a thread."""
+    tile = _tile_of(width)
+    return {**tile, "ROWS": 2 * tile["ROWS"]}
+
+
 def _walked_tile(width: int) -> dict[str, int]:
     """A tile of 1024 elements: with two sums each, twice as many do not fit the registers."""
     tile = _tile_of(width)
@@ -248,12 +300,13 @@ def _normalize_act_launch(
     y: torch.Tensor,
     kind: str,
 ) -> Launch:
+    tile = _normalizing_tile(x.shape[1])
     return launch(
         _normalize_act,
-        _tiles(*x.shape),
+        triton.cdiv(x.shape[0], tile["ROWS"]) * triton.cdiv(x.shape[1], tile["BLOCK"]),
         *(x, *columns, y, *x.shape, x.stride(0), eps),
         ACTIVATION=kind,
-        **_tile_of(x.shape[1]),
+        **tile,
     )
 
 

@@ -1,8 +1,8 @@
 """rotary_embedding in Triton; csrc/core/rotary.h has the formulas.
 
 Queries and keys are one launch: the first programs take rows of queries, the others rows of keys.
-Rows are counted with heads innermost, so that a program's rows share their angles, which come from
-L1 after the first head. A program has the whole row, as two tiles with the firsts and the seconds
+A program's rows are heads of few tokens, so that they share their angles, which come from L1 after
+the first head. A program has the whole row, as two tiles with the firsts and the seconds
 of pairs, and one with the columns that are not rotated; every element is read once.
 
 Forward, and backward without a norm, 2 units: x is read, y written. A tile has 2048 elements, 16 a
@@ -20,6 +20,7 @@ position that the table does not have is not read: the angles are NaN.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ from .tensors import check_beside, check_like, contiguous, gradient_of, or_empty
 _PLACES = ("batch", "token", "head")
 # Sizes, and strides of single numbers, whose alignment makes no load wider.
 _SIZES = [
-    *("tokens", "heads", "rows", "k_heads", "k_rows", "table_rows"),
+    *("tokens", "heads", "places", "k_heads", "k_places", "table_rows"),
     *(f"{name}_{place}_stride" for name in ("rstd", "k_rstd") for place in _PLACES),
     *("position_batch_stride", "position_token_stride"),
 ]
@@ -48,7 +49,7 @@ def _rotate(
     weight_ptr,
     rstd_ptr,
     heads,
-    rows,
+    places,
     x_batch_stride,
     x_token_stride,
     x_head_stride,
@@ -63,7 +64,7 @@ def _rotate(
     k_weight_ptr,
     k_rstd_ptr,
     k_heads,
-    k_rows,
+    k_places,
     k_batch_stride,
     k_token_stride,
     k_head_stride,
@@ -97,6 +98,8 @@ def _rotate(
     PLUS_ONE: tl.constexpr,
     ROUNDED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
@@ -104,13 +107,13 @@ def _rotate(
     """The forward pass; TRANSPOSED and without NORM also the backward pass."""
     # fmt: off
     x = (
-        x_ptr, y_ptr, weight_ptr, rstd_ptr, heads, rows,
+        x_ptr, y_ptr, weight_ptr, rstd_ptr, heads, places,
         x_batch_stride, x_token_stride, x_head_stride,
         y_batch_stride, y_token_stride, y_head_stride,
         rstd_batch_stride, rstd_token_stride, rstd_head_stride,
     )
     k = (
-        k_ptr, k_y_ptr, k_weight_ptr, k_rstd_ptr, k_heads, k_rows,
+        k_ptr, k_y_ptr, k_weight_ptr, k_rstd_ptr, k_heads, k_places,
         k_batch_stride, k_token_stride, k_head_stride,
         k_y_batch_stride, k_y_token_stride, k_y_head_stride,
         k_rstd_batch_stride, k_rstd_token_stride, k_rstd_head_stride,
@@ -127,12 +130,12 @@ def _rotate(
     if tile < tiles:
         rotate_tile(
             *(x, tile, tokens, layout, angles, eps, NORM, PLUS_ONE, ROUNDED, TRANSPOSED),
-            *(INTERLEAVED, FULL, ROWS, PAIRS, REST),
+            *(INTERLEAVED, FULL, HEADS, ROWS, PAIRS, REST),
         )
     elif k_ptr is not None:
         rotate_tile(
             *(k, tile - tiles, tokens, layout, angles, eps, NORM, PLUS_ONE, ROUNDED, TRANSPOSED),
-            *(INTERLEAVED, FULL, ROWS, PAIRS, REST),
+            *(INTERLEAVED, FULL, K_HEADS, ROWS, PAIRS, REST),
         )
 
 
@@ -145,7 +148,7 @@ def _differentiate(
     rstd_ptr,
     partials_ptr,
     heads,
-    rows,
+    places,
     grad_batch_stride,
     grad_token_stride,
     grad_head_stride,
@@ -165,7 +168,7 @@ def _differentiate(
     k_rstd_ptr,
     k_partials_ptr,
     k_heads,
-    k_rows,
+    k_places,
     k_grad_batch_stride,
     k_grad_token_stride,
     k_grad_head_stride,
@@ -199,22 +202,25 @@ def _differentiate(
     INTERLEAVED: tl.constexpr,
     FULL: tl.constexpr,
     PLUS_ONE: tl.constexpr,
+    HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """The backward pass with a norm."""
     # fmt: off
     x = (
-        grad_ptr, x_ptr, result_ptr, weight_ptr, rstd_ptr, partials_ptr, heads, rows,
+        grad_ptr, x_ptr, result_ptr, weight_ptr, rstd_ptr, partials_ptr, heads, places,
         grad_batch_stride, grad_token_stride, grad_head_stride,
         x_batch_stride, x_token_stride, x_head_stride,
         result_batch_stride, result_token_stride, result_head_stride,
         rstd_batch_stride, rstd_token_stride, rstd_head_stride,
     )
     k = (
-        k_grad_ptr, k_ptr, k_result_ptr, k_weight_ptr, k_rstd_ptr, k_partials_ptr, k_heads, k_rows,
-        k_grad_batch_stride, k_grad_token_stride, k_grad_head_stride,
+        k_grad_ptr, k_ptr, k_result_ptr, k_weight_ptr, k_rstd_ptr, k_partials_ptr,
+        k_heads, k_places, k_grad_batch_stride, k_grad_token_stride, k_grad_head_stride,
         k_batch_stride, k_token_stride, k_head_stride,
         k_result_batch_stride, k_result_token_stride, k_result_head_stride,
         k_rstd_batch_stride, k_rstd_token_stride, k_rstd_head_stride,
@@ -230,24 +236,13 @@ def _differentiate(
     chunk = tl.program_id(0)
     if chunk < chunks:
         differentiate_chunk(
-            x, chunk, chunks, tokens, layout, angles, PLUS_ONE, INTERLEAVED, FULL, ROWS, PAIRS, REST
+            *(x, chunk, chunks, tokens, layout, angles),
+            *(PLUS_ONE, INTERLEAVED, FULL, HEADS, ROWS, PAIRS, REST, STAGES),
         )
     elif k_ptr is not None:
         differentiate_chunk(
-            *(
-                k,
-                chunk - chunks,
-                k_chunks,
-                tokens,
-                layout,
-                angles,
-                PLUS_ONE,
-                INTERLEAVED,
-                FULL,
-                ROWS,
-                PAIRS,
-                REST,
-            )
+            *(k, chunk - chunks, k_chunks, tokens, layout, angles),
+            *(PLUS_ONE, INTERLEAVED, FULL, K_HEADS, ROWS, PAIRS, REST, STAGES),
         )
 
 
@@ -277,15 +272,20 @@ class _Call(NamedTuple):
         every = [0] * (_LEADING - count) + [0 if n == 1 else stride for n, stride in sizes]
         return [every[at] for at in self.order]
 
-    def rows(self, tensor: torch.Tensor | None) -> tuple[int, int]:
-        """The heads of a token, and the rows."""
+    def heads(self, tensor: torch.Tensor | None) -> tuple[int, int]:
+        """The heads of a token, and the tokens of all batches."""
         if tensor is None:
             return 1, 0
-        sizes = _leading(tensor.shape[:-1])
-        return sizes[self.order[2]], sizes[0] * sizes[1] * sizes[2]
+        batch, token, head = (_leading(tensor.shape[:-1])[at] for at in self.order)
+        return head, batch * token
+
+    def heads_of_tile(self, tensor: torch.Tensor | None) -> int:
+        """The heads of a token that a tile has: a power of two that divides them."""
+        return math.gcd(self.heads(tensor)[0] or 1, self.tile["ROWS"])
 
     def tiles(self, tensor: torch.Tensor | None) -> int:
-        return triton.cdiv(self.rows(tensor)[1], self.tile["ROWS"])
+        (heads, tokens), own = self.heads(tensor), self.heads_of_tile(tensor)
+        return triton.cdiv(tokens, self.tile["ROWS"] // own) * (heads // own)
 
 
 def _call(
@@ -362,7 +362,7 @@ def _rotate_launch(
     """`streams` are those of x and k: the input, the result, the weight and rstd, or None."""
     every: list[Any] = []
     for source, result, weight, rstd in streams:
-        every += [source, result, weight, rstd, *call.rows(source), *call.strides(source)]
+        every += [source, result, weight, rstd, *call.heads(source), *call.strides(source)]
         every += [*call.strides(result), *call.strides(rstd, 0)]
     tiles = [call.tiles(stream[0]) for stream in streams]
     return launch(
@@ -370,6 +370,8 @@ def _rotate_launch(
         sum(tiles),
         *(*every, *call.angles, call.tokens, *call.layout, tiles[0], eps or 0.0),
         **call.options,
+        HEADS=call.heads_of_tile(streams[0][0]),
+        K_HEADS=call.heads_of_tile(streams[1][0]),
         NORM=eps is not None,
         PLUS_ONE=plus_one,
         ROUNDED=("none", "result", "both").index(rounded),
@@ -391,13 +393,16 @@ def _differentiate_launches(call: _Call, streams: Streams, plus_one: bool) -> It
     partials = partials_of(gradients, tiles[0], width)
     every: list[Any] = []
     for (grad, x, result, weight, rstd, _), partial in zip(streams, partials, strict=True):
-        every += [grad, x, result, weight, rstd, partial, *call.rows(grad), *call.strides(grad)]
+        every += [grad, x, result, weight, rstd, partial, *call.heads(grad), *call.strides(grad)]
         every += [*call.strides(x), *call.strides(result), *call.strides(rstd, 0)]
     yield launch(
         _differentiate,
         sum(tiles),
         *(*every, *call.angles, call.tokens, *call.layout, *tiles),
         **call.options,
+        HEADS=call.heads_of_tile(streams[0][0]),
+        K_HEADS=call.heads_of_tile(streams[1][0]),
+        STAGES=2,
         PLUS_ONE=plus_one,
         **call.tile,
     )._replace(spreads=True)

@@ -153,12 +153,19 @@ def turn(first, second, cos1, cos2, sin1, sin2, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def place(tile, tokens, heads, rows, ROWS: tl.constexpr):
-    """Batch, token and head of the rows of a tile, as columns, and which of them exist."""
-    # In the interpreter the tile of a loop is a Python number.
-    row = (tl.full([ROWS], ROWS, tl.int64) * tile + tl.arange(0, ROWS))[:, None]
-    above = row // heads
-    return above // tokens, above % tokens, row % heads, row < rows
+def place(tile, tokens, heads, places, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Batch, token and head of the rows of a tile, as columns, and which of them exist.
+
+    A tile has HEADS heads of each of its tokens. `places` counts the tokens of all batches. Its
+    type, int32 if it fits, is that of the division: one of 64 bits takes a hundred instructions.
+    """
+    row = tl.arange(0, ROWS)[:, None]
+    head_tiles = heads // HEADS
+    at = tile // head_tiles * (ROWS // HEADS) + row // HEADS + 0 * places
+    head = tile % head_tiles * HEADS + row % HEADS
+    batch = at // tokens
+    token = (at - batch * tokens).to(tl.int64)
+    return batch.to(tl.int64), token, head.to(tl.int64), at < places
 
 
 @triton.jit
@@ -189,12 +196,13 @@ def rotate_tile(
     TRANSPOSED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     FULL: tl.constexpr,
+    HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
 ):
     x_ptr, y_ptr, weight_ptr, rstd_ptr = stream[0], stream[1], stream[2], stream[3]
-    batch, token, head, inside = place(tile, tokens, stream[4], stream[5], ROWS)
+    batch, token, head, inside = place(tile, tokens, stream[4], stream[5], HEADS, ROWS)
     start = batch * stream[6] + token * stream[7] + head * stream[8]
     first, second, rest = load_row(x_ptr, start, inside, layout, INTERLEAVED, PAIRS, REST)
     if NORM:
@@ -225,20 +233,23 @@ def differentiate_chunk(
     PLUS_ONE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     FULL: tl.constexpr,
+    HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     grad_ptr, x_ptr, result_ptr = stream[0], stream[1], stream[2]
     weight_ptr, rstd_ptr, partials_ptr = stream[3], stream[4], stream[5]
-    heads, rows, width = stream[6], stream[7], layout[2]
+    heads, places, width = stream[6], stream[7], layout[2]
     weight = load_weight(weight_ptr, layout, PLUS_ONE, INTERLEAVED, PAIRS, REST)
     first_sum = tl.zeros([ROWS, PAIRS], tl.float32)
     second_sum = tl.zeros([ROWS, PAIRS], tl.float32)
     rest_sum = tl.zeros([ROWS, REST if REST > 0 else 1], tl.float32)
-    begin, end = chunk_range(chunk, rows, chunks, ROWS)
-    for tile in tl.range(begin, end):
-        batch, token, head, inside = place(tile, tokens, heads, rows, ROWS)
+    tiles = tl.cdiv(places, ROWS // HEADS) * (heads // HEADS)
+    begin, end = chunk_range(chunk, tiles, chunks, 1)
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        batch, token, head, inside = place(tile, tokens, heads, places, HEADS, ROWS)
         start = batch * stream[8] + token * stream[9] + head * stream[10]
         u1, u2, u3 = load_row(grad_ptr, start, inside, layout, INTERLEAVED, PAIRS, REST)
         cos1, cos2, sin1, sin2 = load_angles(

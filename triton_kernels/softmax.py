@@ -10,9 +10,10 @@ hold back the next loads. Then y is written, with the scores from L1 or L2.
 Backward, 3 units: grad_y and y (or the scores, with dropout) are read, and grad_scores written.
 Rows of up to 8192 columns stay in registers, 16 columns of both tensors a thread.
 
-Under the causal mask invisible keys are not loaded. Narrow rows share a program of 2048 columns.
-Blocks are powers of two: at 1025 columns half of the lanes have nothing to do. What Philox costs in
-instructions is in csrc/cuda/softmax.cu. Nothing is tuned at run time.
+Under the causal mask keys are loaded in groups of eight: loads of 16 bits, one for each key that a
+row sees, took an eighth of a row's time in instructions. Narrow rows share a program of 2048
+columns. Blocks are powers of two: at 1025 columns half of the lanes have nothing to do. Nothing is
+tuned at run time.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
@@ -28,6 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .approximate import exp
 from .dropout import Sizes, check_dropout, dropout_arguments, factors
 from .launch import Launch, launch, replayed, run
 from .rows import NUMBERING, place, row_map
@@ -44,8 +46,9 @@ def _visible_keys(row, rows, queries, first_keys, width, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def _exp(x):
-    return tl.exp2(x * 1.4426950408889634)
+def _loaded(column, keys, width):
+    """Columns in groups of eight, so that loads stay wide where the causal mask ends a row."""
+    return (column[None, :] < (keys[:, None] + 7) // 8 * 8) & (column[None, :] < width)
 
 
 @triton.jit
@@ -62,13 +65,15 @@ def _inverse(total, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _masked_scores(scores_ptr, mask_ptr, row, column, seen, width, mask_row, mask_stride, scale):
+def _masked_scores(scores_ptr, mask_ptr, row, keys, column, width, mask_row, mask_stride, scale):
     """Scores, scaled and masked; -inf for invisible keys."""
+    seen = column[None, :] < keys[:, None]
     at = row[:, None] * width + column[None, :]
-    z = tl.load(scores_ptr + at, mask=seen, other=0).to(tl.float32) * scale
+    loaded = _loaded(column, keys, width)
+    z = tl.load(scores_ptr + at, mask=loaded, other=0).to(tl.float32) * scale
     if mask_ptr is not None:
         mask_at = mask_row[:, None] + column[None, :] * mask_stride
-        mask = tl.load(mask_ptr + mask_at, mask=seen, other=0)
+        mask = tl.load(mask_ptr + mask_at, mask=loaded, other=0)
         if mask_ptr.dtype.element_ty == tl.uint8:
             seen = seen & (mask != 0)
         else:
@@ -122,7 +127,7 @@ def _forward(
     keys = _visible_keys(row, rows, queries, first_keys, width, CAUSAL)
     mask_row = place(row, 0, mask_size1, mask_size2, mask_stride0, mask_stride1, mask_stride2)
     number = place(row, first_number, size1, size2, stride0, stride1, stride2)
-    scores = (scores_ptr, mask_ptr, row)
+    scores = (scores_ptr, mask_ptr, row, keys)
     mask = (width, mask_row, mask_stride, scale)
 
     if WIDE:
@@ -131,17 +136,17 @@ def _forward(
         lane_sum = tl.zeros([ROWS, BLOCK], tl.float32)
         for start in tl.range(0, tl.max(keys), BLOCK):
             column = start + lane
-            z = _masked_scores(*scores, column, column[None, :] < keys[:, None], *mask)
+            z = _masked_scores(*scores, column, *mask)
             new_highest = tl.maximum(lane_highest, z)
             base = _finite(new_highest)
-            lane_sum = lane_sum * _exp(lane_highest - base) + _exp(z - base)
+            lane_sum = lane_sum * exp(lane_highest - base) + exp(z - base)
             lane_highest = new_highest
         highest = _finite(tl.max(lane_highest, 1))
-        total = tl.sum(lane_sum * _exp(lane_highest - highest[:, None]), 1)
+        total = tl.sum(lane_sum * exp(lane_highest - highest[:, None]), 1)
     else:
-        z = _masked_scores(*scores, lane, lane[None, :] < keys[:, None], *mask)
+        z = _masked_scores(*scores, lane, *mask)
         highest = _finite(tl.max(z, 1))
-        e = _exp(z - highest[:, None])
+        e = exp(z - highest[:, None])
         total = tl.sum(e, 1)
     inverse = _inverse(total, CAUSAL or mask_ptr is not None)
     if statistics_ptr is not None:
@@ -151,8 +156,8 @@ def _forward(
     if WIDE:
         for start in tl.range(0, width, BLOCK):
             column = start + lane
-            z = _masked_scores(*scores, column, column[None, :] < keys[:, None], *mask)
-            y = _exp(z - highest[:, None]) * inverse[:, None]
+            z = _masked_scores(*scores, column, *mask)
+            y = exp(z - highest[:, None]) * inverse[:, None]
             if seed_ptr is not None:
                 y *= factors(seed_ptr, number, start, threshold, kept_scale, ROWS, BLOCK)
             _store(y_ptr, y, row, column, rows, width)
@@ -171,12 +176,14 @@ def _softmax_and_gradient(
     column = start + tl.arange(0, BLOCK)
     seen = column[None, :] < keys[:, None]
     at = row[:, None] * mask[0] + column[None, :]
-    g = tl.load(grad_y_ptr + at, mask=seen, other=0).to(tl.float32)
+    loaded = _loaded(column, keys, mask[0])
+    # What a row does not see may be NaN in grad_y. In y it is 0.
+    g = tl.where(seen, tl.load(grad_y_ptr + at, mask=loaded, other=0).to(tl.float32), 0)
     if y_ptr is not None:
-        s = tl.load(y_ptr + at, mask=seen, other=0).to(tl.float32)
+        s = tl.load(y_ptr + at, mask=loaded, other=0).to(tl.float32)
     else:
-        z = _masked_scores(*scores, column, seen, *mask)
-        s = tl.where(seen, _exp(z - statistics[0][:, None]) * statistics[1][:, None], 0)
+        z = _masked_scores(*scores, column, *mask)
+        s = tl.where(seen, exp(z - statistics[0][:, None]) * statistics[1][:, None], 0)
         g *= factors(dropout[0], dropout[1], start, dropout[2], dropout[3], row.shape[0], BLOCK)
     return s, g
 
@@ -226,7 +233,7 @@ def _backward(
         highest = tl.load(statistics_ptr + 2 * row, mask=row < rows, other=0)
         inverse = tl.load(statistics_ptr + 2 * row + 1, mask=row < rows, other=0)
     statistics = (highest, inverse)
-    scores = (scores_ptr, mask_ptr, row)
+    scores = (scores_ptr, mask_ptr, row, keys)
     mask = (width, mask_row, mask_stride, scale)
     dropout = (seed_ptr, number, threshold, kept_scale)
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "core/quant8.h"
-#include "cuda/reduce.cuh"
 #include "cuda/vec.cuh"
 
 TW_NAMESPACE_BEGIN

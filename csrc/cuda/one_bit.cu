@@ -12,7 +12,6 @@
 
 #include "core/dispatch.h"
 #include "cuda/launch.cuh"
-#include "cuda/reduce.cuh"
 #include "cuda/vec.cuh"
 
 namespace {

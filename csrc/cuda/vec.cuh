@@ -11,6 +11,7 @@
 TW_NAMESPACE_BEGIN
 
 constexpr int kAccessBytes = 16;
+constexpr int kWarp = 32;  // threads
 
 // --- One element ---
 
@@ -53,12 +54,6 @@ __device__ __forceinline__ T element(unsigned bits) {
   }
 }
 
-// A parameter, of T or float32.
-template <class T>
-__device__ __forceinline__ float parameter(const void* p, int64_t i, bool is_float) {
-  return is_float ? ((const float*)p)[i] : to_float(((const T*)p)[i]);
-}
-
 // --- Several elements, 16 bytes of them by default ---
 
 template <class T, int N = kAccessBytes / (int)sizeof(T)>
@@ -76,20 +71,7 @@ struct Packed {
     return word[i / kInWord] >> (i % kInWord * 8 * sizeof(T));
   }
   __device__ __forceinline__ float operator[](int i) const { return to_float(element<T>(bits(i))); }
-
-  // Call this between two passes over the elements. Otherwise the compiler keeps the converted
-  // floats of the first pass, in the registers that this struct saves.
-  __device__ __forceinline__ void forget_floats() {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(word[i]));
-  }
 };
-
-// Loads elements for the last time: they need not stay in the caches.
-template <class T>
-__device__ __forceinline__ Packed<T> load_once(const T* p) {
-  return Packed<T>(__ldcs((const uint4*)p));
-}
 
 template <class T>
 __device__ __forceinline__ void store(T* p, const float (&values)[Packed<T>::kElements]) {
@@ -104,23 +86,6 @@ __device__ __forceinline__ void store(T* p, const float (&values)[Packed<T>::kEl
     }
   }
   __stcs((uint4*)p, make_uint4(word[0], word[1], word[2], word[3]));
-}
-
-// N parameters, of T or float32. Every row reads them.
-template <class T, int N>
-__device__ __forceinline__ void load_parameters(float (&values)[N], const void* p, int64_t i,
-                                                bool is_float) {
-  if (is_float) {
-#pragma unroll
-    for (int j = 0; j < N; j += 4) {
-      const float4 four = __ldg((const float4*)((const float*)p + i + j));
-      values[j] = four.x, values[j + 1] = four.y, values[j + 2] = four.z, values[j + 3] = four.w;
-    }
-  } else {
-    const Packed<T> packed(__ldg((const uint4*)((const T*)p + i)));
-#pragma unroll
-    for (int j = 0; j < N; ++j) values[j] = packed[j];
-  }
 }
 
 inline bool is_aligned(const void* p) { return (uintptr_t)p % kAccessBytes == 0; }

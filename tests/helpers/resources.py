@@ -107,14 +107,17 @@ class Compile:
         code = sources.hash_of(sources.find_used([self._file], ROOT), ROOT)
         return f"{code} {self.kernel} {self.signature} {self.options}"
 
-    def run(self, capability: int) -> dict[str, int]:
+    def compile(self, capability: int) -> Any:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
         target = GPUTarget("cuda", capability, 32)
         source = ASTSource(self.launch.kernel, *self.signature)
-        compiled = triton.compile(source, target=target, options=self.options)
+        return triton.compile(source, target=target, options=self.options)
+
+    def run(self, capability: int) -> dict[str, int]:
+        compiled = self.compile(capability)
         products = layouts.read(compiled.asm["ttgir"], capability)
         taken = _of_machine_code(compiled.asm["cubin"])
         return {**taken, "shared": compiled.metadata.shared, **products}

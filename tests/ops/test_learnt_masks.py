@@ -18,7 +18,7 @@ LEARNT = {"whole": (2, 3, 40, 64), "heads": (3, 40, 64), "keys": (64,), "queries
 
 @pytest.mark.parametrize("scale", [1.0, 0.125, -3.0])
 @pytest.mark.parametrize("shape", LEARNT)
-@pytest.mark.targets("softmax_dropout", not_at=("interpreter", "emulator"))
+@pytest.mark.targets("softmax_dropout", not_at=("interpreter",))
 def test_a_learnt_mask(target: Target, dtype: torch.dtype, shape: str, scale: float) -> None:
     """Numbers, dtypes and blank rows are those of a mask that requires no gradient."""
     for mask_dtype in {dtype, torch.float32 if dtype.itemsize == 2 else dtype}:

@@ -38,7 +38,7 @@ from torchweld.registry.cost import DIRECTIONS, Traffic, traffic
 from torchweld.table import Table
 
 LAYER_NORM = OPS["layer_norm"]
-SOFTMAX = OPS["softmax_dropout"]  # it has two kernels for a GPU
+SOFTMAX = OPS["softmax_dropout"]
 SMALL = (activation(8, 16), [16], parameter(16), parameter(16), 1e-5)
 CASE = Case(LAYER_NORM, SMALL, torch.float32, "cpu")
 PLAN = Plan(DIRECTIONS, ["cpu"], [], seconds=0.0, rounds=(2, 3))
@@ -448,8 +448,9 @@ def _result_of_softmax(contender: str, ms: float) -> Result:
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """Made-up sources of layer_norm's kernels."""
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Made-up sources of softmax_dropout's kernels, two of them for a GPU."""
+    monkeypatch.setitem(SOFTMAX.sources, "cuda", ("csrc/cuda/softmax.cu",))
     for files in SOFTMAX.sources.values():
         for name in files:
             path = tmp_path / name

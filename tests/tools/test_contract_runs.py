@@ -41,7 +41,7 @@ FAULTS = {
 }
 IDS = [f"{name}-{test}" for name in FAULTS for test in "ab"]
 IDS += ["layer_norm-gpu-triton", "rms_norm-gpu-triton", "normalize_act-gpu-triton"]
-IDS += ["softmax_dropout-gpu-cuda", "layer_norm-cpu", "dropout_add_layer_norm-gpu-cuda"]
+IDS += ["softmax_dropout-gpu-triton", "layer_norm-cpu", "dropout_add_layer_norm-gpu-cuda"]
 
 
 @pytest.mark.parametrize("target", IDS, ids=IDS)
@@ -62,7 +62,7 @@ OUTCOMES = {
     ("layer_norm", "triton"): [True],
     ("rms_norm", "triton"): [True],
     ("normalize_act", "triton"): [True],
-    ("softmax_dropout", "cuda"): [True],
+    ("softmax_dropout", "triton"): [True],
 }
 
 

@@ -231,9 +231,9 @@ def test_an_op_asks_for_the_capability(
     backends._find_why_unfit.cache_clear()
     for backend in ("cuda", "triton"):
         monkeypatch.setattr(BACKENDS[backend], "why_missing", lambda: None)
-        device = torch.device("cuda", 0)
-        gpu = SimpleNamespace(device=device, dtype=torch.float32, is_cpu=False, is_nested=False)
-        assert (OPS["softmax_dropout"].why_not(backend, [gpu]) is None) == served
+    device = torch.device("cuda", 0)
+    gpu = SimpleNamespace(device=device, dtype=torch.float32, is_cpu=False, is_nested=False)
+    assert (OPS["softmax_dropout"].why_not("triton", [gpu]) is None) == served
     assert (BARE.why_not("cuda", [gpu]) is None) == served
     backends._find_why_unfit.cache_clear()
 

@@ -225,19 +225,6 @@ def test_warming_up_leaves_nothing_to_try(monkeypatch: pytest.MonkeyPatch) -> No
     assert choice.choose(LAYER_NORM, given) == "cpu"
 
 
-@pytest.mark.usefixtures("trials")
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_order_is_declared(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    op = OPS["softmax_dropout"]
-    monkeypatch.setattr(type(op), "why_not", lambda *_: None)
-    given = materialize(op.sized((8,), (64,)), torch.float32)
-    given[3] = causal
-    ordered = ["cuda", "triton", "cpu"] if causal else ["triton", "cuda", "cpu"]
-    assert make_question(op, given).contenders == ordered
-    norm = materialize(LAYER_NORM.sized((8,), (64,)), torch.float32)
-    assert make_question(LAYER_NORM, norm).contenders == [*LAYER_NORM.backends]
-
-
 # --- Apart from the caller ------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ import torch
 
 import conftest
 from conftest import PLACES, running_at
+from torchweld import functional
 from torchweld.bench import cases, command, jobs, preflight, recording, runner, stages, steps
 from torchweld.bench.cases import Case
 from torchweld.bench.contenders import PEERS
@@ -395,29 +396,29 @@ def test_a_kernel_runs_before_the_stages(monkeypatch: pytest.MonkeyPatch) -> Non
     if not torch.cuda.is_available():
         assert "softmax_dropout does not run" in str(preflight.why_not("triton"))
     preflight.run_one("cpu", "cpu")
-    wrong = {"cpu": lambda *given: given[0]}
-    monkeypatch.setitem(vars(OPS["softmax_dropout"]), "kernels", wrong)
+    results = iter((1, 2))  # the kernel's and the reference's
+    monkeypatch.setattr(functional, "softmax_dropout", lambda x: x + next(results))
     with pytest.raises(AssertionError):
         preflight.run_one("cpu", "cpu")
 
 
-@pytest.mark.skipif(PLACES["emulator"][2] is not None, reason=str(PLACES["emulator"][2]))
-def test_jobs_of_the_first_step_in_the_emulator(
+@pytest.mark.skipif(PLACES["interpreter"][2] is not None, reason=str(PLACES["interpreter"][2]))
+def test_jobs_of_the_first_step_in_the_interpreter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: a kernel is judged by the reference in float64, and its outcome recorded."""
     name = "softmax_dropout"
     op = OPS[name]
-    (job,) = [j for j in stages.first([name])[0].jobs if j.op == name]
+    (job,) = [j for j in stages.first([name])[1].jobs if j.op == name]
     # Not rows of one element: fused arithmetic rounds their gradients, of exactly zero, otherwise.
     small = [Case(op, op.tiny, torch.float32, "cpu")]
     monkeypatch.setattr(Job, "cases", lambda job: small)
     job = replace(job, device="cpu")
-    with running_at("emulator", monkeypatch):
+    with running_at("interpreter", monkeypatch):
         measured = [list(r) for what, r in jobs.measure_here(job) if what == "results"]
     found = JobOutcome(measured, [], None)
     record = _record(tmp_path)
     stages.record_job(job, found, record)
-    proof: dict[str, Any] = json.loads(record.path.read_text())["ops"][name]["cuda"]
+    proof: dict[str, Any] = json.loads(record.path.read_text())["ops"][name]["triton"]
     assert (recording.count_passed(proof), recording.list_faults(proof)) == (1, [])
     assert [r["direction"] for r in proof["results"]] == ["full"]

@@ -363,7 +363,6 @@ OP = Op(
     flops=count_per_element(20, 10),
     sources={
         "cpu": ("csrc/cpu/softmax.cpp",),
-        "cuda": ("csrc/cuda/softmax.cu",),
         "triton": ("triton_kernels/softmax.py",),
     },
     samples=_SAMPLES,
@@ -377,8 +376,6 @@ OP = Op(
     ),
     small=2**14,
     eager_rounds=True,
-    # On two H200 CUDA was the faster where causal, and Triton everywhere else: docs/gpu.md.
-    order=lambda x, mask, scale, causal, *_: ("cuda", "triton") if causal else ("triton", "cuda"),
     autocast={"cuda": torch.float32},
 )
 define(OP)

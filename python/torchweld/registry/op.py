@@ -65,9 +65,6 @@ class Op:
     # With fewer elements in the first argument eager is as fast on the CPU, since overhead exceeds
     # the work. Calls with dropout never fall back: eager draws random numbers in many steps.
     small: int
-    # Takes the forward's arguments; names the backends that come first, the fastest before others.
-    # None: the order of `sources`.
-    order: Callable[..., Sequence[str]] | None = None
     # Whether eager rounds 16-bit values between its steps. Kernels do not, so they also serve small
     # 16-bit inputs: a result must not depend on the size of its batch.
     eager_rounds: bool = False
