@@ -7,6 +7,7 @@ from torchweld.ops.activation.gated_act import gated_act
 from torchweld.ops.attention.block_sparse import block_sparse_attention
 from torchweld.ops.batch_norm.batch_norm_act import batch_norm_act
 from torchweld.ops.batch_norm.normalize_act import normalize_act
+from torchweld.ops.experts.mlp import experts_mlp
 from torchweld.ops.gemm.gated_mlp import gated_mlp
 from torchweld.ops.gemm.linear_act import linear_act, linear_gelu
 from torchweld.ops.gemm.linear_batch_norm_act import linear_batch_norm_act
@@ -35,6 +36,7 @@ __all__ = [
     "dequantize_one_bit",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
+    "experts_mlp",
     "gated_act",
     "gated_mlp",
     "layer_norm",

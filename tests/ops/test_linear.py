@@ -84,7 +84,7 @@ def test_transposed_says_what_it_takes() -> None:
 
 
 def _inputs(sizes: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    if not gemm._onednn_has(dtype):
+    if not gemm.onednn_has(dtype):
         pytest.skip(f"oneDNN has no GEMM of {dtype} on this CPU")
     rows, width, out = sizes
     shapes = ((rows // 8, 8, width), (out, width), (out,))

@@ -228,7 +228,7 @@ def test_a_bias_may_be_infinite(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_inference_rounds_only_the_result(dtype: torch.dtype) -> None:
     """oneDNN applies the activation before it rounds, in any layout, and keeps NaN."""
-    if not gemm._onednn_has(dtype):
+    if not gemm.onednn_has(dtype):
         pytest.skip(f"oneDNN has no GEMM of {dtype} on this CPU")
     ours, rounding = Pool(), Pool()
     layouts = (lambda t: t, lambda t: t.t().contiguous().t(), lambda t: torch.cat([t, t])[1::2])

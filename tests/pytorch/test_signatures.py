@@ -109,6 +109,7 @@ NO_COUNTERPART = {
     "dequantize_one_bit": "torch has no 1-bit quantiser",
     "dequantize_8bit": "torch has no quantiser of this map",
     "gated_act": "torch.nn.functional.glu takes one tensor",
+    "experts_mlp": "torch has no function for it",
     "gated_mlp": "torch has no function for it",
     "linear_logprobs": "torch has no function for it",
     "mlp": "torch has no function for it",

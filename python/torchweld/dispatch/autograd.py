@@ -140,7 +140,7 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str]) -> str:
         f"if {' and '.join(f'{name} is None' for name in incoming)}:",
         f"    return (None,) * {1 + len(inputs)}",
         f"_grads = {_tuple(incoming)}",
-        "if _ctx.late is not None and (_late := _take_left_over(_ctx, _grads)) is not None:",
+        "if _ctx.late is not None and (_late := take_left_over(_ctx, _grads)) is not None:",
         "    return _late",
         f"{_tuple(saved)} = _ctx.saved_tensors" if saved else "",
         f"{_tuple(kept)} = _ctx.kept",
@@ -156,7 +156,7 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str]) -> str:
         f"    {', '.join(gradients)} = _run({', '.join(wanted)})",
         f"_made = {_tuple(['None', *_write_gradients(inputs, gradients, same, lenders)])}",
         "if _is_eager and torch._C._autograd._get_current_graph_task_keep_graph():",
-        "    _leave_over(_ctx, _grads, _made)",
+        "    leave_over(_ctx, _grads, _made)",
         "return _made",
     ]
     return "\n".join("\n    ".join(filter(None, lines)) for lines in (forward, backward))
@@ -202,7 +202,8 @@ def _write_gradients(
 # not use for the second.
 
 
-def _leave_over(ctx: Any, grads: tuple[Any, ...], gradients: Sequence[Any]) -> None:
+def leave_over(ctx: Any, grads: tuple[Any, ...], gradients: Sequence[Any]) -> None:
+    """Keep the gradients that the running backward pass does not use."""
     unused = {
         i: gradients[i]
         for i, goes_on in enumerate(list_reached(ctx))
@@ -211,7 +212,7 @@ def _leave_over(ctx: Any, grads: tuple[Any, ...], gradients: Sequence[Any]) -> N
     ctx.late = (grads, unused) if unused else None
 
 
-def _take_left_over(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def take_left_over(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The gradients needed now, if an earlier run on the same gradients kept all of them."""
     (earlier, unused), goes_on = ctx.late, list_reached(ctx)
     if any(a is not b for a, b in zip(earlier, grads, strict=True)) or torch.is_grad_enabled():

@@ -64,7 +64,7 @@ def find_dtype(x: torch.Tensor) -> torch.dtype:
 
 def is_served_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether oneDNN's 16-bit GEMM can run: not while compiling or under autocast."""
-    if torch.compiler.is_compiling() or not (x.is_cpu and _onednn_has(x.dtype)):
+    if torch.compiler.is_compiling() or not (x.is_cpu and onednn_has(x.dtype)):
         return False
     if torch.is_autocast_enabled("cpu") or not torch._C._get_mkldnn_enabled():
         return False
@@ -90,7 +90,7 @@ def why_not_fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 @functools.cache
-def _onednn_has(dtype: torch.dtype) -> bool:
+def onednn_has(dtype: torch.dtype) -> bool:
     """Whether torch has a GEMM of that dtype for this CPU."""
     if not torch.backends.mkldnn.is_available():
         return False

@@ -6,20 +6,20 @@ torch.library: their sizes depend on `memory` and on the ignored rows, which a g
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from torchweld import checks
 from torchweld.dispatch.autograd import exports_a_derivative
-from torchweld.dispatch.library import LIBRARY, define_differentiable
+from torchweld.dispatch.library import define_differentiable
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks, results, rows, sharded
 from torchweld.ops.loss.chunks import Layer, Needs
 from torchweld.ops.loss.results import Factors, RowResults, Wanted
 from torchweld.ops.loss.rows import How
 from torchweld.ops.loss.sharded import Classes
+from torchweld.ops.opaque import define_opaque
 
 _LAYER = (
     "Tensor input, Tensor linear_weight, Tensor? bias, int memory, ScalarType? logits_dtype,"
@@ -34,19 +34,6 @@ _GRADS = "Tensor coefficients, Tensor grad_picked"
 _LAYERS, _HOWS = 8, 6  # the numbers of arguments in _LAYER and _HOW
 # The ops know no public function: an error about memory was raised before they run.
 _NAME = "linear_rows"
-
-
-def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    LIBRARY.define(f"{name}{schema}")
-    torch.library.register_fake(f"torchweld::{name}", fake, lib=LIBRARY)
-    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    op = getattr(torch.ops.torchweld, name).default
-
-    def call(*inputs: Any) -> Any:
-        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-        return run(*inputs) if checks.can_read(*tensors) else op(*inputs)
-
-    return call
 
 
 def _split(inputs: tuple[Any, ...]) -> tuple[Layer, torch.Tensor, How, tuple[Any, ...]]:
@@ -108,14 +95,14 @@ def _fake_both(*inputs: Any) -> tuple[torch.Tensor, ...]:
     return (*made, *_fake_backward(*inputs))
 
 
-_run_forward = _define(
+_run_forward = define_opaque(
     "linear_rows",
     f"({_LAYER}, {_HOW}, bool entropy, bool smooth, bool argmax)"
     " -> (Tensor picked, Tensor statistics, Tensor argmax)",
     _forward,
     _fake_forward,
 )
-_run_backward = _define(
+_run_backward = define_opaque(
     "linear_rows_backward",
     f"({_LAYER}, {_HOW}, Tensor statistics, {_GRADS}, {_NEEDS})"
     " -> (Tensor grad_input, Tensor grad_linear_weight, Tensor grad_bias)",
@@ -124,7 +111,7 @@ _run_backward = _define(
 )
 
 
-_run_both = _define(
+_run_both = define_opaque(
     "linear_rows_both",
     f"({_LAYER}, {_HOW}, {_GRADS}, bool smooth, {_NEEDS})"
     " -> (Tensor picked, Tensor statistics, Tensor argmax,"

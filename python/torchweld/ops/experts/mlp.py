@@ -1,0 +1,506 @@
+"""experts_mlp: the feed-forward blocks of a mixture's experts, each on the rows routed to it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from torchweld import checks
+from torchweld.dispatch.autograd import (
+    derive_from_reference,
+    leave_over,
+    make_unaliased,
+    take_left_over,
+)
+from torchweld.dispatch.call import call
+from torchweld.dispatch.way import short
+from torchweld.errors import ArgumentError
+from torchweld.ops.activation import common as activations
+from torchweld.ops.experts import grouped
+from torchweld.ops.experts.grouped import Factors, Form
+from torchweld.ops.gemm import gemm
+from torchweld.registry import (
+    WHOLE,
+    Composite,
+    Made,
+    Numerics,
+    activation,
+    residual,
+    weight,
+)
+from torchweld.registry.cost import count_for_gemms
+
+
+@short()
+def experts_mlp(
+    input: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    approximate: str = "none",
+    gated: bool = True,
+    interleaved: bool = False,
+    transposed: bool = False,
+    weights_first: bool = False,
+    limit: float | None = None,
+    up_offset: float = 0.0,
+    recompute: bool = False,
+) -> torch.Tensor:
+    """The weighted sum over each token's K experts of their feed-forward blocks.
+
+    Expert e computes linear(activation(gate) * up, down[e], down_bias[e]), where gate and up are
+    the halves of linear(x, gate_up[e], gate_up_bias[e]). Tokens are sorted by expert, and each
+    expert takes its own in one GEMM. Saved are input, the first product and the order.
+
+    Results and gradients are the same bits at every run and number of threads. A token's bits do
+    not depend on the order of other tokens, nor on which they are, but on how many its experts
+    have: a GEMM of another size may add in another order.
+
+    Args:
+        input: [*, in_features]; float32, bfloat16, float16 (or float64).
+        gate_up: [E, 2 * hidden_features, in_features]; [E, hidden_features, in_features] of
+            experts without a gate.
+        down: [E, out_features, hidden_features].
+        indices: the experts of each token, [*, K], int64 or int32. Indices outside [0, E) are
+            skipped: their result and their gradients are zero. One may occur twice.
+        weights: the factors of their results, [*, K], of any floating dtype.
+        gate_up_bias: [E, 2 * hidden_features], or [E, hidden_features].
+        down_bias: [E, out_features].
+        activation: "silu" (SwiGLU), "gelu" (GeGLU), "quick_gelu" (gate * sigmoid(1.702 gate)) or
+            another of bias_act's.
+        approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
+        gated: whether there is a gate; without one the hidden layer is activation(up).
+        interleaved: whether gates and ups take turns in gate_up, in place of two halves.
+        transposed: whether gate_up is [E, in_features, 2 * hidden_features], and down is
+            [E, hidden_features, out_features].
+        weights_first: whether the weights are factors of the experts' inputs, as in Llama 4, in
+            place of their results.
+        limit: clamps gate from above, and up on both sides.
+        up_offset: added to up, after the limit; 1 in gpt-oss.
+        recompute: save only input, and compute the first product again in the backward pass.
+
+    Returns:
+        A tensor [*, out_features] of input's dtype, summed over the experts in float32.
+    """
+    form = (activation, approximate, gated, interleaved, transposed, weights_first)
+    more = (limit, up_offset, recompute)
+    tensors = (input, gate_up, down, indices, weights, gate_up_bias, down_bias)
+    return call(OP, *tensors, *form, *more)  # type: ignore[no-any-return]
+
+
+# --- The node -------------------------------------------------------------------------------------
+
+_TENSORS = 7
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        *given, recompute = inputs
+        y, order, z = grouped.forward(*given, not recompute)
+        ctx.save_for_backward(*given[:_TENSORS], order, z)
+        ctx.kept, ctx.late = inputs[_TENSORS:], None
+        return make_unaliased(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.late is not None and (late := take_left_over(ctx, (grad,))) is not None:
+            return late
+        *tensors, order, z = ctx.saved_tensors
+        needs = [ctx.needs_input_grad[at] for at in _DIFFERENTIABLE]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            made = _derive(grad, *tensors, *ctx.kept)
+        else:
+            made = grouped.backward(grad, order, z, *tensors, *ctx.kept[:-1], *needs)
+        found: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
+        for at, need, one in zip(_DIFFERENTIABLE, needs, made, strict=True):
+            found[at] = one if need else None
+        is_eager = not torch.compiler.is_compiling()
+        if is_eager and torch._C._autograd._get_current_graph_task_keep_graph():
+            leave_over(ctx, (grad,), found)
+        return tuple(found)
+
+
+# Positions of the arguments that get a gradient, in the order of `grouped.Needs`.
+_DIFFERENTIABLE = (0, 1, 2, 4, 5, 6)
+
+
+def _fused(backend: str, *inputs: Any) -> torch.Tensor:
+    _check(*inputs)
+    x = inputs[0]
+    kind = gemm.find_dtype(x)
+    at = (0, 1, 2, 5, 6)
+    given = [t if t is None or i not in at else t.to(kind) for i, t in enumerate(inputs[:_TENSORS])]
+    made: torch.Tensor = _Experts.apply(*given, *inputs[_TENSORS:])  # type: ignore[no-untyped-call]
+    return made.to(x.dtype)
+
+
+# --- The reference --------------------------------------------------------------------------------
+
+
+def _reference(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    *how: Any,
+) -> torch.Tensor:
+    tensors = (x, gate_up, down, indices, weights, gate_up_bias, down_bias)
+    _check(*tensors, *how)
+    form, factors = Form(*how[:-1]), Factors(gate_up, down, gate_up_bias, down_bias)
+    flat, top = x.reshape(x.shape[:-1].numel(), x.shape[-1]), indices.shape[-1]
+    kind = grouped.accumulate_type(x.dtype)
+    ids, scales = indices.reshape(-1), weights.reshape(-1)
+
+    def run(at: int, tokens: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """One expert's results of these tokens, with their weights."""
+        given = flat[tokens]
+        if form.weights_first:
+            given = given * scale[:, None].to(x.dtype)
+        made = _run_expert(form, factors, at, given).to(kind)
+        return made if form.weights_first else made * scale[:, None].to(kind)
+
+    if checks.can_read(indices):
+        rows = grouped.sort(indices, gate_up.shape[0])
+        spans = list(zip(rows.bounds, rows.bounds[1:], strict=False))
+        present = [at for at, (first, end) in enumerate(spans) if end > first] or [0]
+        places = [rows.order[slice(*spans[at])] for at in present]
+        made = [run(at, p // top, scales[p]) for at, p in zip(present, places, strict=True)]
+        tokens = torch.cat(places) // top
+        results = torch.cat(made)
+    else:  # a graph, or a batch of indices: every expert takes all rows
+        tokens = torch.arange(ids.shape[0], device=x.device) // top
+        zero = torch.zeros((), dtype=kind, device=x.device)
+        results = sum(  # type: ignore[assignment]
+            torch.where((ids == at)[:, None], run(at, tokens, scales), zero)
+            for at in range(gate_up.shape[0])
+        )
+    y = results.new_zeros((flat.shape[0], results.shape[-1])).index_add(0, tokens, results)
+    return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _run_expert(form: Form, factors: Factors, at: int, rows: torch.Tensor) -> torch.Tensor:
+    gate_up, down, *biases = [None if f is None else f[at] for f in factors]
+    if form.transposed:
+        gate_up, down = gate_up.mT, down.mT  # type: ignore[union-attr]
+    z = linear(rows, gate_up, biases[0])  # type: ignore[arg-type]
+    if not form.gated:
+        hidden = activations.activate(OP, z, form.activation, form.approximate)
+        return linear(hidden, down, biases[1])  # type: ignore[arg-type]
+    gate, up = (z[..., ::2], z[..., 1::2]) if form.interleaved else z.chunk(2, -1)
+    if form.limit is not None:
+        gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
+    gate = activations.activate(OP, gate, form.activation, form.approximate)
+    return linear(gate * (up + form.up_offset), down, biases[1])  # type: ignore[arg-type]
+
+
+# --- Checks ---------------------------------------------------------------------------------------
+
+
+def _check(
+    x: Any,
+    gate_up: Any,
+    down: Any,
+    indices: Any,
+    weights: Any,
+    gate_up_bias: Any,
+    down_bias: Any,
+    activation: Any,
+    approximate: Any,
+    gated: Any,
+    interleaved: Any,
+    transposed: Any,
+    weights_first: Any,
+    limit: Any,
+    up_offset: Any,
+    recompute: Any,
+) -> None:
+    name = OP.name
+    flags = {
+        "gated": gated,
+        "interleaved": interleaved,
+        "transposed": transposed,
+        "weights_first": weights_first,
+        "recompute": recompute,
+    }
+    for flag, value in flags.items():
+        checks.flag(name, flag, value)
+    if not gated and (interleaved or limit is not None or up_offset):
+        fault = next(
+            n
+            for n, v in (("interleaved", interleaved), ("limit", limit), ("up_offset", up_offset))
+            if v
+        )
+        raise ArgumentError(name, fault, repr(locals()[fault]), "left out where gated is False")
+    if limit is not None and not (isinstance(limit, checks.NUMBER) and limit > 0):
+        raise ArgumentError(name, "limit", repr(limit), "a number > 0 or None")
+    if not isinstance(up_offset, checks.NUMBER):
+        raise ArgumentError(name, "up_offset", repr(up_offset), "a number")
+    activations.check(name, activation, approximate)
+    checks.dense(name, "input", x, OP.dtypes)
+    if x.ndim == 0:
+        raise ArgumentError(name, "input", "0-dimensional", "[*, in_features]")
+    _check_routing(x, indices, weights)
+    _check_factors(x, gate_up, down, gate_up_bias, down_bias, gated, transposed)
+
+
+def _check_routing(x: torch.Tensor, indices: Any, weights: Any) -> None:
+    name = OP.name
+    checks.dense(name, "indices", indices, (torch.int64, torch.int32))
+    checks.like(name, "indices", indices, x, "input")
+    if indices.ndim != x.ndim or indices.shape[:-1] != x.shape[:-1] or indices.shape[-1] == 0:
+        accepted = f"{[*x.shape[:-1], 'K']}, to go with input"
+        raise ArgumentError(name, "indices", f"of shape {list(indices.shape)}", accepted)
+    checks.dense(name, "weights", weights, OP.dtypes)
+    checks.like(name, "weights", weights, x, "input")
+    checks.shaped(name, "weights", weights, indices.shape, "one an index")
+
+
+def _check_factors(
+    x: torch.Tensor,
+    gate_up: Any,
+    down: Any,
+    gate_up_bias: Any,
+    down_bias: Any,
+    gated: bool,
+    transposed: bool,
+) -> None:
+    name = OP.name
+    dtypes = OP.dtypes if checks.autocasts(x.device.type) else (x.dtype,)
+    for of, factor in (("gate_up", gate_up), ("down", down)):
+        checks.dense(name, of, factor, dtypes, "input")
+        checks.like(name, of, factor, x, "input")
+    width, doubled = x.shape[-1], "2 * " if gated else ""
+    out, at = (2, 1) if transposed else (1, 2)
+    shape = f"[E, {width}, {doubled}hidden]" if transposed else f"[E, {doubled}hidden, {width}]"
+    odd = gate_up.ndim != 3 or gate_up.shape[at] != width or gate_up.shape[0] == 0
+    if odd or (gated and gate_up.shape[out] % 2):
+        raise ArgumentError(name, "gate_up", f"of shape {list(gate_up.shape)}", shape)
+    experts, hidden = gate_up.shape[0], gate_up.shape[out] // (2 if gated else 1)
+    if down.ndim != 3 or down.shape[0] != experts or down.shape[at] != hidden:
+        shape = f"[{experts}, {hidden}, out]" if transposed else f"[{experts}, out, {hidden}]"
+        accepted = f"{shape}, to go with gate_up"
+        raise ArgumentError(name, "down", f"of shape {list(down.shape)}", accepted)
+    for of, bias, size in (
+        ("gate_up_bias", gate_up_bias, gate_up.shape[out]),
+        ("down_bias", down_bias, down.shape[out]),
+    ):
+        if bias is not None:
+            checks.dense(name, of, bias, dtypes, "input")
+            checks.like(name, of, bias, x, "input")
+            checks.shaped(name, of, bias, (experts, size), "a row an expert")
+
+
+# --- The declaration ------------------------------------------------------------------------------
+
+
+def _flops(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, indices: torch.Tensor, *_: Any
+) -> tuple[int, int]:
+    """Operations if no index is skipped."""
+    rows = indices.numel()
+    return count_for_gemms(rows * gate_up[0].numel(), rows * down[0].numel())
+
+
+def _terms(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    *how: Any,
+    grad_y: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Terms, counting every product of the GEMMs; a limit only makes errors smaller."""
+    form = Form(*how[:-1])
+    x, weights, grad = (t.detach().double().abs() for t in (x, weights, grad_y))
+    factors = [
+        None if t is None else t.detach().double().abs()
+        for t in (gate_up, down, gate_up_bias, down_bias)
+    ]
+    known = activations.ACTIVATIONS[form.activation, form.approximate]
+    made = dict(zip(("gate_up", "down", "gate_up_bias", "down_bias"), factors, strict=True))
+    found = {name: torch.zeros_like(t) for name, t in made.items() if t is not None}
+    found |= {"y": torch.zeros_like(grad), "input": torch.zeros_like(x)}
+    found["weights"] = torch.zeros_like(weights)
+    for at, k in itertools.product(range(gate_up.shape[0]), range(indices.shape[-1])):
+        on = indices[..., k] == at
+        rows, s, g = x[on], weights[..., k][on][:, None], grad[on]
+        first, last, *biases = [None if t is None else t[at] for t in factors]
+        assert first is not None
+        assert last is not None
+        first, last = (first.t(), last.t()) if form.transposed else (first, last)
+        taken = rows * s if form.weights_first else rows
+        gate, up = _split_sizes(form, linear(taken, first, biases[0]))
+        hidden = known.value(gate) * up
+        results = linear(hidden, last, biases[1])
+        grad_results = g if form.weights_first else g * s
+        grad_hidden = grad_results @ last
+        grad_gate, grad_up = grad_hidden * up * known.slope(gate), grad_hidden * known.value(gate)
+        grad_z = _join_sizes(form, grad_gate, grad_up)
+        grad_taken = grad_z @ first
+        found["y"][on] += results if form.weights_first else results * s
+        found["input"][on] += grad_taken * s if form.weights_first else grad_taken
+        of_weights = grad_taken * rows if form.weights_first else g * results
+        found["weights"][..., k][on] += of_weights.sum(-1)
+        parts = {"gate_up": grad_z.t() @ taken, "down": grad_results.t() @ hidden}
+        for name, part in parts.items():
+            found[name][at] += part.t() if form.transposed else part
+        for name, part in (("gate_up_bias", grad_z), ("down_bias", grad_results)):
+            if name in found:
+                found[name][at] += part.sum(0)
+    return {name if name == "y" else f"grad_{name}": t for name, t in found.items()}
+
+
+def _split_sizes(form: Form, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if not form.gated:
+        return z, torch.ones_like(z)
+    gate, up = (z[..., ::2], z[..., 1::2]) if form.interleaved else z.chunk(2, -1)
+    return gate, up + abs(form.up_offset)
+
+
+def _join_sizes(form: Form, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    if not form.gated:
+        return gate
+    return (
+        torch.stack([gate, up], -1).flatten(-2) if form.interleaved else torch.cat([gate, up], -1)
+    )
+
+
+def _route(leading: tuple[int, ...], top: int, experts: int, skipped: bool = False) -> Made:
+    """Indices, skewed to the first experts; `skipped` adds some outside [0, experts)."""
+
+    def make() -> torch.Tensor:
+        generator = torch.Generator().manual_seed(experts)
+        drawn = torch.rand((*leading, top), generator=generator).square() * experts
+        indices = drawn.long()
+        if skipped:
+            indices[torch.rand(indices.shape, generator=generator) < 0.2] = experts
+        return indices
+
+    return Made(make)
+
+
+_FORM = ("silu", "none", True, False, False, False, None, 0.0, False)
+
+
+def _vary(**fields: Any) -> tuple[Any, ...]:
+    """The default form with other fields."""
+    recompute = fields.pop("recompute", False)
+    return (*Form(*_FORM[:-1])._replace(**fields), recompute)
+
+
+# The forms that models have.
+FORMS = {
+    "gated": _FORM,
+    "recomputed": _vary(recompute=True),
+    "plain": _vary(activation="relu2", gated=False),
+    "gelu": _vary(activation="gelu"),
+    "tanh_gelu": _vary(activation="gelu", approximate="tanh"),
+    "relu": _vary(activation="relu", gated=False),
+    "transposed": _vary(transposed=True),
+    "interleaved": _vary(interleaved=True, weights_first=True),
+    "gpt_oss": _vary(
+        activation="quick_gelu", interleaved=True, transposed=True, limit=0.7, up_offset=1.0
+    ),
+    "clamped": _vary(limit=0.7, recompute=True),
+    "weights_first": _vary(weights_first=True, transposed=True, activation="gelu"),
+}
+
+
+def arguments(
+    leading: tuple[int, ...],
+    top: int,
+    experts: int,
+    sizes: tuple[int, int, int],
+    form: tuple[Any, ...] = _FORM,
+    *,
+    biases: bool = False,
+    skipped: bool = False,
+) -> tuple[Any, ...]:
+    """The arguments of a sample; sizes are in_features, hidden_features and out_features."""
+    width, hidden, out = sizes
+    how = Form(*form[:-1])
+    first = (2 if how.gated else 1) * hidden
+    shapes = ((width, first), (hidden, out)) if how.transposed else ((first, width), (out, hidden))
+    factors = [weight(experts, *shape) for shape in shapes]
+    own = [activation(experts, first), activation(experts, out)] if biases else [None, None]
+    route = _route(leading, top, experts, skipped)
+    return (activation(*leading, width), *factors, route, residual(*leading, top), *own, *form)
+
+
+def _samples() -> tuple[tuple[Any, ...], ...]:
+    """The larger samples are smooth: a derivative jumps where a 16-bit number is rounded."""
+    samples = [
+        arguments((), 1, 1, (1, 1, 1)),
+        arguments((24,), 2, 3, (5, 7, 3), biases=True),
+        arguments((256,), 2, 5, (67, 31, 61), biases=True, skipped=True),
+        arguments((1250,), 8, 64, (160, 96, 160), biases=True),
+        arguments((2, 3), 3, 2, (8, 33, 8)),
+        arguments((0,), 2, 3, (8, 5, 3)),
+    ]
+    for name, form in FORMS.items():
+        biases = name not in ("plain", "gelu", "transposed")
+        samples.append(arguments((15,), 2, 2, (4, 3, 4), form, biases=biases, skipped=True))
+        if form[0] != "relu" and form[6] is None:
+            samples.append(arguments((64,), 4, 7, (48, 31, 37), form, biases=biases))
+    return tuple(samples)
+
+
+_RESULTS = ("y", *(f"grad_{name}" for name in grouped.Needs._fields))
+_ARGUMENTS = (
+    "Tensor input, Tensor gate_up, Tensor down, Tensor indices, Tensor weights,"
+    f" Tensor? gate_up_bias, Tensor? down_bias, {grouped.FORM}, bool recompute"
+)
+
+OP = Composite(
+    name="experts_mlp",
+    forward=f"({_ARGUMENTS}) -> (Tensor y)",
+    backward=f"(Tensor grad_y, {_ARGUMENTS}) -> ("
+    + ", ".join(f"Tensor {name}" for name in _RESULTS[1:])
+    + ")",
+    reference=_reference,
+    fused=_fused,
+    check=_check,
+    fake=lambda x, gate_up, down, indices, weights, b1, b2, *how: (
+        x.new_empty((*x.shape[:-1], down.shape[2 if how[4] else 1])),
+    ),
+    sharding=WHOLE,
+    sized=lambda leading, row: arguments(leading, 2, 3, (row[0],) * 3, biases=True),
+    flops=_flops,
+    sources={"cpu": activations.SOURCES["cpu"]},
+    made_of="torch's GEMMs, expert by expert; between them {}",
+    saves="input, the result of the first GEMMs and the order of the rows; with `recompute`, no"
+    " result of a GEMM",
+    samples=_samples(),
+    # Layers of OLMoE and, with half of its experts, Qwen3-30B-A3B.
+    benchmarks=(
+        arguments((512,), 8, 64, (2048, 1024, 2048)),
+        arguments((512,), 8, 64, (2048, 768, 2048)),
+    ),
+    benchmarks_on_gpu=(arguments((8192,), 8, 128, (2048, 768, 2048)),),
+    tiny=arguments((1,), 2, 4, (64, 64, 64)),
+    # A chain of two GEMMs with three roundings to 16 bits between them. The terms of a router
+    # weight's gradient cancel.
+    numerics=Numerics(
+        fp32=dict.fromkeys(_RESULTS, 2.0),
+        terms=_terms,
+        rounding=dict.fromkeys(_RESULTS, 3.0) | {"grad_weights": 6.0},
+    ),
+    small=0,
+    eager_rounds=True,
+)
+_derive = derive_from_reference(OP)

@@ -1,0 +1,220 @@
+"""experts_mlp: forms with kinks, routings, and what it saves, beside the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+import torchweld
+from oracle import assert_right, run, saved_bytes
+from torchweld import functional
+from torchweld.ops.experts import grouped, mlp
+from torchweld.registry import Made, materialize
+
+pytestmark = pytest.mark.lane
+
+OP = mlp.OP
+# Elements of a chunk that make few rows.
+CHUNK = 16 * (24 + 10 + 10 + 12)
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> Iterator[None]:
+    with torchweld.use_backend("cpu"):
+        yield
+
+
+def _inputs(
+    indices: torch.Tensor, experts: int, form: Any = mlp.FORMS["gated"], **how: Any
+) -> list[Any]:
+    tokens, top = indices.shape
+    sample = mlp.arguments((tokens,), top, experts, (10, 12, 10), form, biases=True)
+    return materialize((*sample[:3], Made(lambda: indices), *sample[4:]), torch.float32, **how)
+
+
+@pytest.mark.parametrize("form", mlp.FORMS)
+def test_every_form(form: str) -> None:
+    """Sizes at which float32 meets every kink, and rows for several chunks."""
+    sample = mlp.arguments((300,), 3, 4, (24, 20, 28), mlp.FORMS[form], biases=True, skipped=True)
+    assert_right(OP, materialize(sample, torch.float32))
+
+
+@pytest.mark.parametrize("form", mlp.FORMS)
+def test_chunks_change_no_more_than_the_order_of_sums(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped, "_CHUNK", CHUNK)
+    for dtype in (torch.float32, torch.float64):
+        sample = mlp.arguments((70,), 2, 3, (10, 12, 10), mlp.FORMS[form], biases=True)
+        assert_right(OP, materialize(sample, dtype))
+
+
+# How many rows each expert gets: none, one, about as many as a chunk has, and many.
+counts = st.lists(st.sampled_from([0, 1, 2, 15, 16, 17, 40]), min_size=1, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(counts=counts, top=st.integers(1, 4), skipped=st.sampled_from([0, 3]), data=st.data())
+def test_every_routing(counts: list[int], top: int, skipped: int, data: st.DataObject) -> None:
+    """The rows of each expert in any order, duplicates within a token among them."""
+    experts = len(counts)
+    ids = [e for e, n in enumerate(counts) for _ in range(n)] + [experts] * skipped + [-1] * skipped
+    ids += [0] * (-len(ids) % top)
+    ids = data.draw(st.permutations(ids))
+    form = data.draw(st.sampled_from([*mlp.FORMS.values()]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped, "_CHUNK", CHUNK)
+        assert_right(OP, _inputs(torch.tensor(ids, dtype=torch.int64).view(-1, top), experts, form))
+
+
+def test_skipped_indices_give_zeros() -> None:
+    indices = torch.tensor([[0, 3], [3, 7], [-1, 1]])
+    inputs = _inputs(indices, 3)
+    found = run(OP, inputs)
+    assert not found["y"][1].any()
+    assert not found["grad_input"][1].any()
+    assert not found["grad_weights"][(indices < 0) | (indices > 2)].any()
+    assert not found["grad_gate_up"][2].any()
+    # Their weights may be anything.
+    inputs[4] = inputs[4].masked_fill((indices < 0) | (indices > 2), torch.nan)
+    for name, value in run(OP, inputs).items():
+        assert torch.equal(value, found[name]), name
+
+
+@pytest.mark.parametrize("form", mlp.FORMS)
+def test_the_same_bits_at_every_run_and_number_of_threads(form: str) -> None:
+    sample = mlp.arguments((200,), 4, 6, (64, 48, 64), mlp.FORMS[form], biases=True)
+    inputs = materialize(sample, torch.float32)
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for number in (1, 1, 3):
+            torch.set_num_threads(number)
+            found.append(run(OP, inputs))
+    finally:
+        torch.set_num_threads(threads)
+    for name, value in found[0].items():
+        assert all(torch.equal(value, other[name]) for other in found[1:]), name
+
+
+def test_other_tokens_order_changes_no_bit() -> None:
+    inputs = materialize(mlp.arguments((200,), 4, 6, (64, 48, 64)), torch.float32)
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
+    moved = [v[order] if at in (0, 3, 4) else v for at, v in enumerate(inputs)]
+    assert torch.equal(
+        functional.experts_mlp(*moved[:5]), functional.experts_mlp(*inputs[:5])[order]
+    )
+
+
+# --- Cost -----------------------------------------------------------------------------------------
+
+
+def test_only_wanted_gradients_are_computed() -> None:
+    """Frozen experts, as under LoRA on other layers, take the two GEMMs of the input's gradient."""
+    inputs = materialize(mlp.arguments((32,), 2, 3, (16, 16, 16), biases=True), torch.float32)
+    products = 32 * 2 * 16 * 16 * 2
+
+    def count(*names: str) -> int:
+        for name, value in zip(OP.forward_signature.arguments, inputs, strict=True):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                value.requires_grad_(name in names)
+        y = OP.fused("cpu", *inputs)
+        with FlopCounterMode(display=False) as counter:
+            y.sum().backward()
+        for name, value in zip(OP.forward_signature.arguments, inputs, strict=True):
+            if isinstance(value, torch.Tensor):
+                assert (value.grad is not None) == (name in names), name
+                value.grad = None
+        return counter.get_total_flops() // products
+
+    assert count("input") == 3
+    assert count("down") == 2
+    assert count("gate_up") == 3
+    assert count("input", "gate_up", "down") == 6
+
+
+def test_what_is_saved() -> None:
+    """The first product and the order; with recompute the order only."""
+    inputs = materialize(
+        mlp.arguments((32,), 2, 3, (16, 24, 16)), torch.float32, requires_grad=True
+    )[:5]
+    given = sum(v.numel() * v.itemsize for v in inputs)
+    order, z = 64 * 8, 64 * 48 * 4
+    assert saved_bytes(lambda: functional.experts_mlp(*inputs)) == given + order + z
+    again = saved_bytes(lambda: functional.experts_mlp(*inputs, recompute=True))
+    assert again == given + order
+
+
+# --- torch's machinery ----------------------------------------------------------------------------
+
+
+def test_other_routings_do_not_recompile() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(functional.experts_mlp, fullgraph=True, backend="aot_eager")
+    for seed in range(3):
+        indices = torch.randint(seed, 4, (40, 2), generator=torch.Generator().manual_seed(seed))
+        inputs = _inputs(indices, 4, requires_grad=True)[:5]
+        with torch._dynamo.config.patch(error_on_recompile=seed > 0):
+            found = compiled(*inputs)
+        assert torch.equal(found, functional.experts_mlp(*inputs))
+        leaves = [v for v in inputs if v.requires_grad]
+        expected = torch.autograd.grad(functional.experts_mlp(*inputs).square().sum(), leaves)
+        for a, b in zip(torch.autograd.grad(found.square().sum(), leaves), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_batch_of_indices_takes_the_reference() -> None:
+    indices = torch.stack([torch.tensor([[0, 1], [2, 2]]), torch.tensor([[1, 3], [0, 2]])])
+    inputs = _inputs(indices[0], 3)[:5]
+
+    def function(indices: torch.Tensor) -> torch.Tensor:
+        return functional.experts_mlp(*inputs[:3], indices, inputs[4])
+
+    with torchweld.use_backend(None):
+        found = torch.func.vmap(function)(indices)
+        torch.testing.assert_close(found, torch.stack([function(i) for i in indices]))
+
+
+def test_checkpoints() -> None:
+    inputs = _inputs(torch.tensor([[0, 1], [2, 2]]), 3, requires_grad=True)[:5]
+    expected = torch.autograd.grad(functional.experts_mlp(*inputs).sum(), inputs[0])
+    y = torch.utils.checkpoint.checkpoint(functional.experts_mlp, *inputs, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(y.sum(), inputs[0])[0], expected[0])
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"indices": torch.zeros(5, 2, dtype=torch.int16)}, "indices"),
+        ({"indices": torch.zeros(4, 2, dtype=torch.int64)}, "indices"),
+        ({"weights": torch.zeros(5, 3)}, "weights"),
+        ({"gate_up": torch.zeros(3, 7, 10)}, "gate_up"),
+        ({"down": torch.zeros(3, 10, 13)}, "down"),
+        ({"down": torch.zeros(2, 10, 12)}, "down"),
+        ({"down": torch.zeros(3, 10, 12).double()}, "down"),
+        ({"gate_up_bias": torch.zeros(3, 12)}, "gate_up_bias"),
+        ({"down_bias": torch.zeros(10)}, "down_bias"),
+        ({"limit": -1.0}, "limit"),
+        ({"gated": False, "gate_up": torch.zeros(3, 12, 10), "up_offset": 1.0}, "up_offset"),
+        ({"gated": 1}, "gated"),
+        ({"activation": "swish"}, "activation"),
+    ],
+)
+def test_errors_name_the_argument(changed: dict[str, Any], name: str) -> None:
+    x, gate_up, down, indices, weights = _inputs(torch.zeros(5, 2, dtype=torch.int64), 3)[:5]
+    arguments = {
+        "input": x,
+        "gate_up": gate_up,
+        "down": down,
+        "indices": indices,
+        "weights": weights,
+    }
+    with pytest.raises(torchweld.ArgumentError) as raised:
+        functional.experts_mlp(**arguments | changed)
+    assert raised.value.argument == name
