@@ -93,6 +93,10 @@ test-isa: env ## Test kernels on every CPU instruction set except the best, whic
 	  TORCHWELD_CPU_ISA=$$isa $(PYTEST) -n 2 -m numbers -k "$(NATIVE) and not emulator" || exit 1; \
 	done
 
+# What depends on the source of transformers, with its oldest release that pyproject.toml accepts.
+OLDEST := build/transformers-4.56
+RECOGNISED := $(addprefix tests/peers/peer_,welds.py fuse.py generate.py rotary.py losses.py)
+
 .PHONY: test-peers
 test-peers: env ## Test against other packages; installs them
 	$(call say,testing against peers)
@@ -100,6 +104,9 @@ test-peers: env ## Test against other packages; installs them
 	  "peft==0.21.2" "accelerate==1.15.0" "torchao==0.18.0"
 	@[ "$(VENV)" = none ] || DS_BUILD_OPS=0 $(PY) -m pip install -q --no-build-isolation "deepspeed==0.19.8"
 	@$(PYTEST) -n 2 --dist loadfile tests/peers/peer_*.py $(ARGS)
+	@[ -d $(OLDEST) ] || $(PY) -m pip install -q --no-deps --target $(OLDEST) "transformers==4.56.0" \
+	  "huggingface-hub==0.36.2" "tokenizers==0.22.2" requests urllib3 idna certifi charset-normalizer
+	@PYTHONPATH=$(OLDEST) $(PYTEST) -n 2 --dist loadfile $(RECOGNISED) $(ARGS)
 
 # Tests that compute rows of their own in docs/stack.md.
 SEAMS := $(addprefix tests/distributed/test_,plan_unknown.py pipeline_seams.py accumulation.py)

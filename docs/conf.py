@@ -57,7 +57,7 @@ _GROUPS = {
     "Start": ("fuse", "modules", "optimizers", "migrating", "troubleshooting"),
     "Use": ("huggingface", "losses", "block-sparse-attention", "rotary", "ops"),
     "Scale": ("stack", "pipelines-and-memory", "offload", "fsdp2", "one-bit"),
-    "Understand": ("numerics", "performance", "gpu", "models", "support", "stability"),
+    "Understand": ("numerics", "performance", "gpu", "models", "welds", "support", "stability"),
     "API": (
         *("api/torchweld", "api/functional", "api/nn", "api/optim", "api/sparse"),
         *("api/distributed", "api/random", "api/errors"),

@@ -17,6 +17,7 @@ from torchweld.bench.machine import cpu_name, versions
 from torchweld.dispatch import choice, native
 from torchweld.dispatch.engine import asking, files, store
 from torchweld.dispatch.engine.question import describe
+from torchweld.fusion import peer
 from torchweld.registry import BACKENDS, EAGER, OPS, Op
 from torchweld.table import Table
 
@@ -70,6 +71,7 @@ def _versions() -> Facts:
         ("torchweld", str(numbers["torchweld"])),
         ("torch", f"{numbers['torch']}, {cuda}"),
         ("triton", numbers["triton"] or "not installed; CUDA builds of torch bring it"),
+        ("transformers", peer.warn_of_newer() or peer.read_version() or "not installed"),
         ("python", str(numbers["python"])),
         ("platform", f"{platform.platform(terse=True)}, {platform.machine()}"),
         ("libc", " ".join(platform.libc_ver()) or "unknown"),

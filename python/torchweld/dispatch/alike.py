@@ -49,6 +49,27 @@ def copy_constant(value: Any) -> Any:
     return tuple(map(copy_constant, value)) if isinstance(value, tuple) else value
 
 
+def is_plain(t: torch.Tensor) -> bool:
+    """Whether guards notice all that may matter of a tensor."""
+    return type(t) in PLAIN and t.layout is torch.strided and not t.is_nested
+
+
+def make_guards(tensors: Sequence[torch.Tensor]) -> IsLike | None:
+    """A function that compares tensors with these, or None on a torch without guards.
+
+    It compares types, dtypes, devices, sizes, strides and requires_grad, and torch's dispatch
+    state: transforms, tracing and autocast change it. Modes do not.
+    """
+    if _guards is None:
+        return None
+    exact: dict[str, Any] = {
+        "dynamic_dims_sizes": [list(t.shape) for t in tensors],
+        "dynamic_dims_strides": [list(t.stride()) for t in tensors],
+    }
+    check: IsLike = _guards.TensorGuards(*tensors, **exact).check
+    return check
+
+
 def make_comparison(
     given: Sequence[Any], *, aligned: bool, constant: type | None = None
 ) -> IsLike | None:
@@ -61,7 +82,7 @@ def make_comparison(
     tensors = [value for value in given if isinstance(value, torch.Tensor)]
     if _guards is None or len({id(t) for t in tensors}) < len(tensors) or not is_ordinary():
         return None
-    if any(type(t) not in PLAIN or t.layout is not torch.strided or t.is_nested for t in tensors):
+    if not all(map(is_plain, tensors)):
         return None
     if aligned and any(t.data_ptr() % ALIGNMENT for t in tensors):
         return None
@@ -76,14 +97,10 @@ def make_comparison(
             values.append(copy_constant(value))
         else:
             return None
-    exact: dict[str, Any] = {
-        "dynamic_dims_sizes": [list(t.shape) for t in tensors],
-        "dynamic_dims_strides": [list(t.stride()) for t in tensors],
-    }
     kind = tensors[0].device.type
     autocast = torch.is_autocast_enabled(kind)
     return _write_comparison(kinds, aligned)(
-        _guards.TensorGuards(*tensors, **exact).check,
+        make_guards(tensors),
         tuple(values),
         tuple(type(value) for value, kind in zip(given, kinds, strict=True) if kind == "v"),
         torch.is_grad_enabled(),
@@ -95,8 +112,7 @@ def make_comparison(
 def _write_comparison(kinds: str, aligned: bool) -> Callable[..., IsLike]:
     """Make a function that makes comparisons of calls with such arguments.
 
-    `check` compares the tensors' types, dtypes, devices, sizes, strides and requires_grad, and
-    torch's dispatch state: transforms, tracing and autocast change it. Modes do not.
+    `check` is of `make_guards`.
     """
     names = [f"a{i}" for i in range(len(kinds))]
 

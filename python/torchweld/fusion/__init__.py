@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchweld.errors import ArgumentError
+from torchweld.fusion import peer
 from torchweld.fusion.patterns import PATTERNS, Pattern
 from torchweld.fusion.plan import Filter, Weldable, WeldReport, decide, list_welds
 from torchweld.fusion.proposals import Left, Proposal
@@ -99,7 +100,8 @@ def explain_fusion(model: torch.nn.Module, filter_fn: Filter | None = None) -> W
     accepted, left = decide(model, filter_fn, True)
     rows = [*list_welds(model), *(decided.row for decided in accepted), *left]
     order = {name: at for at, (name, _) in enumerate(model.named_modules())}
-    return WeldReport(sorted(rows, key=lambda row: order[row.where]))
+    warning = peer.warn_of_newer() if peer.is_from_transformers(model) else None
+    return WeldReport(sorted(rows, key=lambda row: order[row.where]), warning)
 
 
 def _forget_compiled() -> None:

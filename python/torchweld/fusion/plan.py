@@ -50,8 +50,8 @@ class Weldable:
 class WeldReport(Sequence[Weldable]):
     """A table of what fuse() changes in a model or has changed, and what it does not."""
 
-    def __init__(self, rows: Iterable[Weldable]) -> None:
-        self._rows = tuple(rows)
+    def __init__(self, rows: Iterable[Weldable], warning: str | None = None) -> None:
+        self._rows, self.warning = tuple(rows), warning
 
     @overload
     def __getitem__(self, at: int) -> Weldable: ...
@@ -89,6 +89,8 @@ class WeldReport(Sequence[Weldable]):
                     text, _WIDTH, initial_indent=indent, subsequent_indent=indent
                 ):
                     table.add(line, style="dim" if reason else "")
+        for line in textwrap.wrap(self.warning or "", _WIDTH):
+            table.add(line)
         return table
 
     def __str__(self) -> str:

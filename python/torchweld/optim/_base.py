@@ -20,6 +20,7 @@ from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
 from torchweld.optim._codecs import COMPANION, MASTER, REMAINDER, STEP, Codec, Moments, State
 from torchweld.optim._exchanges import exchange
 from torchweld.optim._gather import Gathering, to_dense_part
+from torchweld.optim._kept import Kept
 from torchweld.optim._params import Group, check_apart, drop_duplicates
 from torchweld.optim._shards import local_part, sharing_key
 
@@ -33,6 +34,7 @@ _NOT_IN_GROUPS = {*_CODEC_KEYS, "max_grad_norm"}
 _NO_SETTINGS = {"lr", "maximize", "foreach", "fused", "capturable", "differentiable"}
 # Options that a group has only if they are in use, so that its keys are torch's.
 CAUTIOUS = ("cautious", "cautious_decay")
+_MOST_LOST = 20
 EMA = "ema"
 
 
@@ -65,6 +67,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     _first_number = 0
     # The parameters of a part of a step; None: all.
     _chosen: Sequence[tuple[Group, Sequence[tuple[Codec, Numbered]]]] | None = None
+    # The batches of the last step, and how often others had to be gathered.
+    _kept: Kept | None = None
+    _lost = 0
     # The norm of all gradients before clipping; set by a step with max_grad_norm.
     grad_norm: torch.Tensor | None = None
 
@@ -233,7 +238,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._run(self._tasks())
+        try:
+            self._run(self._tasks())
+        finally:
+            if self._kept is not None:
+                self._kept.drop_gradients()
         self._unscale()
         return loss
 
@@ -251,7 +260,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _tasks(self) -> list[Task]:
         """Gather the tasks that the passes of a step run over."""
-        work = self._work()
+        work = self._work_or_kept()
         factor = self._gradient_factor()
         return [self._task(group, batch, factor) for group, batch in work]
 
@@ -275,6 +284,20 @@ class FusedOptimizer(torch.optim.Optimizer):
         settings = self._settings(group, batch)
         each = self._settings_of_each(batch)
         return Task(batch, settings, lr, factor, found_inf, rate, each, ratios_of)
+
+    def _work_or_kept(self) -> list[tuple[Group, Batch]]:
+        """The work of the last step with new gradients, or of a step that gathers it."""
+        if self._chosen is not None or self._shown:
+            return self._work()
+        kept = self._kept
+        if kept is not None and kept.refresh(self.param_groups, self.state, self._learning_rate):
+            return kept.work
+        work, self._kept = self._work(), None
+        # A schedule may change settings at each step, and then nothing can be kept.
+        if self._lost < _MOST_LOST and type(self)._gatherings is FusedOptimizer._gatherings:
+            self._kept = Kept.make(self.param_groups, work, self.state)
+            self._lost += 1
+        return work
 
     def _work(self) -> list[tuple[Group, Batch]]:
         """Gather the batches of a step, each with a group that has its settings."""
@@ -343,6 +366,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _settings_of_each(self, batch: Batch) -> torch.Tensor | None:
         """A row of settings for each parameter; None if all are equal."""
+        if not batch.groups:
+            return None
         groups = {id(group): group for group in batch.groups}
         rows = {key: tuple(self._settings(group, batch)) for key, group in groups.items()}
         if len(set(rows.values())) < 2:

@@ -27,7 +27,7 @@ class _AdamStep(FusedOptimizer):
     def _settings(self, group: Group, batch: Batch) -> AdamSettings:
         beta1, beta2 = map(float, group["betas"])
         eps, weight_decay = float(group["eps"]), float(group["weight_decay"])
-        flags = (group.get(name, False) for name in CAUTIOUS)
+        flags = map(group.get, CAUTIOUS, (False, False))
         decoupled = group["decoupled_weight_decay"]
         return AdamSettings(beta1, beta2, eps, weight_decay, decoupled, *flags)
 

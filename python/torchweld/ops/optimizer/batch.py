@@ -27,6 +27,7 @@ defines which.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Collection, Sequence
@@ -102,7 +103,8 @@ class Batch:
         """The number of the step that parameter i is about to take, from 1."""
         return self.steps[i].to(self.params[i].device, torch.float64) + 1
 
-    def served_by_kernel(self) -> bool:
+    @functools.cached_property
+    def has_kernel(self) -> bool:
         """Whether kernels are compiled for these dtypes."""
         first, grad = self.params[0], self.grads[0]  # all have the same dtypes
         states = {m.dtype for m in self.moments[:: len(self.params)]}

@@ -62,7 +62,7 @@ class Pass:
 
     act: Callable[[Task], Iterable[Part]]
     exchange: Exchange | None = None
-    concerns: Callable[[Task], bool] = lambda _: True
+    concerns: Callable[[Task], bool] | None = None  # None: all batches
 
 
 def run(
@@ -72,7 +72,9 @@ def run(
 ) -> None:
     """Run one pass after another, each over all tasks."""
     for each in passes:
-        concerned = [task for task in tasks if each.concerns(task)]
+        concerned = tasks if each.concerns is None else list(filter(each.concerns, tasks))
+        if not concerned:
+            continue
         parts = [part for task in concerned for part in each.act(task)]
         if each.exchange is not None:
             exchange(each.exchange, parts)

@@ -179,12 +179,13 @@ class Rule:
     def _serve(self, op: BareOp, task: Task, steps: bool = False) -> bool:
         """Run the op's kernel; False if the reference has to serve this batch."""
         batch = task.batch
-        kernel = self._kernel(op, task) if batch.served_by_kernel() else None
+        kernel = self._kernel(op, task) if batch.has_kernel else None
         if kernel is None:
             return False
         device = batch.params[0].device
         scalars = (task.lr, task.ratios, task.grad_factor, task.found_inf, task.average_rate)
-        numbers = [_readable(t, device) for t in scalars]
+        # Kernels read numbers on their device, or on the CPU.
+        numbers = [t if t is None or t.is_cpu else t.to(device) for t in scalars]
         if steps:
             # Before the kernel, which evicts a thousand tensors from the cache.
             batch.count_versions()
@@ -254,8 +255,3 @@ def _say_what_it_costs(rule: str, batch: Batch) -> None:
         f" {first.device}; eager torch takes tens of launches a parameter and up to"
         f" {largest / 2**20:.0f} MB beside it. `torchweld doctor` says why"
     )
-
-
-def _readable(t: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """Put a number where a kernel on this device can read it: there, or on the CPU."""
-    return t if t is None or t.device.type == "cpu" else t.to(device)

@@ -1,0 +1,107 @@
+"""The batches of a step, kept for the next step while all that they were gathered from is alike.
+
+A model steps the same parameters thousands of times, and gathering them takes longer than the step
+of a few small tensors.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchweld.dispatch.alike import INCOMPARABLE, is_ordinary, is_plain, make_guards
+from torchweld.ops.optimizer.batch import Batch
+from torchweld.optim._codecs import State
+from torchweld.optim._params import Group
+
+Work = list[tuple[Group, Batch]]
+_CONSTANTS = (bool, int, float, str, type(None), tuple)
+
+
+def _settings_of(group: Group) -> Group:
+    """A group without its parameters and, if that is a number, without its learning rate."""
+    lr = group["lr"]
+    return {**group, "params": None, "lr": lr if isinstance(lr, torch.Tensor) else None}
+
+
+def _are(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether both hold the same objects."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+class Kept:
+    """The batches of a step, and what they depend on."""
+
+    def __init__(self, groups: Sequence[Group], work: Work, states: Mapping[Any, State]) -> None:
+        self.work = work
+        self._groups = [(group, _settings_of(group), list(group["params"])) for group in groups]
+        self._params = [p for _, batch in work for p in batch.params]
+        stepped = set(map(id, self._params))
+        # The number of its group for each parameter.
+        numbers = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+        self._numbers = [[numbers[id(p)] for p in batch.params] for _, batch in work]
+        self._without = [p for group in groups for p in group["params"] if id(p) not in stepped]
+        self._states = [states[p] for p in self._params]
+        self._entries = [entry for state in self._states for entry in state.values()]
+        self._guards = make_guards([*self._params, *(g for _, batch in work for g in batch.grads)])
+
+    @classmethod
+    def make(
+        cls, groups: Sequence[Group], work: Work, states: Mapping[Any, State]
+    ) -> Kept | None:
+        """Keep the batches, if they hold plain parameters and states themselves."""
+        every = ({**group, "params": None, "lr": None}.values() for group in groups)
+        constant = all(isinstance(value, _CONSTANTS) for values in every for value in values)
+        if not (is_ordinary() and constant):
+            return None
+        for _, batch in work:
+            changes = batch.splits or batch.rounding_offsets or batch.lrs or batch.groups
+            if changes or not _are(batch.params, batch.wholes):
+                return None
+            if not (all(map(is_plain, batch.params)) and all(map(is_plain, batch.grads))):
+                return None
+        kept = cls(groups, work, states)
+        return None if kept._guards is None else kept
+
+    def refresh(
+        self,
+        groups: Sequence[Group],
+        states: Mapping[Any, State],
+        learning_rate: Callable[[Group], Any],
+    ) -> bool:
+        """Give the batches the gradients and rates of this step, if all else is alike."""
+        if len(groups) != len(self._groups) or not is_ordinary():
+            return False
+        for group, (kept, settings, params) in zip(groups, self._groups, strict=True):
+            same = group is kept and _are(group["params"], params)
+            if not same or _settings_of(group) != settings:
+                return False
+        grads = [p.grad for p in self._params]
+        try:
+            if not self._guards(*self._params, *grads):  # type: ignore[misc]
+                return False
+        except INCOMPARABLE:
+            return False
+        if self._without and any(p.grad is not None for p in self._without):
+            return False
+        if not all(map(operator.is_, map(states.get, self._params), self._states)):
+            return False
+        if not _are([entry for state in self._states for entry in state.values()], self._entries):
+            return False
+        rates = [learning_rate(group) for group in groups]
+        begin = 0
+        for (_, batch), numbers in zip(self.work, self._numbers, strict=True):
+            end = begin + len(numbers)
+            batch.grads, begin = grads[begin:end], end  # type: ignore[assignment]
+            own = [rates[i] for i in numbers] if len(rates) > 1 else rates
+            same = len(own) == 1 or own.count(own[0]) == len(own)
+            batch.lr = own[0] if same else own
+        return True
+
+    def drop_gradients(self) -> None:
+        """Let the gradients' memory go with their parameters' `grad`."""
+        for _, batch in self.work:
+            batch.grads = []
