@@ -5,30 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from torchweld.bench import (
-    jobs,
-    limits,
-    machine,
-    own_model,
-    plots,
-    preflight,
-    recording,
-    sources,
-    stages,
-    steps,
-)
+from torchweld.bench import evidence, gpu, jobs, limits, machine, own_model, plots, steps
 from torchweld.bench.blocks import BLOCKS
 from torchweld.bench.cases import DTYPES, MIDDLE, name_dtype
 from torchweld.bench.contenders import COMPILE, PEERS, rivals
 from torchweld.bench.jobs import Job
-from torchweld.bench.machine import Refusal, check_outputs, choose_device, describe_machine
+from torchweld.bench.machine import (
+    Refusal,
+    check_outputs,
+    choose_device,
+    describe_machine,
+    parse_positive,
+)
 from torchweld.bench.overhead import overhead
 from torchweld.bench.report import Report, load, markdown, show, show_machine, table_csv
 from torchweld.bench.runner import Plan
@@ -53,7 +47,7 @@ PLOTS = {"plot": plots.draw_speeds, "roofline": plots.draw_roofline, "scaling": 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `torchweld bench`."""
-    add_ops(parser, [*recording.PROVEN, *BLOCKS])
+    add_ops(parser, [*evidence.PROVEN, *BLOCKS])
     parser.add_argument(
         "--quick", action="store_true", help="take a minute: one shape and one dtype of each op"
     )
@@ -92,13 +86,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="measure nothing: show a file that --json or --record wrote",
     )
     parser.add_argument(
-        "--record", action="store_true", help="on a GPU: record evidence, in stages"
+        "--record", action="store_true", help="on a GPU: test and time the kernels, as evidence"
     )
     parser.add_argument(
-        "--stage",
-        action="append",
-        choices=stages.STAGES,
-        help="with --record, may be repeated; default: all, in order. The first takes ten minutes",
+        "--minutes", type=parse_positive, default=10.0, help="with --record; default: 10"
     )
     parser.add_argument(
         "--evidence",
@@ -154,29 +145,22 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _record(options: argparse.Namespace) -> Report:
-    """Run the stages that record evidence on a GPU."""
-    since: float | None = time.monotonic()
-    root = sources.root()
-    names = stages.sort_names(options.ops or recording.PROVEN)
-    if blocks := [name for name in names if name in BLOCKS]:
-        raise Refusal(f"--record takes ops and rules; {', '.join(blocks)}: measure without it")
+    """Record evidence on a GPU."""
+    root = evidence.root()
     if not torch.cuda.is_available():
         raise Refusal("--record needs a GPU; torch sees none here")
     if root is None:
         raise Refusal("--record needs the repository; this torchweld is installed without it")
-    if lacks := preflight.list_missing():
+    if lacks := machine.list_missing():
         raise Refusal("--record: nothing was measured or recorded: " + "; ".join(lacks))
     report = _begin_report("cuda")
     folder = options.evidence or root / "bench" / "evidence"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / recording.file_name(report.machine["name"])
-    record = recording.Record(path, report.machine, root)
+    record = gpu.Record(folder, report.machine, root)
+    names = options.ops or [*evidence.PROVEN, *BLOCKS]
     try:
-        for stage in options.stage or stages.STAGES:
-            report.results += stages.run(stage, names, stages.Machine(root), record, since)
-            since = None
+        report.results = gpu.run(names, record, root, options.minutes, rivals=options.vs or [])
     except KeyboardInterrupt:
-        print(f"interrupted; the results so far are in {path}", file=sys.stderr)
+        print(f"interrupted; the results so far are in {record.path}", file=sys.stderr)
     return report
 
 
@@ -240,7 +224,7 @@ def _measure(options: argparse.Namespace) -> Report:
     names = _names(options)
     try:
         if device == "cuda":
-            job = Job("", plan, [name_dtype(d) for d in dtypes], sizes, None, options.quick, True)
+            job = Job("", plan, [name_dtype(d) for d in dtypes], sizes, options.quick, True)
             _in_processes(job, names, report)
         else:
             wanted = jobs.list_cases(names, device, dtypes, sizes, quick=options.quick)
@@ -252,24 +236,25 @@ def _measure(options: argparse.Namespace) -> Report:
                 report.overheads += overhead(op, device, plan.backends, plan.seconds)
     except KeyboardInterrupt:
         print("interrupted; the results so far:", file=sys.stderr)
-    if device == "cpu" and (root := sources.root()):
-        report.sources = recording.hash_cpu_sources(names, root)
+    if device == "cpu" and (root := evidence.root()):
+        report.sources = evidence.hash_cpu_sources(names, root)
     return report
 
 
 def _in_processes(job: Job, names: Sequence[str], report: Report) -> None:
-    """Measure each op, with all its backends, in its own process."""
+    """Measure each op with all its backends, in another process."""
     wanted = []
     for op in names:
-        served = recording.gpu_backends(recording.PROVEN[op]) if op in recording.PROVEN else []
+        served = evidence.gpu_backends(evidence.PROVEN[op]) if op in evidence.PROVEN else []
         backends = [b for b in served if b in job.plan.backends]
         wanted.append(replace(job, op=op, plan=replace(job.plan, backends=backends)))
-    for at in progress(wanted):
-        outcome = jobs.run_apart(wanted[at])
-        report.results += [result for results in outcome.results for result in results]
-        if outcome.fault:
-            report.results += jobs.refuse_all(wanted[at], outcome)
-        report.overheads += outcome.overheads
+    shown = iter(progress(wanted))
+    next(shown, None)
+    for _, results, overheads, has_ended in jobs.run_apart(wanted):
+        report.results += results
+        report.overheads += overheads
+        if has_ended:
+            next(shown, None)
 
 
 def _names(options: argparse.Namespace) -> list[str]:
@@ -307,7 +292,7 @@ def _read(path: Path) -> Report:
             return load(path)
         where = {"device": "cuda", "name": saved["gpu"], **saved["limits"]}
         where |= {name: saved[name] for name in ("capability", "date", "versions")}
-        return Report(where, recording.list_results(saved, sources.root()))
+        return Report(where, evidence.list_results(saved, evidence.root()))
     except OSError as error:
         raise Refusal(f"--from: {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -344,11 +329,11 @@ def _write(text: str, target: str) -> None:
 
 def _check_evidence() -> int:
     """Report stale evidence without failing: only machines with a GPU can renew it."""
-    root = sources.root()
+    root = evidence.root()
     if root is None:
         raise Refusal("--check-evidence needs the repository's sources; they are not in a wheel")
     table = Table(["op", "backend", "GPU", "evidence"], numbers_from=4)
-    for line in recording.list_states(root, recording.read_records()):
+    for line in evidence.list_states(root, evidence.read_records()):
         table.add(*line)
     table.show()
     return 0

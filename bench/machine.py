@@ -1,4 +1,4 @@
-"""The machine of a run, the conditions for CPU times, and errors in one line."""
+"""The machine of a run, the conditions for CPU times, what GPUs need, and errors in one line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import importlib.util
 import math
 import os
 import platform
+import shutil
+import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +19,9 @@ from typing import Any
 
 import torch
 
+from torchweld import functional, use_backend
 from torchweld.dispatch import native
+from torchweld.registry import BACKENDS
 from torchweld.version import __version__
 
 
@@ -94,6 +99,79 @@ def describe_conditions() -> str:
     resident = all(os.environ.get(name) == value for name, value in RESIDENT.items())
     blocks = "stay resident" if resident else "are the default allocator's"
     return f"threads {'bound to cores' if bound else 'not bound'}, large blocks {blocks}"
+
+
+# --- What kernels on a GPU need -------------------------------------------------------------------
+
+# An op with a kernel of each backend, and the seconds that one may take, its compilers included.
+ON_GPUS = {"cuda": "quantize_8bit", "triton": "softmax_dropout"}
+_PATIENCE = 120.0
+_HINTS = {
+    "C compiler": "Triton builds its launchers with one: install gcc",
+    "Python.h": "install the headers of this Python (python3-dev)",
+    "ptxas": "it comes with Triton and with the CUDA toolkit",
+}
+
+
+def find_tools() -> dict[str, str | None]:
+    """The tools with which Triton makes kernels, and where each is; None: it is missing."""
+    asked = os.environ.get("CC")
+    compilers = map(shutil.which, [asked] if asked else ["cc", "gcc", "clang"])
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return {
+        "C compiler": next(filter(None, compilers), None),
+        "Python.h": str(header) if header.exists() else None,
+        "ptxas": _find_ptxas(),
+    }
+
+
+def _find_ptxas() -> str | None:
+    """The assembler that Triton takes: the one asked for, its own, or the toolkit's."""
+    if asked := os.environ.get("TRITON_PTXAS_PATH"):
+        return asked if os.access(asked, os.X_OK) else None
+    triton = importlib.util.find_spec("triton")
+    for folder in (triton and triton.submodule_search_locations) or ():
+        own = Path(folder) / "backends" / "nvidia" / "bin" / "ptxas"
+        if own.exists():
+            return str(own)
+    return shutil.which("ptxas")
+
+
+def list_missing() -> list[str]:
+    """What a run on the GPU lacks, each in a line: tools, and kernels that do not run."""
+    lacks = [f"no {tool}: {_HINTS[tool]}" for tool, at in find_tools().items() if at is None]
+    reasons = {backend: why_not(backend) for backend in ON_GPUS}
+    return lacks + [f"{name}: {why}" for name, why in reasons.items() if why is not None]
+
+
+def why_not(backend: str) -> str | None:
+    """Why a kernel of this backend does not run on the GPU; None if one does.
+
+    It runs in its own process, since a fault breaks the GPU for its process.
+    """
+    if reason := BACKENDS[backend].why_missing():
+        return reason
+    command = [sys.executable, "-c", f"from {__name__} import run_one; run_one({backend!r})"]
+    try:
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=_PATIENCE, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"{ON_GPUS[backend]} took longer than {_PATIENCE:g} s"
+    if ended.returncode == 0:
+        return None
+    last = (ended.stderr.strip().splitlines() or [f"status {ended.returncode}"])[-1]
+    return f"{ON_GPUS[backend]} does not run: {last}"
+
+
+def run_one(backend: str, device: str = "cuda") -> None:
+    """Run a kernel and compare its result with the reference's; raise an error if it differs."""
+    x = torch.linspace(-1, 1, 64 * 256, device=device).view(64, 256)
+    call = getattr(functional, ON_GPUS.get(backend, "softmax_dropout"))
+    with use_backend(backend):
+        y = call(x)
+    with use_backend("eager"):
+        torch.testing.assert_close(y, call(x))
 
 
 # --- Errors in one line ---------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchweld import functional, nn, optim
-from torchweld.bench import recording, report
+from torchweld.bench import evidence, report
 from torchweld.bench.runner import Result
 from torchweld.registry import OPS, Composite, Op
 
@@ -175,13 +175,13 @@ def measured() -> str:
     """Return the README's tables of times: a few of the CPU's and of each GPU's."""
     about, results = _read_cpu()
     parts = [f"On a CPU: {about}", _without_marks(_select(results, SHOWN_ON_CPU))]
-    for gpu, record in recording.read_records().items():
-        results = _select_middle(recording.list_results(record, ROOT))
+    for gpu, record in evidence.read_records().items():
+        results = _select_middle(evidence.list_results(record, ROOT))
         timed = [result for result in results if result.direction in ("full", "step")]
         about = f"On a GPU: {gpu}, torch {record['versions']['torch']}, {record['date']}."
-        shown = _select([*timed, *recording.list_rivals(record)], SHOWN_ON_GPU)
+        shown = _select([*timed, *evidence.list_rivals(record)], SHOWN_ON_GPU)
         parts += [about, _without_marks(shown)]
-    if not recording.read_records():
+    if not evidence.read_records():
         parts.append(NO_GPU + "\n")
     return "\n" + "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
@@ -199,7 +199,7 @@ def _read_cpu() -> tuple[str, list[Result]]:
         f"{where['name']}, {where['threads']} threads, {where['isa']}, torch"
         f" {where['versions']['torch']}, {where['date']}; {where['conditions']}."
     )
-    return about, recording.mark_stale(found.results, found.sources, ROOT)
+    return about, evidence.mark_stale(found.results, found.sources, ROOT)
 
 
 def performance() -> str:
@@ -235,12 +235,12 @@ def _select_middle(results: list[Result]) -> list[Result]:
 def gpu_times() -> str:
     """Return the tables of docs/gpu.md: every time on each GPU."""
     parts = []
-    for gpu, record in recording.read_records().items():
+    for gpu, record in evidence.read_records().items():
         versions, copies = record["versions"], record["limits"]["copy_gbps"] / 1000
         about = f"{gpu}, torch {versions['torch']}, triton {versions['triton']}, {record['date']}."
-        results = recording.list_results(record, ROOT)
+        results = evidence.list_results(record, ROOT)
         parts.append(f"{about} A large copy reaches {copies:.1f} TB/s, reads and writes counted.")
-        parts.append(report.markdown([*results, *recording.list_rivals(record)]))
+        parts.append(report.markdown([*results, *evidence.list_rivals(record)]))
     return "\n" + "\n\n".join(part.rstrip("\n") for part in parts or [NO_GPU]) + "\n"
 
 

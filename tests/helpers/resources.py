@@ -102,9 +102,9 @@ class Compile:
 
     def _text(self) -> str:
         """All that the machine code depends on, but for the versions of Triton and of the GPU."""
-        from torchweld.bench import sources
+        from torchweld.bench import evidence
 
-        code = sources.hash_of(sources.find_used([self._file], ROOT), ROOT)
+        code = evidence.hash_of(evidence.find_used([self._file], ROOT), ROOT)
         return f"{code} {self.kernel} {self.signature} {self.options}"
 
     def compile(self, capability: int) -> Any:

@@ -6,7 +6,6 @@ import csv
 import json
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,8 @@ from torchweld.bench import (
     limits,
     machine,
     plots,
-    recording,
     report,
     runner,
-    sources,
 )
 from torchweld.bench.cases import MIDDLE, Case, cases
 from torchweld.bench.contenders import Contender
@@ -38,7 +35,6 @@ from torchweld.registry.cost import DIRECTIONS, Traffic, traffic
 from torchweld.table import Table
 
 LAYER_NORM = OPS["layer_norm"]
-SOFTMAX = OPS["softmax_dropout"]
 SMALL = (activation(8, 16), [16], parameter(16), parameter(16), 1e-5)
 CASE = Case(LAYER_NORM, SMALL, torch.float32, "cpu")
 PLAN = Plan(DIRECTIONS, ["cpu"], [], seconds=0.0, rounds=(2, 3))
@@ -425,125 +421,7 @@ def test_plain_table() -> None:
     assert table.plain() == "op     ms\n---  ----\na     1.0\n\nbcd  10.0"
 
 
-# --- Evidence ---------------------------------------------------------------------------------
-
-
 def _result(contender: str, ms: float, dtype: str = "bfloat16", direction: str = "full") -> Result:
     result = Result("layer_norm", [8192, 1024], dtype, direction, contender, 2**23, 2**26)
     result.ms, result.eager_ms, result.speed_up, result.limit_ms = ms, 2.0, 2.0 / ms, 0.9
     return result
-
-
-MACHINE: dict[str, Any] = {
-    "name": "NVIDIA H200",
-    "capability": "9.0",
-    "date": "2026-01-01",
-    "versions": {},
-    "copy_gbps": 4000.0,
-}
-
-
-def _result_of_softmax(contender: str, ms: float) -> Result:
-    return replace(_result(contender, ms), op=SOFTMAX.name)
-
-
-@pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Made-up sources of softmax_dropout's kernels, two of them for a GPU."""
-    monkeypatch.setitem(SOFTMAX.sources, "cuda", ("csrc/cuda/softmax.cu",))
-    for files in SOFTMAX.sources.values():
-        for name in files:
-            path = tmp_path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("x = 1\n" if name.endswith(".py") else "int x = 1;\n")
-    return tmp_path
-
-
-def test_sources_hash_ignores_comments_alone(repository: Path) -> None:
-    before = {b: sources.sources_hash(SOFTMAX, b, repository) for b in SOFTMAX.sources}
-    kernel, triton = (repository / SOFTMAX.sources[b][0] for b in ("cuda", "triton"))
-    kernel.write_text("// one\n\n/* two\n lines */ int x = 1;  // three\n")
-    triton.write_text("# one\n\nx = 1  # two\n")
-    after = {b: sources.sources_hash(SOFTMAX, b, repository) for b in SOFTMAX.sources}
-    assert sources.stripped(kernel).split() == ["int", "x", "=", "1;"]
-    assert after["triton"] == before["triton"]
-    assert after["cpu"] == before["cpu"]
-    kernel.write_text("int x = 2;\n")
-    assert sources.sources_hash(SOFTMAX, "cuda", repository) != before["cuda"]
-
-
-def test_what_looks_like_a_comment_in_a_string_stays(tmp_path: Path) -> None:
-    c, python = tmp_path / "a.cu", tmp_path / "a.py"
-    c.write_text('auto a = "http://x"; auto b = "\\"/*"; char c = \'"\'; // gone')
-    python.write_text("a = '# stays'  # gone\n")
-    assert sources.stripped(c) == 'auto a = "http://x"; auto b = "\\"/*"; char c = \'"\';'
-    assert sources.stripped(python) == "a = '# stays'"
-
-
-def _shipped(repository: Path) -> Path:
-    return repository / "bench" / "evidence" / recording.file_name(MACHINE["name"])
-
-
-def test_the_record_is_whole_after_every_step(repository: Path) -> None:
-    record = recording.Record(_shipped(repository), MACHINE, repository)
-    record.add_outcome("softmax_dropout", "triton", recording.TESTED, None)
-    fault = recording.Fault("a test", "float16")
-    record.add_outcome("softmax_dropout", "triton", recording.TESTED, fault)
-    assert record.path == repository / "bench" / "evidence" / "nvidia-h200.json"
-    record.add_results(
-        [
-            _result_of_softmax("eager", 2.0),
-            _result_of_softmax("triton", 1.0),
-            _result_of_softmax("compile", 1.5),
-        ]
-    )
-    content = json.loads(record.path.read_text())
-    assert (content["gpu"], content["limits"]) == ("NVIDIA H200", {"copy_gbps": 4000.0})
-    proof = content["ops"]["softmax_dropout"]["triton"]
-    assert recording.count_passed(proof) == 1
-    assert recording.list_faults(proof) == [{"what": "a test", "dtype": "float16"}]
-    (kept,) = proof["results"]
-    assert kept["rivals_ms"] == {"eager": 2.0, "compile": 1.5}
-    assert (kept["ms"], kept["eager_ms"], kept["elements"]) == (1.0, 2.0, 2**23)
-
-    # Another backend's run keeps this one's; this one's next run begins to count anew, and forgets
-    # what older sources did.
-    again = recording.Record(_shipped(repository), MACHINE, repository)
-    again.add_outcome("softmax_dropout", "cuda", recording.TESTED, None)
-
-    def stored() -> dict[str, Any]:
-        return json.loads(record.path.read_text())["ops"]["softmax_dropout"]["triton"]
-
-    assert stored() == proof
-    again.begin("softmax_dropout", "triton", recording.TESTED)
-    assert stored() == proof
-    again.add_outcome("softmax_dropout", "triton", recording.TESTED, None)
-    assert (recording.count_passed(stored()), recording.list_faults(stored())) == (1, [])
-    assert stored()["results"] == proof["results"]
-    (repository / SOFTMAX.sources["triton"][0]).write_text("x = 3\n")
-    again.add_outcome("softmax_dropout", "triton", recording.TESTED, None)
-    assert (recording.count_passed(stored()), stored()["results"]) == (1, [])
-
-
-def test_standing_of_evidence(repository: Path) -> None:
-    def standing() -> dict[tuple[str, str], str]:
-        content = {"NVIDIA H200": json.loads(record.path.read_text())}
-        return {line[:2]: line[3] for line in recording.list_states(repository, content)}
-
-    record = recording.Record(_shipped(repository), MACHINE, repository)
-    record.add_outcome("softmax_dropout", "triton", recording.TESTED, None)
-    assert standing()["softmax_dropout", "triton"] == "current (1 passed, 0 failed, 0 times)"
-    assert standing()["softmax_dropout", "cuda"] == "never run on a GPU"
-    (repository / SOFTMAX.sources["triton"][0]).write_text("x = 2\n")
-    assert standing()["softmax_dropout", "triton"].startswith("stale: its sources changed since")
-
-
-def test_evidence_reads_as_results(repository: Path) -> None:
-    record = recording.Record(_shipped(repository), MACHINE, repository)
-    for backend, ms in (("cuda", 1.0), ("triton", 0.8)):
-        record.add_results([_result_of_softmax("eager", 2.0), _result_of_softmax(backend, ms)])
-    (repository / SOFTMAX.sources["cuda"][0]).write_text("int x = 2;\n")
-    found = recording.list_results(json.loads(record.path.read_text()), repository)
-    chosen = {r.contender: (r.speed_up, r.automatic) for r in found}
-    assert chosen == {"cuda (stale)": (2.0, False), "triton": (2.5, True)}
-    assert "| triton | 2.50x |" in report.markdown(found)

@@ -17,7 +17,7 @@ import torch
 import pages
 import torchweld
 from processes import starts
-from torchweld.bench import recording
+from torchweld.bench import evidence
 from torchweld.commands import doctor
 
 ROOT = Path(__file__).parents[2]
@@ -35,9 +35,9 @@ def test_the_tables_are_current() -> None:
 def test_stale_and_missing_figures_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stale rows are marked, and counted in the README, which says where evidence is missing."""
     generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
-    monkeypatch.setattr(recording, "read_records", dict)
+    monkeypatch.setattr(evidence, "read_records", dict)
     assert generate["NO_GPU"] in generate["measured"]()
-    monkeypatch.setattr(recording, "sources_hash", lambda *_: "another")
+    monkeypatch.setattr(evidence, "sources_hash", lambda *_: "another")
     (counted,) = re.findall(r"sources of (\d+) of these (\d+)", generate["measured"]())
     assert counted[0] == counted[1] != "0"
     assert "(stale)" not in generate["measured"]()

@@ -20,7 +20,7 @@ import layouts
 import resources
 from oracle import TORCH
 from resources import CAPABILITIES, NEVER_UNALIGNED
-from torchweld.bench import sources
+from torchweld.bench import evidence
 
 pytestmark = [pytest.mark.lane, pytest.mark.long]
 
@@ -154,13 +154,13 @@ def test_a_key_knows_what_a_compile_depends_on(monkeypatch: pytest.MonkeyPatch) 
         key(launch._replace(options=options | {"enable_fp_fusion": False})),
         key(launch._replace(options=options | {"BLOCK": 2 * options["BLOCK"]})),
     ]
-    before, stripped = key(launch), sources.stripped
+    before, stripped = key(launch), evidence.stripped
     for changed in ("norm.py", "norm_rows.py", "tensors.py"):
 
         def with_a_change(path: Path, changed: str = changed) -> str:
             return stripped(path) + ("pass" if path.name == changed else "")
 
-        monkeypatch.setattr(sources, "stripped", with_a_change)
+        monkeypatch.setattr(evidence, "stripped", with_a_change)
         others.append(key(launch))
     monkeypatch.undo()
     assert before == key(launch)

@@ -12,8 +12,7 @@ import textwrap
 import torch
 
 from torchweld import pages
-from torchweld.bench import preflight
-from torchweld.bench.machine import cpu_name, versions
+from torchweld.bench.machine import ON_GPUS, cpu_name, find_tools, versions, why_not
 from torchweld.dispatch import choice, native
 from torchweld.dispatch.engine import asking, files, store
 from torchweld.dispatch.engine.question import describe
@@ -128,9 +127,9 @@ def _libraries() -> Facts:
 
 def _needed_on_gpu() -> Facts:
     """What `torchweld bench --record` asks for: Triton's tools, and a kernel of each backend."""
-    facts = [(tool, at or "not found") for tool, at in preflight.find_tools().items()]
+    facts = [(tool, at or "not found") for tool, at in find_tools().items()]
     if torch.cuda.is_available():
-        reasons = {name: preflight.why_not(name) for name in ("cuda", "triton")}
+        reasons = {name: why_not(name) for name in ON_GPUS}
         facts += [(name, f"a kernel runs: {why or 'yes'}") for name, why in reasons.items()]
     return facts
 

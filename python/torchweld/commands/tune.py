@@ -20,8 +20,8 @@ from torchweld.bench import steps
 from torchweld.bench.cases import DTYPES, MIDDLE, SMALLEST, Case
 from torchweld.bench.cases import cases as op_cases
 from torchweld.bench.command import add_ops
+from torchweld.bench.evidence import PROVEN
 from torchweld.bench.machine import Refusal, check_outputs
-from torchweld.bench.recording import PROVEN
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.dispatch.choice import choose

@@ -1,0 +1,263 @@
+"""Evidence from GPUs, which `bench/gpu.py` records: times, and whether their sources changed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import re
+import tokenize
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from torchweld.bench import blocks
+from torchweld.bench.runner import Result
+from torchweld.ops.optimizer.rule import RULES, Rule
+from torchweld.registry import BACKENDS, EAGER, OPS, Op
+
+Proven = Op | Rule
+PROVEN: dict[str, Proven] = {**OPS, **RULES}
+# The fields of a result that identify a case and direction, and those that the evidence keeps.
+CASE = ("shape", "variant", "dtype", "direction")
+_ABOUT = (*CASE, "elements", "bytes", "flops")
+KEPT = (*_ABOUT, "peak_bytes", "ms", "p20", "p80", "eager_ms", "gbps", "limit_ms", "share")
+
+# Strings and character literals are matched too: they may contain what looks like a comment.
+_C_TOKEN = re.compile(
+    r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL
+)
+_INCLUDE = re.compile(r'^\s*#\s*include "([^"]+)"', re.MULTILINE)
+_IMPORT = re.compile(r"^\s*from \.(\w+) import", re.MULTILINE)
+# Begins a block that CUDA's compilers never see.
+_CPU_ONLY = "#if !defined(TW_CUDA)"
+
+
+# --- Sources and their hashes ---------------------------------------------------------------------
+
+
+def root() -> Path | None:
+    """The repository that this package runs from; an installed wheel has no sources."""
+    folder = Path(__file__).resolve().parent.parent
+    return folder if (folder / "csrc").is_dir() and (folder / "tests").is_dir() else None
+
+
+def files_of(op: Proven) -> dict[str, tuple[str, ...]]:
+    """Kernel files by backend. A rule declares only backends that need evidence."""
+    if isinstance(op, Rule):
+        cpu = (*op.kernel_files("cpu", "cpp"), "csrc/cpu/sum_of_squares.cpp")
+        return {"cpu": cpu, **op.sources}
+    return {backend: tuple(files) for backend, files in op.sources.items()}
+
+
+def gpu_backends(op: Proven) -> list[str]:
+    """The op's backends that need evidence."""
+    return [b for b in op.sources if "cpu" not in BACKENDS[b].devices]
+
+
+def find_sources(op: Proven, backend: str, folder: Path) -> list[Path]:
+    """All files that affect the backend's kernels, derived from includes and imports.
+
+    Native kernels add the binding with the same name as the kernel's file, and the compiler flags.
+    """
+    roots = [folder / name for name in files_of(op)[backend]]
+    native = [path for path in roots if path.suffix != ".py"]
+    roots += [folder / "csrc" / "bind" / f"{path.stem}.cpp" for path in native]
+    roots += [folder / "csrc" / "flags.py"] if native else []
+    return find_used(roots, folder)
+
+
+def find_used(roots: Iterable[Path], folder: Path) -> list[Path]:
+    """These files, and this repository's files that they include or import."""
+    paths: set[Path] = set()
+    open_ends = [*roots]
+    while open_ends:
+        path = open_ends.pop()
+        if path not in paths and path.exists():
+            paths.add(path)
+            is_python = path.suffix == ".py"
+            names = _list_names(stripped(path), is_python)
+            used = [path.parent / f"{n}.py" if is_python else folder / "csrc" / n for n in names]
+            open_ends += used
+    return sorted(paths)
+
+
+@functools.cache
+def _list_names(text: str, is_python: bool) -> list[str]:
+    """The modules that a text imports, or the files that it includes."""
+    return (_IMPORT if is_python else _INCLUDE).findall(text)
+
+
+def sources_hash(op: Proven, backend: str, folder: Path) -> str:
+    """SHA-256 of the backend's sources, without what compilers ignore."""
+    return hash_of(find_sources(op, backend, folder), folder, on_cuda=backend == "cuda")
+
+
+def hash_of(paths: Iterable[Path], folder: Path, on_cuda: bool = False) -> str:
+    """SHA-256 of files, without comments, docstrings and blank lines.
+
+    With `on_cuda` also without the blocks that are left out of CUDA's build.
+    """
+    digest = hashlib.sha256()
+    for path in paths:
+        text = _drop_cpu_blocks(stripped(path)) if on_cuda else stripped(path)
+        digest.update(f"{path.relative_to(folder)}\n{text}\n".encode())
+    return digest.hexdigest()
+
+
+def _drop_cpu_blocks(text: str) -> str:
+    """The text without the blocks of `#if !defined(TW_CUDA)` that have no other branch."""
+    kept: list[str] = []
+    depth = 0
+    for line in text.splitlines():
+        word = line.replace(" ", "")
+        if depth == 0 and line != _CPU_ONLY:
+            kept.append(line)
+            continue
+        depth += word.startswith("#if") - word.startswith("#endif")
+        if depth == 1 and word.startswith("#el"):
+            raise ValueError(f"{_CPU_ONLY} has another branch: begin it with CUDA's")
+    return "\n".join(kept)
+
+
+def stripped(path: Path) -> str:
+    """The file's text without comments, docstrings and blank lines."""
+    return _strip(path.read_text(), path.suffix == ".py")
+
+
+@functools.cache
+def _strip(text: str, is_python: bool) -> str:
+    if is_python:
+        text = _drop_python_comments(text)
+    else:
+        text = _C_TOKEN.sub(lambda token: token[1] or " ", text)
+    lines = (line.rstrip() for line in text.splitlines())
+    return "\n".join(line for line in lines if line)
+
+
+def _drop_python_comments(text: str) -> str:
+    """The text without comments and docstrings."""
+    spans, before = [], tokenize.NEWLINE
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        starts_a_statement = before in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and starts_a_statement):
+            spans.append((token.start, token.end))
+        if token.type not in (tokenize.COMMENT, tokenize.NL):
+            before = token.type
+    lines = text.splitlines()
+    for (first, column), (last, end) in reversed(spans):
+        lines[first - 1 : last] = [lines[first - 1][:column] + lines[last - 1][end:]]
+    return "\n".join(lines)
+
+
+# --- Records --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def read_records() -> dict[str, dict[str, Any]]:
+    """The evidence files in the package, by GPU name."""
+    folder = resources.files("torchweld.bench") / "evidence"
+    paths = [f for f in folder.iterdir() if f.name.endswith(".json")] if folder.is_dir() else []
+    loaded = [json.loads(f.read_text()) for f in paths]
+    return {record["gpu"]: record for record in loaded}
+
+
+def list_states(folder: Path, records: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Op, GPU backend, GPU, and the state of its evidence."""
+    lines = list[tuple[str, ...]]()
+    for op in PROVEN.values():
+        for backend in gpu_backends(op):
+            now, found = sources_hash(op, backend, folder), False
+            for gpu, record in records.items():
+                if proof := record["ops"].get(op.name, {}).get(backend):
+                    current = proof["sources"] == now
+                    state = "current" if current else "stale: its sources changed since"
+                    counts = describe_counts(proof)
+                    lines.append((op.name, backend, gpu, f"{state} ({counts})"))
+                    found = True
+            if not found:
+                lines.append((op.name, backend, "-", "never run on a GPU"))
+    return lines
+
+
+def describe_counts(proof: dict[str, Any]) -> str:
+    """How many tests and cases a kernel passed and failed, and how many times it has."""
+    counted = proof["outcomes"].values()
+    passed, failed = sum(c["passed"] for c in counted), sum(len(c["faults"]) for c in counted)
+    return f"{passed} passed, {failed} failed, {len(proof['results'])} times"
+
+
+def list_results(record: dict[str, Any], folder: Path | None) -> list[Result]:
+    """The times in an evidence file, marked as stale if the present sources differ."""
+    results = []
+    for op, proofs in record["ops"].items():
+        for backend, proof in proofs.items() if op in PROVEN else ():
+            if backend not in files_of(PROVEN[op]):  # a kernel that left
+                continue
+            now = folder and sources_hash(PROVEN[op], backend, folder)
+            contender = backend if now in (None, proof["sources"]) else f"{backend} (stale)"
+            for kept in proof["results"]:
+                eager = kept["eager_ms"]  # None: eager did not fit
+                speed_up = None if eager is None else eager / kept["ms"]
+                figures = {name: kept[name] for name in KEPT}
+                results.append(Result(op=op, contender=contender, speed_up=speed_up, **figures))
+    for result in results:
+        result.automatic = result.contender == _find_winner(results, result)
+    return results
+
+
+def _find_winner(results: Iterable[Result], like: Result) -> str | None:
+    """The automatic choice at this shape: the backend that is fastest in both directions, if any.
+
+    For a rule it is always the rule's kernel.
+    """
+    if like.op in RULES:
+        return like.contender
+    full = {
+        r.contender: r.speed_up or 0
+        for r in results
+        if (r.op, r.shape, r.variant, r.dtype) == (like.op, like.shape, like.variant, like.dtype)
+        and r.direction == "full"
+    }
+    best = max(full, key=lambda name: full[name], default=None)
+    return best if best is not None and full[best] >= 1 else None
+
+
+def list_rivals(record: dict[str, Any]) -> list[Result]:
+    """The times of other packages, and of torch's other ways, in an evidence file."""
+    return [
+        Result(op=op, contender=name, ms=ms, **{entry: kept[entry] for entry in _ABOUT})
+        for op, proofs in record["ops"].items()
+        for proof in (proofs.values() if op in PROVEN else ())
+        for kept in proof["results"]
+        for name, ms in kept["rivals_ms"].items()
+        if name != EAGER
+    ]
+
+
+# --- The CPU's results ----------------------------------------------------------------------------
+
+
+def hash_cpu_sources(names: Iterable[str], folder: Path) -> dict[str, str]:
+    """The hash of the CPU kernels' sources by op; a block depends on those of every op."""
+    hashes = {
+        name: sources_hash(op, "cpu", folder)
+        for name, op in PROVEN.items()
+        if "cpu" in files_of(op)
+    }
+    every = hashlib.sha256("".join(hashes.values()).encode()).hexdigest()
+    digests = {name: hashes.get(name, "" if name in PROVEN else every) for name in names}
+    return {name: digest for name, digest in digests.items() if digest}
+
+
+def mark_stale(results: Iterable[Result], then: dict[str, str], folder: Path) -> list[Result]:
+    """Results on a CPU, marked as stale unless `then` has the present sources' hashes."""
+    results = list(results)
+    now = hash_cpu_sources({result.op for result in results}, folder)
+    for result in results:
+        is_ours = result.contender in ("cpu", *blocks.FUSED_WAYS)
+        if is_ours and then.get(result.op) != now.get(result.op):
+            result.contender += " (stale)"
+    return results

@@ -1,0 +1,321 @@
+"""The run on a GPU: its steps rehearsed, what faults cost, and what its record keeps."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import PLACES, running_at
+from torchweld import functional
+from torchweld.bench import command, evidence, gpu, jobs, machine
+from torchweld.bench.blocks import BLOCKS
+from torchweld.bench.cases import SMALLEST, Case
+from torchweld.bench.contenders import DENSE
+from torchweld.bench.jobs import Job
+from torchweld.bench.overhead import Overhead
+from torchweld.bench.runner import Plan, Result
+from torchweld.commands import cli
+from torchweld.registry import OPS
+
+ROOT = Path(__file__).resolve().parents[2]
+MACHINE: dict[str, Any] = {
+    "name": "NVIDIA H200",
+    "capability": "9.0",
+    "date": "2026-01-01",
+    "versions": {"torch": "2.11.0"},
+    "copy_gbps": 4000.0,
+}
+NAMES = [*evidence.PROVEN, *BLOCKS]
+
+
+def _read(record: gpu.Record) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(record.path.read_text())
+    return content
+
+
+def _result(
+    op: str, contender: str, ms: float | None = 1.0, dtype: str = "bfloat16", **more: Any
+) -> Result:
+    result = Result(op, [8, 8], dtype, "full", contender, 64, 128, **more)
+    result.ms, result.eager_ms = ms, 2.0
+    return result
+
+
+# --- Steps ----------------------------------------------------------------------------------------
+
+
+def test_the_steps_have_every_kernel_and_rival() -> None:
+    steps = {name: jobs for name, _, jobs in gpu.list_steps(gpu.sort_names(NAMES))}
+    parts = [part for _, part, _ in gpu.list_steps(NAMES)]
+    assert parts == sorted(parts)
+    assert parts[-1] == 1
+    timed = [job for name, step in steps.items() if name != gpu.COMPILING for job in step]
+    kernels = set(gpu.list_targets(NAMES))
+    assert {(job.op, b) for job in timed for b in job.plan.backends} == kernels
+    assert {job.op for job in steps["whole models"]} == {*BLOCKS}
+    ops = {name for name, _ in kernels if name in OPS}
+    assert {job.op for job in steps[gpu.COMPILING]} == ops
+    rivals = {job.op: set(job.plan.rivals) for job in steps["attention and GEMMs beside rivals"]}
+    assert rivals == {"block_sparse_attention": {*DENSE, "flex"}, "linear_act": {"gemm"}}
+    assert steps["ops beside eager"][0].op == "layer_norm"
+    assert steps["optimizers"][0].op == "adam"
+    assert "bitsandbytes" in steps["optimizers"][0].plan.rivals
+
+
+class _Imitation:
+    """A clock, and jobs that take 5 s and find a row with each backend and rival, without a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+        self.now, self.path, self.rows = 0.0, path, list[int]()
+        monkeypatch.setattr(gpu.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(gpu.os, "cpu_count", lambda: 1)
+        monkeypatch.setattr(gpu, "run_apart", self.run_apart)
+        monkeypatch.setattr(gpu, "_run_tests", self.run_tests)
+
+    def run_tests(
+        self, root: Path, target: tuple[str, str], record: gpu.Record, until: float
+    ) -> bool:
+        if self.now < until:
+            self.now += 3
+            fault = "it is off" if target[0] == "lion" else None
+            record.add_outcome(*target, gpu.TESTED, fault)
+            return True
+        return False
+
+    def run_apart(
+        self, jobs: Sequence[Job], *, until: float, patience: float, at_once: int
+    ) -> Iterator[Any]:
+        for job in jobs:
+            if self.now >= until:
+                return
+            self.now += 5
+            found = [*job.plan.backends, *job.plan.rivals, "eager", "fused"]
+            yield job, [_result(job.op, c, dtype=job.dtypes[0]) for c in found], [], False
+            text = self.path.read_text()
+            self.rows.append(text.count('"ms"'))
+            yield job, [], [], True
+
+
+@pytest.mark.parametrize("minutes", [10, 2])
+def test_a_rehearsal_of_the_whole_run(
+    minutes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It ends in time, says what it left out, and the record has each row when it is found."""
+    record = gpu.Record(tmp_path, MACHINE, ROOT)
+    lab = _Imitation(monkeypatch, record.path)
+    gpu.run(NAMES, record, ROOT, minutes)
+    told, content = capsys.readouterr().out, _read(record)
+    assert lab.now <= 60 * minutes + 5
+    assert ("no time was left" in told) == (minutes == 2)
+    assert lab.rows == sorted(lab.rows)
+    assert lab.rows[-1] > 0
+    assert content["versions"] == MACHINE["versions"]
+    assert content["gpu"] == MACHINE["name"]
+    assert content["commit"]
+    norm = content["ops"]["layer_norm"]["triton"]
+    assert norm["outcomes"][gpu.JUDGED]["passed"] >= 1
+    assert norm["outcomes"][gpu.TESTED] == {"passed": 1, "faults": []}
+    assert norm["results"][0]["rivals_ms"]["eager"] == 1.0
+    if minutes == 10:
+        attention = content["ops"]["block_sparse_attention"]["triton"]["results"]
+        assert attention[0]["rivals_ms"].keys() >= {*DENSE, "flex", "eager"}
+        assert content["ops"]["lion"]["cuda"]["outcomes"][gpu.TESTED]["faults"] == ["it is off"]
+        assert {row["op"] for row in content["models"]} == {*BLOCKS}
+        assert all(len(proof["results"]) == 1 for proof in content["ops"]["adam"].values())
+
+
+@pytest.mark.skipif(PLACES["interpreter"][2] is not None, reason=str(PLACES["interpreter"][2]))
+def test_a_job_in_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: a kernel is judged by the reference in float64, and its outcome recorded."""
+    op = OPS["softmax_dropout"]
+    monkeypatch.setattr(Job, "cases", lambda job: [Case(op, op.tiny, torch.float32, "cpu")])
+    plan = Plan(["full"], ["triton"], [], seconds=0.0, rounds=(1, 1))
+    record = gpu.Record(tmp_path, MACHINE, ROOT)
+    with running_at("interpreter", monkeypatch):
+        for _, results in jobs.measure_here(Job(op.name, plan, device="cpu")):
+            record.add_results(results)
+    proof = _read(record)["ops"][op.name]["triton"]
+    assert evidence.describe_counts(proof) == "1 passed, 0 failed, 1 times"
+
+
+@pytest.mark.parametrize("lacks", ["C compiler", "Python.h", "ptxas", "cuda", "triton"])
+def test_what_is_missing_is_said_before_the_record_is_touched(
+    lacks: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tools = {tool: None if tool == lacks else "/usr/bin/it" for tool in machine.find_tools()}
+    monkeypatch.setattr(machine, "find_tools", lambda: tools)
+    reason = "softmax_dropout does not run: illegal address"
+    monkeypatch.setattr(machine, "why_not", lambda name: reason if name == lacks else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command, "_begin_report", lambda device: pytest.fail("it has begun"))
+    assert cli.main(["bench", "--record", "--evidence", str(tmp_path / "evidence")]) == 2
+    told = capsys.readouterr().err
+    assert "nothing was measured or recorded" in told
+    assert lacks in told
+    assert not (tmp_path / "evidence").exists()
+
+
+def test_a_kernel_runs_before_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its own process: its last words are the reason."""
+    monkeypatch.setattr(machine.BACKENDS["triton"], "why_missing", lambda: None)
+    if not torch.cuda.is_available():
+        assert "softmax_dropout does not run" in str(machine.why_not("triton"))
+    machine.run_one("cpu", "cpu")
+    results = iter((1, 2))  # the kernel's and the reference's
+    monkeypatch.setattr(functional, "softmax_dropout", lambda x: x + next(results))
+    with pytest.raises(AssertionError):
+        machine.run_one("cpu", "cpu")
+
+
+# --- The record -----------------------------------------------------------------------------------
+
+
+def test_what_a_record_replaces_and_keeps(tmp_path: Path) -> None:
+    record = gpu.Record(tmp_path, MACHINE, ROOT)
+    assert record.path == tmp_path / "nvidia-h200.json"
+    record.add_results([_result("layer_norm", "eager", 2.0), _result("layer_norm", "triton")])
+    wrong = _result("layer_norm", "triton", None, status="refused", reason="off by 1")
+    record.add_results([replace(wrong, shape=[9, 9])])
+    first = _read(record)["ops"]["layer_norm"]["triton"]
+    assert first["outcomes"][gpu.JUDGED] == {"passed": 1, "faults": ["9x9 bfloat16: off by 1"]}
+    # A lack of memory, or a job that ended before its first row, leaves it as it was.
+    absent = replace(wrong, status="absent", reason="out of memory")
+    again = gpu.Record(tmp_path, MACHINE, ROOT)
+    again.add_results([absent])
+    assert _read(again)["ops"]["layer_norm"]["triton"] == first
+    again.add_results([replace(_result("layer_norm", "triton", 0.5), direction="fwd")])
+    second = _read(again)["ops"]["layer_norm"]["triton"]
+    assert second["outcomes"][gpu.JUDGED] == {"passed": 1, "faults": []}
+    assert [(r["direction"], r["ms"]) for r in second["results"]] == [("full", 1.0), ("fwd", 0.5)]
+    again.add_results([_result("layer_norm", "triton", 0.25)])
+    results = _read(again)["ops"]["layer_norm"]["triton"]["results"]
+    assert [(r["direction"], r["ms"]) for r in results] == [("fwd", 0.5), ("full", 0.25)]
+
+
+# --- Faults -----------------------------------------------------------------------------------
+
+# After a planted fault every later test of its process fails, as after a kernel's fault on a GPU.
+_TESTS = """
+import os, time
+import pytest
+
+broken = False
+FAULTS = {
+    "layer_norm-gpu-triton": "assert False",
+    "rms_norm-gpu-triton": "broken = True",
+    "normalize_act-gpu-triton": "os.abort()",
+    "bias_act-gpu-triton": "time.sleep(1000)",
+}
+IDS = [f"{name}-{test}" for name in FAULTS for test in "ab"]
+IDS += ["softmax_dropout-gpu-triton", "layer_norm-cpu", "dropout_add_layer_norm-gpu-triton"]
+
+
+@pytest.mark.parametrize("target", IDS, ids=IDS)
+def test_it(target):
+    if target.endswith("-a"):
+        exec(FAULTS[target[:-2]], globals())
+    assert not broken
+"""
+_RULES = """
+import pytest
+
+@pytest.mark.parametrize("x", [1, 2], ids=["gpu-cuda-Adam", "gpu-cuda-Lion"])
+def test_named(x):
+    assert x == 2
+
+@pytest.mark.parametrize("x", [1, 2], ids=["0-gpu-cuda", "0-emulator"])
+def test_all(x):
+    pass
+"""
+# Passes and faults by op: it fails, breaks the GPU, crashes, hangs until the time is up, is right.
+OUTCOMES = {
+    ("layer_norm", "triton"): (1, 1),
+    ("rms_norm", "triton"): (0, 2),
+    ("normalize_act", "triton"): (0, 1),
+    ("bias_act", "triton"): None,
+    ("softmax_dropout", "triton"): (1, 0),
+    ("adam", "cuda"): (0, 1),
+    ("lion", "cuda"): (1, 0),
+    (gpu.OPTIMIZERS, "cuda"): (1, 0),
+}
+
+
+@pytest.mark.long
+def test_a_fault_is_its_ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In real processes of pytest, on made-up tests."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # hypothesis is slow to import
+    monkeypatch.setattr(gpu.os, "cpu_count", lambda: 4)  # two at once: others run while one hangs
+    rules = tmp_path / "tests" / "optim"
+    rules.mkdir(parents=True)
+    (tmp_path / "tests" / "test_it.py").write_text(_TESTS)
+    (rules / "test_optim_cuda.py").write_text(_RULES)
+    record = gpu.Record(tmp_path, MACHINE, tmp_path)
+    until = time.monotonic() + 12
+    assert gpu.run_contract(tmp_path, [*OUTCOMES], record, until) == []
+    for (name, backend), expected in OUTCOMES.items():
+        proof = _read(record)["ops"].get(name, {}).get(backend)
+        counts = proof and proof["outcomes"][gpu.TESTED]
+        assert (counts and (counts["passed"], len(counts["faults"]))) == expected, name
+    assert gpu.run_contract(tmp_path, [("mlp", "triton")], record, 0) == [("mlp", "triton")]
+
+
+JOB = Job("layer_norm", Plan(("fwd", "full"), ("cpu",), (), 0.0, (2, 3)), ("float32",), (SMALLEST,),
+          overhead=True, device="cpu")  # fmt: skip
+# Measures as it does, but does what a job's rivals say after the first direction.
+_PLANTED = """
+import os, time
+from torchweld.bench import runner
+measure = runner.measure
+def planted(case, plan, clock):
+    found = measure(case, runner.Plan(plan.directions, plan.backends, (), 0.0, (2, 3)), clock)
+    yield next(found)
+    exec("".join(plan.rivals))
+    yield from found
+runner.measure = planted
+"""
+
+
+@pytest.mark.long
+def test_a_jobs_process_may_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it told before counts, its fault is its backend's, and the next job is measured."""
+    (tmp_path / "sitecustomize.py").write_text(_PLANTED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    planted = ["", "os.abort()", "os.kill(os.getpid(), 9)", "time.sleep(999)"]
+    all_jobs = [replace(JOB, plan=replace(JOB.plan, rivals=(what,))) for what in planted]
+    found: dict[str, list[tuple[str, str]]] = {what: [] for what in planted}
+    reasons = list[str]()
+    overheads = list[Overhead]()
+    for job, results, more, _ in jobs.run_apart(all_jobs, patience=15):
+        found[job.plan.rivals[0]] += [
+            (r.direction, r.status) for r in results if r.contender == "cpu"
+        ]
+        reasons += [r.reason for r in results if r.reason is not None]
+        overheads += more
+    forward = ("fwd", "timed")
+    assert found == {
+        "": [forward, ("full", "timed")],
+        "os.abort()": [forward, ("", "refused")],
+        "os.kill(os.getpid(), 9)": [forward, ("", "absent")],
+        "time.sleep(999)": [forward, ("", "refused")],
+    }
+    ends = "its process ended with status"
+    assert reasons == [f"{ends} -6", f"{ends} -9", "it told nothing for 15 s"]
+    assert {line.op for line in overheads} == {"layer_norm"}
+    # At the end of the time nothing is refused.
+    last = list(jobs.run_apart(all_jobs[3:], until=time.monotonic() + 10))
+    assert not any(r.status == "refused" for _, results, _, _ in last for r in results)
+    assert not any(has_ended for *_, has_ended in last)
+    assert list(jobs.run_apart(all_jobs, until=time.monotonic())) == []
