@@ -62,6 +62,9 @@ def _make_config(kind: str) -> Any:
     config_class = CONFIG_MAPPING[kind]
     sizes = {name: size for name, size in SIZES.items() if hasattr(config_class(), name)}
     try:
-        return config_class(**sizes)
+        config = config_class(**sizes)
     except Exception:
-        return config_class(**{k: v for k, v in sizes.items() if k != "num_key_value_heads"})
+        sizes.pop("num_key_value_heads", None)
+        config = config_class(**sizes)
+    config.decoder_start_token_id = 0  # as pretrained ones have
+    return config

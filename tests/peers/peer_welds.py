@@ -1,11 +1,13 @@
 """What fuse() welds in each architecture of transformers is what docs/welds.md says.
 
-As a script, it writes that page's column for the installed release of transformers.
+As a script, it writes that page's column for the installed release of transformers, or the cells of
+the architectures that it is given.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -53,16 +55,16 @@ def test_no_weld_is_lost(kind: str) -> None:
     assert {name: found[name] for name in expected if found[name] < expected[name]} == {}
 
 
-def _write() -> None:
-    """Write this release's column; rows without a weld in any release are left out."""
+def _write(kinds: list[str]) -> None:
+    """Write this release's cells; rows without a weld in any release are left out."""
     releases = [RELEASE, *(release for release in RELEASES if release != RELEASE)]
     releases.sort(key=lambda release: [int(part) for part in release.split(".")], reverse=True)
     rows = {kind: dict(zip(RELEASES, cells, strict=True)) for kind, cells in ROWS.items()}
-    for kind in architectures.list_names():
+    for kind in kinds or architectures.list_names():
         try:
             counts = _count(kind)
         except (Exception, SystemExit) as error:  # models that cannot be made small
-            print(f"{kind}: {type(error).__name__}: {str(error).splitlines()[0][:90]}")
+            print(f"{kind}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}")
             continue
         cell = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
         rows.setdefault(kind, {})[RELEASE] = cell or _NONE
@@ -76,4 +78,4 @@ def _write() -> None:
 
 
 if __name__ == "__main__":
-    _write()
+    _write(sys.argv[1:])

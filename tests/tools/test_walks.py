@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import torchweld
-from torchweld import functional
+from torchweld import functional, optim
 from torchweld.sparse import BlockLayout
 
 OURS = (str(Path(torchweld.__file__).parent), "<the ", "<a ready function>")
@@ -53,6 +53,13 @@ def _leaf(*shape: int) -> torch.Tensor:
     return torch.randn(*shape).requires_grad_()
 
 
+def _make_step() -> Callable[[], Any]:
+    params = [torch.nn.Parameter(torch.randn(64, 64)) for _ in range(3)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return optim.AdamW(params, lr=1e-3).step
+
+
 X, WEIGHT, COLUMNS = _leaf(256, 512), _leaf(512, 512), _leaf(512)
 LAYOUT = BlockLayout.sliding_window(128, 3, block=32)
 WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
@@ -73,6 +80,7 @@ WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
         5,
         4,
     ),
+    "AdamW.step": (_make_step(), 56, 12),
     "linear_gelu": (_train(functional.linear_gelu, X, WEIGHT, COLUMNS), 21, 11),
 }
 

@@ -287,7 +287,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _work_or_kept(self) -> list[tuple[Group, Batch]]:
         """The work of the last step with new gradients, or of a step that gathers it."""
-        if self._chosen is not None or self._shown:
+        if self._chosen is not None or self._shown or torch.compiler.is_compiling():
             return self._work()
         kept = self._kept
         if kept is not None and kept.refresh(self.param_groups, self.state, self._learning_rate):

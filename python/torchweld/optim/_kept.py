@@ -49,17 +49,14 @@ class Kept:
         self._guards = make_guards([*self._params, *(g for _, batch in work for g in batch.grads)])
 
     @classmethod
-    def make(
-        cls, groups: Sequence[Group], work: Work, states: Mapping[Any, State]
-    ) -> Kept | None:
+    def make(cls, groups: Sequence[Group], work: Work, states: Mapping[Any, State]) -> Kept | None:
         """Keep the batches, if they hold plain parameters and states themselves."""
         every = ({**group, "params": None, "lr": None}.values() for group in groups)
         constant = all(isinstance(value, _CONSTANTS) for values in every for value in values)
         if not (is_ordinary() and constant):
             return None
         for _, batch in work:
-            changes = batch.splits or batch.rounding_offsets or batch.lrs or batch.groups
-            if changes or not _are(batch.params, batch.wholes):
+            if batch.splits or batch.rounding_offsets or not _are(batch.params, batch.wholes):
                 return None
             if not (all(map(is_plain, batch.params)) and all(map(is_plain, batch.grads))):
                 return None

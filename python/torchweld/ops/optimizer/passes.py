@@ -62,7 +62,7 @@ class Pass:
 
     act: Callable[[Task], Iterable[Part]]
     exchange: Exchange | None = None
-    concerns: Callable[[Task], bool] | None = None  # None: all batches
+    concerns: Callable[[Task], bool] = lambda _: True
 
 
 def run(
@@ -72,9 +72,6 @@ def run(
 ) -> None:
     """Run one pass after another, each over all tasks."""
     for each in passes:
-        concerned = tasks if each.concerns is None else list(filter(each.concerns, tasks))
-        if not concerned:
-            continue
-        parts = [part for task in concerned for part in each.act(task)]
+        parts = [part for task in filter(each.concerns, tasks) for part in each.act(task)]
         if each.exchange is not None:
             exchange(each.exchange, parts)
