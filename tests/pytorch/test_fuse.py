@@ -129,16 +129,19 @@ def test_the_filter() -> None:
 
 
 def test_a_configuration_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for many modules; with verify=False only if there are several ways."""
+    """Once for many modules. fuse() tries none of torch's own, explain_fusion() tries all."""
     tried: list[Any] = []
     real = plan._try_proposal
     monkeypatch.setattr(plan, "_try_proposal", lambda *given: tried.append(given) or real(*given))
     layers = [nn.Sequential(nn.LayerNorm(WIDTH), FeedForward(nn.GELU())) for _ in range(5)]
     model = torchweld.fuse(nn.Sequential(*layers, nn.LayerNorm(WIDTH, eps=1e-3)))
     assert len(_welds(model)) == 16
+    assert len(tried) == 1
+    tried.clear()
+    assert len(torchweld.explain_fusion(torchweld.unfuse(model))) == 11
     assert len(tried) == 3
     tried.clear()
-    torchweld.fuse(torchweld.unfuse(model), verify=False)
+    torchweld.fuse(model, verify=False)
     assert len(_welds(model)) == 16
     assert not tried
 

@@ -57,10 +57,15 @@ class _RaisesAt:
 def test_an_error_at_any_call_of_a_trial_passes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And leaves the model as it was. Four moments of each model, each kind of error in turn."""
     model = MODELS[name]()
-    counted = _RaisesAt()
-    with monkeypatch.context() as patches:
-        counted.patch(patches)
-        torchweld.explain_fusion(copy.deepcopy(model))
+    # fuse() tries nothing of torch's own classes.
+    for function in (torchweld.fuse, torchweld.explain_fusion):
+        counted = _RaisesAt()
+        with monkeypatch.context() as patches:
+            counted.patch(patches)
+            function(copy.deepcopy(model))
+        if counted.count:
+            break
+    assert counted.count
     classes = [type(module) for module in model.modules()]
     first = list(MODELS).index(name)
     kinds = list(PASSING.values())
@@ -69,7 +74,7 @@ def test_an_error_at_any_call_of_a_trial_passes(name: str, monkeypatch: pytest.M
         with monkeypatch.context() as patches:
             _RaisesAt(at, error).patch(patches)
             with pytest.raises(type(error())):
-                torchweld.fuse(model)
+                function(model)
         assert [type(module) for module in model.modules()] == classes
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import torchweld
 from torchweld import functional, optim
@@ -81,6 +82,16 @@ WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
         4,
     ),
     "AdamW.step": (_make_step(), 56, 12),
+    "fuse, two layers": (
+        lambda: torchweld.fuse(nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64))),
+        143,
+        13,
+    ),
+    "fuse, an encoder": (
+        lambda: torchweld.fuse(nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128), 2)),
+        600,
+        14,
+    ),
     "linear_gelu": (_train(functional.linear_gelu, X, WEIGHT, COLUMNS), 21, 11),
 }
 

@@ -37,10 +37,10 @@ def fuse(model: _Model, filter_fn: Filter | None = None, *, verify: bool = True)
     """Weld the recognised modules of a model, in place.
 
     A welded module stays the same object, with its parameters, hooks and state_dict, but gets
-    another class. Each configuration is tried first, on a copy with random values: its results and
-    gradients are compared with the original's. A module that differs is not changed, and
-    `torchweld.explain_fusion(model)` says why. Either all changes are made or none. torch.compile
-    recompiles existing graphs.
+    another class. torch's own classes are known. Any other configuration is tried first, on a copy
+    with random values: its results and gradients are compared with the original's. A module that
+    differs is not changed, and `torchweld.explain_fusion(model)` says why. Either all changes are
+    made or none. torch.compile recompiles existing graphs.
 
     Args:
         model: any module.
@@ -51,7 +51,7 @@ def fuse(model: _Model, filter_fn: Filter | None = None, *, verify: bool = True)
         The model.
     """
     _check("fuse", model, filter_fn)
-    accepted, _ = decide(model, filter_fn, verify)
+    accepted, _ = decide(model, filter_fn, verify, measure=False)
     changes = [change for decided in accepted for change in decided.proposal.changes]
     before = [(change.module, type(change.module)) for change in changes]
     try:
@@ -97,7 +97,7 @@ def explain_fusion(model: torch.nn.Module, filter_fn: Filter | None = None) -> W
         A sequence of rows, which prints as a table.
     """
     _check("explain_fusion", model, filter_fn)
-    accepted, left = decide(model, filter_fn, True)
+    accepted, left = decide(model, filter_fn, True, measure=True)
     rows = [*list_welds(model), *(decided.row for decided in accepted), *left]
     order = {name: at for at, (name, _) in enumerate(model.named_modules())}
     warning = peer.warn_of_newer() if peer.is_from_transformers(model) else None

@@ -12,7 +12,7 @@ from typing import Any, overload
 import torch
 
 from torchweld.fusion import probe
-from torchweld.fusion.patterns import PATTERNS
+from torchweld.fusion.patterns import PATTERNS, concerns
 from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.traffic import measure_gain
 from torchweld.fusion.twin import Twin
@@ -124,15 +124,18 @@ class Decided:
 
 
 def decide(
-    model: torch.nn.Module, filter_fn: Filter | None, verify: bool
+    model: torch.nn.Module, filter_fn: Filter | None, verify: bool, measure: bool
 ) -> tuple[list[Decided], list[Weldable]]:
-    """Decide which changes to make, and list the modules that stay as they are. Changes nothing."""
+    """Decide which changes to make, and list the modules that stay as they are. Changes nothing.
+
+    `verify` tries changes of classes that are not torch's own, and `measure` tries all.
+    """
     with probe.isolate({tensor.device for tensor in (*model.parameters(), *model.buffers())}):
-        return _decide(View(model), filter_fn, verify)
+        return _decide(View(model), filter_fn, verify, measure)
 
 
 def _decide(
-    view: View, filter_fn: Filter | None, verify: bool
+    view: View, filter_fn: Filter | None, verify: bool, measure: bool
 ) -> tuple[list[Decided], list[Weldable]]:
     claims = _Claims(view.model)
     accepted: list[Decided] = []
@@ -142,9 +145,11 @@ def _decide(
         # Inside a weld the order in which submodules run has changed.
         if isinstance(module, Weld) or id(module) in skipped or id(module) in claims.whole:
             continue
+        if not concerns(pattern, module):
+            continue
         entries = [entry for entry in pattern(module, view) if id(entry.module) not in claims.whole]
         for _, group in itertools.groupby(entries, key=lambda entry: id(entry.module)):
-            choice = _choose_first(list(group), view, filter_fn, verify, claims)
+            choice = _choose_first(list(group), view, filter_fn, verify, measure, claims)
             if isinstance(choice, Decided):
                 accepted.append(choice)
                 claims.add(choice.proposal)
@@ -201,6 +206,7 @@ def _choose_first(
     view: View,
     filter_fn: Filter | None,
     verify: bool,
+    measure: bool,
     claims: _Claims,
 ) -> Decided | Weldable | None:
     """Choose the first entry of one module that computes the same, or the reason for none."""
@@ -220,7 +226,8 @@ def _choose_first(
         reasons = (view.why_not_inner(part, part in changed) for part in entry.inner)
         reason = next(filter(None, reasons), None)
         gain = None
-        if reason is None and not entry.tried and (verify or len(entries) > 1):
+        wanted = measure or (not entry.known and (verify or len(entries) > 1))
+        if reason is None and not entry.tried and wanted:
             reason, gain = _try_once(entry, view)
         if reason is None:
             return Decided(entry, Weldable(where, entry.what, entry.becomes, gain=gain))

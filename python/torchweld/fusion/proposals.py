@@ -26,6 +26,7 @@ class Proposal:
     part: torch.nn.Module | None = None  # the module whose traffic is measured; None: `scope`
     drops: bool = False  # whether dropout is drawn from torchweld's stream
     tried: bool = False  # whether the recogniser has tried the changes, on a smaller model
+    known: bool = False  # whether the classes are torch's own, so that fuse() need not try them
 
     def list_changes(self, scope: torch.nn.Module) -> tuple[Change, ...]:
         """The changes of modules in a scope."""

@@ -28,6 +28,29 @@ from torchweld.fusion.view import View
 
 Pattern = Callable[[torch.nn.Module, View], Iterator[Proposal | Left]]
 
+# torch's own classes, by identity, with the recognisers that may have something to say of them.
+# Pairs of them are found from the module around them.
+TORCHS: dict[type[torch.nn.Module], tuple[Pattern, ...]] = {
+    **dict.fromkeys(
+        (
+            *(torch.nn.Linear, torch.nn.Embedding, torch.nn.Dropout, torch.nn.Identity),
+            *(torch.nn.ReLU, torch.nn.Sigmoid, torch.nn.Tanh, torch.nn.SiLU, torch.nn.Softmax),
+            *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.BatchNorm1d, torch.nn.BatchNorm2d),
+            *(torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Flatten, torch.nn.Unflatten),
+            *(torch.nn.TransformerEncoder, torch.nn.TransformerDecoder),
+            torch.nn.modules.linear.NonDynamicallyQuantizableLinear,
+        ),
+        (),
+    ),
+    torch.nn.Sequential: (find_batch_norm_act, find_softmax_dropout, find_linear_act),
+    torch.nn.LayerNorm: (find_norm,),
+    torch.nn.RMSNorm: (find_norm,),
+    torch.nn.GELU: (find_activation,),
+    torch.nn.MultiheadAttention: (find_multihead_attention,),
+    torch.nn.TransformerEncoderLayer: (find_transformer_layer,),
+    torch.nn.TransformerDecoderLayer: (find_transformer_layer,),
+}
+
 PATTERNS: list[Pattern] = [
     find_transformer_layer,
     find_multihead_attention,
@@ -44,3 +67,10 @@ PATTERNS: list[Pattern] = [
     find_norm,
     find_loss,
 ]
+_OURS = frozenset(PATTERNS)
+
+
+def concerns(pattern: Pattern, module: torch.nn.Module) -> bool:
+    """Whether a recogniser may know a module. Those of users see every module."""
+    known = TORCHS.get(type(module))
+    return known is None or pattern in known or pattern not in _OURS

@@ -182,7 +182,8 @@ def find_multihead_attention(module: torch.nn.Module, view: View) -> Iterator[Pr
         changes = (Change(module, MultiheadAttention, becomes),)
         attention: Any = module
         inputs = (probe.values((2, 32, attention.embed_dim), view.device(module)),) * 3
-        yield Proposal(module, what, changes, module, inputs=inputs, drops=True)
+        known = type(module) is torch.nn.MultiheadAttention
+        yield Proposal(module, what, changes, module, inputs=inputs, drops=True, known=known)
 
 
 def why_not_usual(attention: Any) -> str | None:

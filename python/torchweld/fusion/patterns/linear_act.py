@@ -52,6 +52,8 @@ def find_linear_act(module: torch.nn.Module, view: View) -> Iterator[Proposal | 
     for consumer in module.children():
         if view.is_unknown_activation(consumer):
             yield from _find_unknown(consumer, module, view)
+    if type(module) is torch.nn.Sequential:  # it calls no functions
+        return
     if not activations and any(view.linear(child) for child in module.children()):
         yield from _find_functions(module, view)
 

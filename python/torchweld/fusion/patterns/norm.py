@@ -119,7 +119,9 @@ def find_norm(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
         yield Left(module, what, fixed)
     elif weld is not Norm:
         inputs = (probe.values((4, *module.normalized_shape), view.device(module)),)  # type: ignore[misc]
-        yield Proposal(module, what, (Change(module, weld, becomes),), module, inputs=inputs)
+        changes = (Change(module, weld, becomes),)
+        known = forward in _TORCHS and type(module).__module__.startswith("torch.")
+        yield Proposal(module, what, changes, module, inputs=inputs, known=known)
     else:
         yield from _propose_other(module, what, view)
 

@@ -136,6 +136,11 @@ _LAYERS: dict[Any, tuple[type[Weld], str]] = {
     torch.nn.TransformerEncoderLayer: (EncoderLayer, "12"),
     torch.nn.TransformerDecoderLayer: (DecoderLayer, "123"),
 }
+# What torch makes a layer of. Another activation is tried.
+_PARTS = (
+    *(torch.nn.MultiheadAttention, torch.nn.Linear, torch.nn.LayerNorm, torch.nn.Dropout),
+    *(torch.nn.GELU, torch.nn.ReLU, torch.nn.SiLU),
+)
 
 
 def find_transformer_layer(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
@@ -188,6 +193,7 @@ def _propose(module: Any, weld: type[Weld], numbers: str, view: View) -> Proposa
         inner=(module.linear1, *(getattr(module, name) for name in inner)),
         inputs=(x,) * (len(numbers) - 1),
         drops=True,
+        known=type(module) in _LAYERS and all(type(part) in _PARTS for part in module.children()),
     )
 
 
