@@ -8,6 +8,7 @@ from torchweld.ops.attention.block_sparse import block_sparse_attention
 from torchweld.ops.batch_norm.batch_norm_act import batch_norm_act
 from torchweld.ops.batch_norm.normalize_act import normalize_act
 from torchweld.ops.experts.mlp import experts_mlp
+from torchweld.ops.experts.route import route
 from torchweld.ops.gemm.gated_mlp import gated_mlp
 from torchweld.ops.gemm.linear_act import linear_act, linear_gelu
 from torchweld.ops.gemm.linear_batch_norm_act import linear_batch_norm_act
@@ -53,6 +54,7 @@ __all__ = [
     "rotary_embedding",
     "rotary_embedding_packed_",
     "rotary_embedding_qk",
+    "route",
     "softmax_dropout",
 ]
 

@@ -29,7 +29,7 @@ BELOW: dict[str, set[str]] = {
     "fusion": {"nn", "functional", "ops", "sparse", "dispatch", "table", "errors"},
     "explanation": {"functional", "dispatch", "registry", "errors"},
     "nn": {"functional", "ops", "sparse", "dispatch", "checks", "errors"},
-    "huggingface": {"functional", "ops", "sparse", "errors"},
+    "huggingface": {"fusion", "functional", "ops", "sparse", "errors"},
     "collectives": {"ops", "dispatch", "checks", "errors"},
     "optim": {"collectives", "ops", "dispatch", "checks", "errors"},
     "distributed": {

@@ -1,4 +1,4 @@
-"""Sparse attention for models of transformers; importing this module imports transformers.
+"""Sparse attention and experts for models of transformers; importing this imports transformers.
 
 from torchweld import huggingface, sparse
 
@@ -10,6 +10,7 @@ huggingface.set_layout(model, functools.partial(sparse.BlockLayout.bigbird, bloc
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import re
 import sys
@@ -30,6 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchweld import functional
 from torchweld.errors import ArgumentError
+from torchweld.huggingface import _experts
 from torchweld.huggingface._masks import NAME, PADDING, mask
 from torchweld.ops.attention import reference
 from torchweld.sparse import BlockBias, BlockLayout, Layouts
@@ -76,9 +78,16 @@ class _Pass:
 
 
 def register(name: str = NAME) -> None:
-    """Register `attn_implementation=name` with transformers. Calling it again is allowed."""
+    """Register `attn_implementation=name` with transformers. Calling it again is allowed.
+
+    Also register `experts_implementation="torchweld"`, where transformers has such a choice.
+    """
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
+    if importlib.util.find_spec("transformers.integrations.moe") is not None:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        ALL_EXPERTS_FUNCTIONS.register(_experts.NAME, _experts.experts)
 
 
 def set_layout(

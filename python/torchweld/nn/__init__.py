@@ -17,6 +17,7 @@ from torchweld.nn.dropout import (
     DropoutAddRMSNorm,
     SoftmaxDropout,
 )
+from torchweld.nn.experts import ExpertsMLP
 from torchweld.nn.linear import MLP, GatedMLP, LinearAct, LinearGELU
 from torchweld.nn.loss import CrossEntropyLoss, LinearCrossEntropy
 from torchweld.nn.norm import LayerNorm, RMSNorm
@@ -31,6 +32,7 @@ __all__ = [
     "CrossEntropyLoss",
     "DropoutAddLayerNorm",
     "DropoutAddRMSNorm",
+    "ExpertsMLP",
     "GatedMLP",
     "LayerNorm",
     "LinearAct",

@@ -1,0 +1,125 @@
+"""Experts of transformers' mixtures: by fuse(), and by experts_implementation="torchweld"."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from small_models import mixture, tokens
+
+import torchweld
+from torchweld import huggingface
+from torchweld.fusion.patterns.experts import find_form
+
+HOW = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+NAMES = ["Mixtral", "Qwen3Moe", "Olmoe"]
+
+
+def _build(name: str) -> Any:
+    model = mixture(name).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 3:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.set_experts_implementation("eager")
+    return model
+
+
+def _results(model: Any) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = model(**tokens()).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def _assert_near(ours: Any, model: Any) -> None:
+    """Errors against float64 at most twice eager's, and roundings of the largest gradient."""
+    truth, plain = _results(copy.deepcopy(model).double()), _results(model)
+    scale = max(_rms(t) for t in truth[1:])
+    for found, eager, exact in zip(_results(ours), plain, truth, strict=True):
+        allowed = 2 * _rms(eager - exact) + 4 * 2**-24 * max(scale, _rms(exact))
+        assert _rms(found - exact) <= allowed
+
+
+def _rms(t: torch.Tensor) -> float:
+    return float(t.double().square().mean().sqrt())
+
+
+@pytest.mark.parametrize("way", ["fuse", "register"])
+@pytest.mark.parametrize("name", NAMES)
+def test_models(name: str, way: str) -> None:
+    """The loss, every gradient, and what is generated."""
+    model = _build(name)
+    ours = copy.deepcopy(model)
+    if way == "fuse":
+        torchweld.fuse(ours)
+        rows = [row for row in torchweld.explain_fusion(ours) if row.what == f"{name}Experts"]
+        assert len(rows) == 2
+        assert all(row.becomes == "experts_mlp (silu)" and row.welded for row in rows)
+    else:
+        huggingface.register()
+        ours.set_experts_implementation("torchweld")
+    _assert_near(ours, model)
+    prompt = tokens()["input_ids"][:2, :9]
+    assert torch.equal(ours.generate(prompt, **HOW), model.generate(prompt, **HOW))
+
+
+@pytest.mark.parametrize(
+    ("family", "cls", "form"),
+    [
+        ("gpt_oss", "GptOss", ("quick_gelu", "none", True, True, True, False, 7.0, 1.0)),
+        ("deepseek_v4", "DeepseekV4", ("silu", "none", True, False, False, False, 10.0, 0.0)),
+        ("nemotron_h", "NemotronH", ("relu2", "none", False, False, False, False, None, 0.0)),
+        ("aria", "Aria", ("silu", "none", True, False, True, False, None, 0.0)),
+        ("muse_spark", "MuseSpark", "pass a norm"),
+        ("inkling2", "Inkling2", "computes something else"),
+        ("longcat_flash", "LongcatFlash", "different numbers of experts"),
+        ("llama4", "Llama4Text", "does not take rows, indices and weights"),
+        ("dbrx", "Dbrx", "it has no down_proj"),
+    ],
+)
+def test_forms(family: str, cls: str, form: Any) -> None:
+    """Of experts as large as those of the default configuration, without memory for them."""
+    module = getattr(transformers.models, family)
+    experts = getattr(getattr(module, f"modeling_{family}"), f"{cls}Experts")
+    wanted = [name for name in (f"{cls}Config", f"{cls}TextConfig") if hasattr(module, name)]
+    config = getattr(module, wanted[-1])()
+    with torch.device("meta"):
+        found = find_form(experts(config.ffn_config if family == "dbrx" else config))
+    assert form in found if isinstance(form, str) else found == form
+
+
+def test_a_class_without_a_form_is_refused_by_name() -> None:
+    config = transformers.MuseSparkTextConfig()
+    config._experts_implementation = "torchweld"
+    huggingface.register()
+    with torch.device("meta"):
+        experts = transformers.models.muse_spark.modeling_muse_spark.MuseSparkExperts(config)
+    with pytest.raises(torchweld.ArgumentError, match="MuseSparkExperts: its experts' results"):
+        experts(torch.randn(2, config.moe_hidden_size), torch.tensor([[0], [1]]), torch.ones(2, 1))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_lora_on_experts() -> None:
+    """peft's adapters of stacked weights learn the same with the weld as without."""
+    config = peft.LoraConfig(
+        r=2, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+    )
+    found = []
+    for ours in (False, True):
+        model = _build("Mixtral")
+        if ours:
+            torchweld.fuse(model)
+        torch.manual_seed(3)
+        adapted: Any = peft.get_peft_model(model, config)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        adapted(**tokens()).loss.backward()
+        found.append([p.grad for n, p in adapted.named_parameters() if "lora_" in n])
+    assert found[0]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)

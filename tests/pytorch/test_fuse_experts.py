@@ -1,0 +1,128 @@
+"""fuse() on experts with stacked weights, written as those of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+import torchweld
+
+E, H, F = 4, 16, 24
+
+
+class TinyExperts(torch.nn.Module):
+    """A gated mixture's experts; subclasses change one thing."""
+
+    limit = 7.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self.hidden_dim = E, H
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(E, 2 * F, H) / 4)
+        self.down_proj = torch.nn.Parameter(torch.randn(E, H, F) / 4)
+        self.act_fn = torch.nn.SiLU()
+
+    def gate(self, z: torch.Tensor) -> torch.Tensor:
+        gate, up = z.chunk(2, -1)
+        return self.act_fn(gate) * up
+
+    def skip(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x)
+
+    def forward(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> Any:
+        result = torch.zeros_like(x)
+        for expert in indices.unique().tolist():
+            rows, columns = torch.where(indices == expert)
+            if expert < self.num_experts:
+                hidden = self.gate(linear(x[rows], self.gate_up_proj[expert]))
+                made = linear(hidden, self.down_proj[expert])
+            else:
+                made = self.skip(x[rows])
+            made = made * weights[rows, columns, None]
+            result = result.index_add(0, rows, made.to(x.dtype))
+        return result
+
+
+class ClampedExperts(TinyExperts):
+    """As in gpt-oss, with an activation in no module."""
+
+    def gate(self, z: torch.Tensor) -> torch.Tensor:
+        gate, up = z.chunk(2, -1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.act_fn
+
+
+class CappedExperts(TinyExperts):
+    """No form of experts_mlp."""
+
+    def gate(self, z: torch.Tensor) -> torch.Tensor:
+        return super().gate(z).tanh()
+
+
+class IdentityExperts(TinyExperts):
+    """Indices from the number of experts on pass a token through."""
+
+    def skip(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class UnequalExperts(TinyExperts):
+    """More first matrices than last ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(E + 1, 2 * F, H))
+
+
+class Router(torch.nn.Module):
+    """A router and its experts."""
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        self.router, self.experts = torch.nn.Linear(H, E), experts
+
+    def forward(self, x: torch.Tensor) -> Any:
+        weights, indices = self.router(x).softmax(-1).topk(2)
+        return x + self.experts(x, indices, weights)
+
+
+@pytest.mark.parametrize("kind", [TinyExperts, ClampedExperts])
+def test_experts_are_welded(kind: type[torch.nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = Router(kind()), 4 * torch.randn(50, H)
+    leaves = [*model.parameters()]
+    before = model(x)
+    expected = torch.autograd.grad(before.square().sum(), leaves)
+    torchweld.fuse(model)
+    (row,) = [row for row in torchweld.explain_fusion(model) if row.where == "experts"]
+    assert row.welded
+    assert row.becomes.startswith("experts_mlp")
+    after = model(x)
+    torch.testing.assert_close(after, before)
+    for a, b in zip(torch.autograd.grad(after.square().sum(), leaves), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), after)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (CappedExperts, "computes something else"),
+        (IdentityExperts, "does not skip"),
+        (UnequalExperts, "different numbers"),
+    ],
+)
+def test_other_experts_are_left_with_the_reason(kind: type[torch.nn.Module], reason: str) -> None:
+    model = Router(kind())
+    (row,) = [row for row in torchweld.explain_fusion(model) if row.where == "experts"]
+    assert reason in row.reason
+    torchweld.fuse(model)
+    assert type(model.experts) is kind
