@@ -134,14 +134,14 @@ def _list_forms(module: Any, gated: bool) -> Iterator[Form]:
     kinds = [kind] if kind else [("silu", "none"), ("quick_gelu", "none")]
     transposed = bool(getattr(module, "is_transposed", False))
     if not gated:
-        yield from (Form(*of, False, False, transposed, False, None, 0.0) for of in kinds)
+        yield from (Form(of[0], of[1], False, False, transposed, False, None, 0.0) for of in kinds)
         return
     limits = {getattr(module, name, None) for name in ("limit", "swiglu_limit")} - {None}
     usual = not getattr(module, "is_concatenated", True)
     for of, limit, offset, interleaved, weights_first in itertools.product(
         kinds, (None, *limits), (0.0, 1.0), (usual, not usual), (False, True)
     ):
-        yield Form(*of, True, interleaved, transposed, weights_first, limit, offset)
+        yield Form(of[0], of[1], True, interleaved, transposed, weights_first, limit, offset)
 
 
 # --- The trial ------------------------------------------------------------------------------------

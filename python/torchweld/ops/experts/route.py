@@ -56,8 +56,8 @@ def route(
         choice_bias: [E], added to the scores for the choice only, as in DeepSeek-V3; no gradient.
         groups: experts are in so many groups of equal size, one after another.
         top_groups: only the experts of this many groups are chosen from.
-        best_of_group: a group counts as the sum of its so many best scores: 2 in DeepSeek-V3, 1 in
-            DeepSeek-V2.
+        best_of_group: a group counts as the sum of so many of its best scores, 2 in DeepSeek-V3, 1
+            in DeepSeek-V2.
         renormalize: divide the weights by their sum.
         scale: a factor of the weights.
         token_mask: [*], True where a token counts in the losses; None: all do.
