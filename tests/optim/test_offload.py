@@ -15,7 +15,8 @@ from offloading import (
     WRITERS,
     assert_same_run,
     backward,
-    drained,
+    count_sent,
+    count_written,
     loss_of,
     offloaded,
     run_with,
@@ -76,8 +77,7 @@ def test_placement_clipping_and_accumulation(placement: str, micro: int, clip: A
     assert_same_run(found[:2], expected[:2])
     homes = {bucket.home for bucket in found[1]._store.buckets}
     assert homes == {"auto": {"cpu", "cuda"}, "cpu": {"cpu"}, "cuda": {"cuda"}}[placement]
-    # A clipped norm varies from step to step: nothing can begin before it is known.
-    assert (found[2] > 0) == (placement != "cuda" and clip != 1e-2)
+    assert (found[2] > 0) == (placement != "cuda")
     if clip is not None:
         assert torch.equal(found[1].grad_norm, expected[1].grad_norm)
 
@@ -106,10 +106,8 @@ def test_auto_with_released_gradients(micro: int, clip: Any) -> None:
     assert any(stays)
     assert not all(stays)
     backward(model, 9)
-    drained(optimizer)
     held = [m.param.grad is not None for bucket in buckets for m in bucket.members]
-    alike = clip != 1e-2 and micro == 1  # otherwise gradients wait for step()
-    assert not alike or held == [
+    assert micro > 1 or held == [  # with more passes, gradients wait for the last one
         bucket.home == "cuda" for bucket in buckets for _ in bucket.members
     ]
 
@@ -146,7 +144,7 @@ def test_rules_and_codecs(name: str, release: bool) -> None:
 
 @pytest.mark.parametrize("clip", [None, 1e-2])
 def test_passes_that_nothing_announced(clip: Any) -> None:
-    """Varying numbers of backwards before a step; steps that began early are undone."""
+    """Varying numbers of backwards before a step: gradients are sent again."""
     for release in (False, True):
         runs = []
         for is_offloaded in (False, True):
@@ -160,7 +158,6 @@ def test_passes_that_nothing_announced(clip: Any) -> None:
             for step, micro in enumerate([1, 1, 1, 3, 3, 2, 1, 1]):
                 for k in range(micro):
                     backward(model, 10 * step + k)
-                    drained(optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
             runs.append((model, optimizer))
@@ -168,7 +165,7 @@ def test_passes_that_nothing_announced(clip: Any) -> None:
 
 
 def test_gradients_and_parameters_that_others_write() -> None:
-    """clip_grad_norm_, hooks, replaced weights: steps that began early are undone."""
+    """clip_grad_norm_, hooks, replaced weights: what was written is sent again."""
     runs = []
     for is_offloaded in (False, True):
 
@@ -177,10 +174,9 @@ def test_gradients_and_parameters_that_others_write() -> None:
 
         model = small_model()
         optimizer = (offloaded(make) if is_offloaded else make)(list(model.parameters()))
-        undone = 0
+        written = 0
         for step in range(12):
             backward(model, step)
-            drained(optimizer)
             if step in (3, 8):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
             if step == 5:
@@ -189,12 +185,12 @@ def test_gradients_and_parameters_that_others_write() -> None:
             if step == 6:
                 model[2].weight.grad = torch.ones_like(model[2].weight)
             optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1 if step > 9 else 1)
+            written += count_written(optimizer)
             optimizer.step()
             optimizer.zero_grad()
-            undone += optimizer.counts["undone"] if is_offloaded else 0
         runs.append((model, optimizer))
     assert_same_run(runs[1], runs[0])
-    assert undone > 0
+    assert written > 0
 
 
 @pytest.mark.parametrize("writer", [*WRITERS, *REPLACERS])
@@ -238,11 +234,11 @@ def test_grad_scaler(unscales: str) -> None:
         optimizer = (offloaded(make) if is_offloaded else make)(list(model.parameters()))
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
         grads = []
-        ahead = undone = 0
+        sent = 0
         for step in range(12):
             loss = loss_of(model, step)
             scaler.scale(loss * (torch.inf if step in (4, 5, 9) else 1)).backward()
-            drained(optimizer)
+            sent += count_sent(optimizer)
             if unscales != "no":
                 scaler.unscale_(optimizer)
             if unscales == "and clips":
@@ -251,14 +247,12 @@ def test_grad_scaler(unscales: str) -> None:
             scaler.update()
             grads += [p.grad.clone() for p in model.parameters()]
             optimizer.zero_grad()
-            if is_offloaded:
-                ahead += optimizer.counts["ahead"]
-                undone += optimizer.counts["undone"]
         runs.append((model, optimizer, grads))
     assert_same_run(runs[1][:2], runs[0][:2])
     pairs = zip(runs[0][2], runs[1][2], strict=True)
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
-    assert unscales != "no" or (ahead > 0 and undone > 0)
+    # What is often written is sent in step() only.
+    assert (sent > 40) == (unscales == "no")
 
 
 def test_groups_schedulers_and_closures() -> None:
@@ -440,7 +434,6 @@ def test_delayed_update_is_one_step_stale(warm_up: int, release: bool) -> None:
         if step < warm_up or len(waiting) > 1:
             step_late()
         backward(model, step)
-        drained(ours)
         ours.step()
         ours.zero_grad()
         scheduler.step()
@@ -518,12 +511,10 @@ def test_odd_parameters(release: bool) -> None:
         for step in range(5):
             for micro in range(2):
                 model(10 * step + micro).backward()
-            drained(optimizer)
             optimizer.step()
             optimizer.zero_grad()
         runs.append((model, optimizer))
     assert_same_run(runs[1], runs[0])
-    assert runs[1][1].counts["ahead"] > 0
     strides = [[v.stride() for v in s.values()] for s in runs[1][1].state_dict()["state"].values()]
     assert strides == [
         [v.stride() for v in s.values()] for s in runs[0][1].state_dict()["state"].values()

@@ -12,8 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import torchweld
-from offload_simulation import Residency
-from offloading import assert_same_run, drained
+from offloading import assert_same_run
 from torchweld import optim
 from torchweld.optim.offload import _activations
 from torchweld.optim.offload._machine import SimulatedTransfers
@@ -70,7 +69,7 @@ def data(seed: int, rows: int = ROWS) -> torch.Tensor:
 
 
 def offload_of(model: nn.Module, **arguments: Any) -> optim.Offload:
-    settings = {"bucket_bytes": ONE, "threads": 1, "undo_bytes": 1 << 30} | arguments
+    settings = {"bucket_bytes": ONE, "threads": 1} | arguments
     return optim.Offload(optim.AdamW(model.parameters(), **ADAMW), **settings)
 
 
@@ -92,7 +91,6 @@ def run(optimizer_of: Any, steps: int = 6, micro: int = 1, recomputes: bool = Fa
         for k in range(micro):
             # Sequences of varying lengths: the number of tensors that stay depends on the bytes.
             forward(model, optimizer, 10 * step + k, ROWS * (1 + step % 2)).backward()
-            drained(optimizer)
         optimizer.step()
         optimizer.zero_grad()
     return model, optimizer
@@ -150,21 +148,6 @@ def test_bytes_of_activations(stay: int) -> None:
     assert most == {0: pair, 3: (3 + 1) * ONE, len(SAVED): sum(SAVED)}[stay]
 
 
-def test_the_farthest_next_use_leaves() -> None:
-    """The general policy for chunks evicts the same pieces, moment by moment."""
-    count, room = 7, 3
-    uses = [[at] for at in [*range(count), *reversed(range(count))]]
-    residency = Residency([1] * count, uses, [room] * len(uses))
-    for moment in range(count):
-        residency.enter(moment)
-    stays = [state.value != "free" for state in residency.states]
-    model = Deep()
-    optimizer = offload_of(model)
-    optimizer._activations._last = [1] * count
-    optimizer._activations.keep(room)
-    assert stays == [at >= optimizer._activations._first for at in range(count)]
-
-
 def test_activations_come_back_ahead_of_their_use() -> None:
     """When the backward reads one, the next one is being copied; each returns once."""
     model = Deep()
@@ -218,7 +201,6 @@ def test_auto_follows_the_pressure() -> None:
         kept.append(model.alive())
         loss.backward()
         del loss
-        drained(optimizer)
         optimizer.step()
         optimizer.zero_grad()
     assert kept[0] == kept[1] == 0
@@ -253,7 +235,6 @@ def test_an_exception_in_the_backward() -> None:
         loss = forward(model, optimizer, 8)
         with pytest.raises(_BrokenError):
             loss.backward()
-        drained(optimizer)
         del loss
         model.fails = False
         optimizer.zero_grad()
@@ -272,7 +253,6 @@ def test_a_gradient_is_missing() -> None:
         model, optimizer = run(make, steps=2)
         for step in range(3):
             forward(model, optimizer, 8 + step).backward()
-            drained(optimizer)
             if step == 0:
                 model.layers[3].weight.grad = None
             optimizer.step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from offloading import assert_same_run, backward, drained, offloaded, small_model, train
+from offloading import assert_same_run, backward, offloaded, small_model, train
 from torchweld import optim
 from torchweld.optim.offload._machine import SimulatedTransfers
 from torchweld.optim.offload.policy import MARGIN
@@ -35,14 +34,13 @@ def matrix(dtype: torch.dtype) -> nn.Linear:
 
 
 def after_a_backward(dtype: torch.dtype, codec: Any, **arguments: Any) -> Any:
-    """After two steps, and after early steps on the third one's gradients."""
+    """After two steps, with the third one's gradients on the host."""
     model = matrix(dtype)
     optimizer = offloaded(lambda params: optim.AdamW(params, **codec), **arguments)(
         list(model.parameters())
     )
     for step in range(3):
         model(torch.ones(2, 1024, dtype=dtype)).float().square().mean().backward()
-        drained(optimizer)
         if step < 2:
             optimizer.step()
             optimizer.zero_grad()
@@ -51,17 +49,11 @@ def after_a_backward(dtype: torch.dtype, codec: Any, **arguments: Any) -> Any:
 
 @pytest.mark.parametrize(("dtype", "codec", "states"), STATES)
 @pytest.mark.parametrize("release", [False, True])
-@pytest.mark.parametrize("undoes", [False, True])
 def test_bytes_for_a_parameter(
-    dtype: torch.dtype, codec: Any, states: float, release: bool, undoes: bool
+    dtype: torch.dtype, codec: Any, states: float, release: bool
 ) -> None:
-    """The device: the parameter, and its gradient until it has left. The host: both, and states.
-
-    A step that may be undone keeps a copy of what it overwrites.
-    """
-    optimizer = after_a_backward(
-        dtype, codec, release_gradients=release, undo_bytes=1 << 30 if undoes else 0
-    )
+    """The device: the parameter, and its gradient until it has left. The host: both, and states."""
+    optimizer = after_a_backward(dtype, codec, release_gradients=release)
     size = dtype.itemsize
     memory = optimizer.memory()
     assert memory["device"] == {
@@ -73,7 +65,6 @@ def test_bytes_for_a_parameter(
     assert memory["host"] == {
         "parameters and gradients": 2 * size * COUNT,
         "states": states * COUNT + STEP,
-        "states to go back to": ((states + size) * COUNT + STEP) * undoes,
         "activations": 0,
     }
     # As measured: the storages of these tensors.
@@ -86,9 +77,7 @@ def test_bytes_for_a_parameter(
 
 def test_bytes_on_the_device() -> None:
     for placement in ("cuda", "auto"):
-        optimizer = after_a_backward(
-            torch.bfloat16, {"master_weights": True}, placement=placement, undo_bytes=1 << 30
-        )
+        optimizer = after_a_backward(torch.bfloat16, {"master_weights": True}, placement=placement)
         memory = optimizer.memory()
         assert memory["device"]["states"] == 12 * COUNT + STEP
         assert not any(memory["host"].values())
@@ -105,20 +94,6 @@ def test_traffic() -> None:
         2 * COUNT * (3 + made),
         2 * COUNT * 3,
     )
-
-
-def test_undo_has_a_limit() -> None:
-    """Buckets beyond it wait for the step."""
-    codec = {"lr": 1e-2, "master_weights": True}
-    expected = train(lambda params: optim.AdamW(params, **codec))
-    ahead = []
-    for limit in (0, 150_000, 400_000, 1 << 30):
-        found = train(offloaded(lambda params: optim.AdamW(params, **codec), undo_bytes=limit))
-        assert_same_run(found[:2], expected[:2])
-        assert found[1].memory()["host"]["states to go back to"] <= limit
-        ahead.append(found[2])
-    assert ahead[0] == 0
-    assert all(a < b for a, b in pairwise(ahead))
 
 
 def test_auto_follows_the_pressure() -> None:
@@ -140,7 +115,6 @@ def test_auto_follows_the_pressure() -> None:
     on_device = []
     for step, others[0] in enumerate(pressure):
         backward(model, step)
-        drained(optimizer)
         optimizer.step()
         optimizer.zero_grad()
         on_device.append(optimizer.memory()["device"]["states"])
@@ -188,7 +162,6 @@ def test_auto_charges_what_a_phase_uses(release: bool) -> None:
         )
         loss.backward()
         hook.remove()
-        drained(optimizer)
         optimizer.step()
         optimizer.zero_grad()
         on_device.append(sum(bucket.home == "cuda" for bucket in optimizer._store.buckets))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -124,47 +124,28 @@ class Member:
         return self.stamp is None or not self.stamp.matches(self.param)
 
 
-class Undo:
-    """The budget of host memory for the copies that undo steps, over all buckets."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit, self._used = limit, 0
-
-    def exchange(self, old: int, new: int) -> bool:
-        """Return `old` bytes and take `new` ones; return False and take none if they do not fit."""
-        self._used -= old
-        fits = self._used + new <= self._limit
-        self._used += new * fits
-        return fits
-
-
 class Bucket:
     """A run of an optimizer's parameters that are copied and stepped together."""
 
     def __init__(
         self,
         optimizer: FusedOptimizer,
-        ranges: list[tuple[int, list[torch.Tensor]]],
+        at: int,
+        params: list[torch.Tensor],
         first_number: int,
         states: States,
         transfers: Transfers,
-        undo: Undo,
     ) -> None:
         self._optimizer, self._states = optimizer, states
-        self._transfers, self._undo = transfers, undo
-        self._first_number = first_number
-        self._ranges = [(at, [Member(p) for p in params]) for at, params in ranges]
-        self.members = [m for _, members in self._ranges for m in members]
+        self._transfers, self._first_number = transfers, first_number
+        self._at = at  # the number of the parameters' group
+        self.members = [Member(p) for p in params]
         self.home = DEVICE
         self._is_finished = False  # whether this step is final although another bucket failed
         self.missing = 0  # how many expected gradients are not ready
         self.task: Future[None] | None = None
-        # The factor and the settings of a step that may still be undone.
-        self.uncertain: tuple[float, list[Group]] | None = None
         self._state_bytes = (0, 0)  # the number of states, and their bytes
         self._buffers: list[torch.Tensor] = []
-        self._journal: Tensors = []
-        self._written: Tensors = []
         self._works: list[tuple[Group, Batch]] | None = None
         self._stepping: list[Member] = []
         self._fetched: Arrival | None = None
@@ -223,12 +204,10 @@ class Bucket:
     def _drop_buffers(self) -> None:
         for buffer in self._buffers:
             self._transfers.unpin(buffer)
-        self._undo.exchange(self.undo_bytes(), 0)
-        self._buffers, self._journal, self._written = [], [], []
-        self._works = None
+        self._buffers, self._works = [], None
 
     def _new_stepper(self) -> FusedOptimizer:
-        groups = [{"params": [m.twin for m in members]} for _, members in self._ranges]
+        groups = [{"params": [m.twin for m in self.members]}]
         codecs = {m.twin: self._optimizer._codec_of(m.param) for m in self.members}
         return make_stepper(self._optimizer, groups, self._first_number, self._states, codecs)
 
@@ -313,26 +292,18 @@ class Bucket:
 
     # --- The step -----------------------------------------------------------------------------
 
-    def adopt_settings(self) -> list[Group]:
-        """Adopt the current settings of the groups."""
-        groups = self._stepper.param_groups
-        before = [_copy_settings(group) for group in groups]
-        for group, (at, _) in zip(groups, self._ranges, strict=True):
-            settings = _copy_settings(self._optimizer.param_groups[at])
-            if self.home == HOST:  # on the device, do not wait for a learning rate there
-                settings = {key: _copy_to_host(value) for key, value in settings.items()}
-            params = group["params"]
-            group.clear()
-            group.update(settings, params=params)
-        now = [_copy_settings(group) for group in groups]
-        if self.home == DEVICE or not settings_are_equal(now, before):
-            self._works = None
-        return now
+    def adopt_settings(self) -> None:
+        """Adopt the current settings of the group."""
+        settings = dict(self._optimizer.param_groups[self._at])
+        if self.home == HOST:  # on the device, do not wait for a learning rate there
+            settings = {k: v if k == "params" else _copy_to_host(v) for k, v in settings.items()}
+        (group,) = self._stepper.param_groups
+        params = group["params"]
+        group.clear()
+        group.update(settings | {"params": params})
 
     def prepare(self) -> None:
         """Check the next step and create missing states; change nothing else."""
-        if self._works is not None:
-            return
         count = sum(local_part(m.param.detach()).numel() for m in self.members)
         with explain_memory_errors(f"states of {count} parameters", None):
             self._works = self._stepper._work()
@@ -340,7 +311,6 @@ class Bucket:
 
     def run(self, factor: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         """Take the prepared step."""
-        self.prepare()
         self.wait_for_gradients()
         if self._given_back is not None:
             self._given_back.synchronize()  # the copy to the device may still read the parameters
@@ -358,81 +328,13 @@ class Bucket:
             return True
         return not any(
             each.exchange is not None and each.concerns(self._stepper._task(group, batch, None))
-            for group, batch in self._works or self._stepper._work()
+            for group, batch in self._works or []
             for each in self._stepper._passes()
             if batch.is_sharded
         )
 
-    def step_early(self, factor: float) -> None:
-        """Step ahead of `step()` with an expected factor, or do nothing.
-
-        Copies of everything that the step overwrites are kept to undo it.
-        """
-        if any(not self._states.get(m.twin) for m in self.members if m.expected):
-            return
-        settings = self.adopt_settings()
-        self.prepare()
-        if not self.needs_no_exchange() or not self._save_for_undo():
-            return
-        try:
-            self.run(torch.tensor(factor, dtype=torch.float32, device="cpu"), None)
-        except BaseException:
-            self._restore()
-            raise
-        self.uncertain = (factor, settings)
-
-    def used_settings(self, factor: float, settings: list[Group]) -> bool:
-        """Whether the early step used this factor and these settings."""
-        assert self.uncertain is not None
-        return self.uncertain[0] == factor and settings_are_equal(self.uncertain[1], settings)
-
-    def undo(self) -> None:
-        """Undo an early step, bit for bit."""
-        if self.uncertain is not None:
-            self._restore()
-
-    def _save_for_undo(self) -> bool:
-        """Copy what the step will overwrite; return False if that exceeds the limit."""
-        assert self._works is not None
-        self._written = [t for _, batch in self._works for t in _list_written(batch)]
-        like_before = [(t.shape, t.dtype) for t in self._written]
-        if like_before != [(t.shape, t.dtype) for t in self._journal]:
-            old, self._journal = self.undo_bytes(), []
-            needed = sum(t.nbytes for t in self._written)
-            if not self._undo.exchange(old, needed):
-                return False
-            try:
-                self._journal = [torch.empty_like(t) for t in self._written]
-            except (RuntimeError, MemoryError):
-                self._undo.exchange(needed, 0)
-                return False
-        torch._foreach_copy_(self._journal, self._written)
-        return True
-
-    def _restore(self) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(self._written, self._journal)
-        self.uncertain = None
-
-    def undo_bytes(self) -> int:
-        """The bytes of the copies that undo a step."""
-        return sum(t.nbytes for t in self._journal)
-
-    def settle(self) -> None:
-        """Cancel a queued step, or wait for a running one. A failed step is already undone."""
-        if self.task is not None and not self.task.cancel():
-            self.task.exception()
-        self.task = None
-
-    def rewind(self) -> None:
-        """Undo a step that `step()` has not confirmed."""
-        self.settle()
-        self.undo()
-        self._works = None
-
     def give_back(self) -> None:
         """Make the step final: copy the stepped parameters to the device."""
-        self.uncertain = None
         pairs = [
             (local_part(m.twin.detach()), local_part(m.param.detach())) for m in self._stepping
         ]
@@ -511,14 +413,9 @@ def explain_memory_errors(what: str, count: int | None) -> Iterator[None]:
             size = "" if count is None else f" ({count} bytes)"
             raise MemoryError(
                 f"Offload: the host has no room for {what}{size}. Nothing was changed. Smaller "
-                'states (state_dtype="8bit"), master_weights="remainder" or undo_bytes=0 take less'
+                'states (state_dtype="8bit") or master_weights="remainder" take less'
             ) from error
         raise
-
-
-def _list_written(batch: Batch) -> Iterable[torch.Tensor]:
-    for tensors in (batch.params, batch.masters, batch.moments, batch.absmaxes, batch.steps):
-        yield from tensors
 
 
 def _view_as(piece: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -536,23 +433,6 @@ def _move_value(value: Any, device: torch.device) -> Any:
     return value.to(device)
 
 
-def _copy_settings(group: Group) -> Group:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
 def _copy_to_host(value: Any) -> Any:
     """Copy a setting: learning rates may be tensors that change later."""
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-
-
-def settings_are_equal(a: list[Group], b: list[Group]) -> bool:
-    """Whether two lists of groups have the same settings."""
-
-    def same(x: Any, y: Any) -> bool:
-        if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
-            return type(x) is type(y) and torch.equal(x, y)
-        return bool(x == y)
-
-    return all(
-        x.keys() == y.keys() and all(same(x[k], y[k]) for k in x) for x, y in zip(a, b, strict=True)
-    )

@@ -338,10 +338,3 @@ def has_processes() -> bool:
         and distributed.is_initialized()
         and distributed.get_world_size() > 1
     )
-
-
-def find_half_of_free() -> int:
-    """Half of the bytes that are free in the host's memory."""
-    if not hasattr(os, "sysconf") or "SC_AVPHYS_PAGES" not in os.sysconf_names:
-        return 0
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -27,7 +27,6 @@ from torchweld.optim.offload._machine import (
     Worker,
     count_default_threads,
     find_cores,
-    find_half_of_free,
     has_processes,
     make_transfers,
     untraced,
@@ -50,10 +49,9 @@ class Offload(torch.optim.Optimizer):
     """An optimizer of torchweld whose states, masters and steps are on the host.
 
     The result is bit for bit that of the optimizer on the device. During the backward pass
-    gradients are copied to the host in buckets, and each bucket is stepped as soon as it is
-    complete. Such an early step is rolled back exactly if an assumption fails before `step()`:
-    gradients are clipped or written, another backward pass runs, or an overflow or an exception
-    occurs.
+    gradients are copied to the host in buckets. `step()` copies again what was written since,
+    steps the buckets on the host, and copies the parameters of each to the device while the next
+    one is stepped.
 
     Args:
         params_or_optimizer: an optimizer of torchweld.optim to take over; or parameters, for AdamW
@@ -68,9 +66,6 @@ class Offload(torch.optim.Optimizer):
         threads: the number of threads of a step on the host; default: this rank's share of the
             cores near the device.
         bucket_bytes: the bytes of parameters in a bucket.
-        undo_bytes: host memory for the copies that undo early steps. Buckets over this limit are
-            still copied to the host during the backward pass, but they are stepped in `step()`.
-            Default: half of the free memory.
         release_gradients: whether to free a gradient on the device once it is on the host; p.grad
             is then None after the backward pass. With "auto" this applies only to buckets that are
             stepped on the host. Not with "cuda".
@@ -97,7 +92,6 @@ class Offload(torch.optim.Optimizer):
         pin_memory: bool = True,
         threads: int | None = None,
         bucket_bytes: int = 32 << 20,
-        undo_bytes: int | None = None,
         release_gradients: bool = False,
         capacity: int | None = None,
         trust_versions: bool = True,
@@ -132,11 +126,10 @@ class Offload(torch.optim.Optimizer):
         cores = find_cores(device)
         self._worker = Worker(threads or count_default_threads(cores), cores)
         weakref.finalize(self, self._worker.stop)  # does not wait: its thread may be the caller
-        undo_bytes = find_half_of_free() if undo_bytes is None else undo_bytes
-        self._store = Store(optimizer, self._transfers, undo_bytes)
+        self._store = Store(optimizer, self._transfers)
         self._hooks: list[Any] = []
         self._lock = threading.Lock()  # autograd has a thread per device
-        self._expected = Expectations()
+        self._edits = Edits()
         self._steps = 0
         self._pending: list[Bucket] = []  # buckets whose delayed step may still run
         self._placement = Placement()
@@ -147,8 +140,6 @@ class Offload(torch.optim.Optimizer):
         # In several processes, gradients of plain parameters may be reduced after the hooks.
         self._is_single_process = not has_processes()
         self._reductions = Reductions()
-        # How many buckets were stepped ahead of the last `step()`, and how many were undone.
-        self.counts = {"ahead": 0, "undone": 0}
         for at in range(len(self.param_groups)):
             self._add_members(at)
         self._is_made = True
@@ -212,7 +203,7 @@ class Offload(torch.optim.Optimizer):
                 return  # a partial gradient, which a plan sums after the backward pass
             bucket.missing -= 1
             may_send = self._trusts_versions and (self._is_single_process or is_dtensor(p))
-            if bucket.missing == 0 and may_send and not self._expected.predict_edits():
+            if bucket.missing == 0 and may_send and not self._edits.are_expected():
                 self._send_bucket(bucket)
 
     def _take_reduced(self, params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
@@ -225,43 +216,23 @@ class Offload(torch.optim.Optimizer):
             for bucket in dict.fromkeys(bucket for bucket, _ in ours):
                 waits = any(m.expected and m.reduced is None for m in bucket.members)
                 is_complete = bucket.missing == 0 and not waits and bucket.home == HOST
-                if is_complete and not self._expected.predict_edits():
+                if is_complete and not self._edits.are_expected():
                     self._send_bucket(bucket)
 
     def _send_bucket(self, bucket: Bucket) -> None:
-        """Copy a complete bucket to the host, and step it with the expected factor."""
+        """Copy the gradients of a complete bucket to the host."""
         if bucket.task is not None and not bucket.task.done():
             return  # a delayed step still reads the previous gradients
         bucket.send(self._releases)
         for m in bucket.members:
             m.sum_sent()
-        factor = self._expected.predict_factor(self._optimizer.max_grad_norm is not None)
-        if not self._delays and factor is not None:
-            step = functools.partial(bucket.step_early, factor)
-            bucket.task = self._worker.submit(step)
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients as torch does; early steps are undone."""
-        self._abandon()
-        super().zero_grad(set_to_none)
-
-    def _abandon(self) -> None:
-        self._rewind()
+        """Reset gradients as torch does, also those on the host."""
         for bucket in self._store.list_on_host():
             bucket.forget()
-
-    def _rewind(self) -> None:
-        """Undo early steps, and keep the gradients."""
-        uncertain = [bucket for bucket in self._store.list_on_host() if bucket not in self._pending]
-        self._check_tasks(uncertain)
-        for bucket in uncertain:
-            bucket.rewind()
-
-    def _check_tasks(self, buckets: list[Bucket]) -> None:
-        """Raise an error in a forked process, where a running task never ends."""
-        if any(bucket.task is not None and not bucket.task.done() for bucket in buckets):
-            self._worker.check_process()
+        super().zero_grad(set_to_none)
 
     # --- The step -----------------------------------------------------------------------------
 
@@ -286,14 +257,10 @@ class Offload(torch.optim.Optimizer):
                 loss = closure()
         self._timeline.end(_report.BACKWARD, self)
         self._finish_pending()
-        try:
-            with self._lend_scaler_numbers():
-                self._advance()
-                if not self._releases:
-                    self._optimizer._unscale()
-        except BaseException:
-            self._rewind()  # so that the step can be tried again
-            raise
+        with self._lend_scaler_numbers():
+            self._advance()
+            if not self._releases:
+                self._optimizer._unscale()
         self._steps += 1
         for bucket in self._store.buckets:
             bucket.expect()
@@ -316,52 +283,41 @@ class Offload(torch.optim.Optimizer):
                 delattr(self._optimizer, name)
 
     def _advance(self) -> None:
-        hosts = [bucket for bucket in self._store.list_on_host() if not bucket.is_finished()]
-        # GradScaler's unscale_ writes all gradients without changing their versions.
-        unscaled = hasattr(self, "found_inf") and getattr(self, "grad_scale", None) is None
-        edited = unscaled
-        self.counts = dict.fromkeys(self.counts, 0)
-        for bucket in hosts:
-            bucket.settle()
-            if not self._trusts_versions:
-                bucket.distrust()
-            if unscaled or not bucket.is_sent():
-                edited |= any(m.sent is not None or m.is_released for m in bucket.members)
-                self.counts["undone"] += bucket.uncertain is not None
-                bucket.undo()
-                bucket.send(self._releases)
+        unfinished = [bucket for bucket in self._store.buckets if not bucket.is_finished()]
+        devices = [bucket for bucket in unfinished if bucket.home == DEVICE]
+        hosts = [bucket for bucket in reversed(unfinished) if bucket.home == HOST]
+        edited = self._update_gradients(hosts)
         numbers = self._compute_factor(), read_scaler_number(self, "found_inf")
-        of_device = (bucket for bucket in self._store.buckets if bucket.home == DEVICE)
-        devices = [bucket for bucket in of_device if not bucket.is_finished()]
-        for bucket in devices:
-            bucket.adopt_settings()
-            bucket.prepare()
         # The host waits for the device here, unless no bucket is stepped on the host.
         factor, found_inf = (
             t.detach().to("cpu") if hosts and t is not None else None for t in numbers
         )
-        number = 1.0 if factor is None else float(factor)
-        overflows = found_inf is not None and bool(found_inf != 0)
-        rest = []
-        for bucket in hosts:
-            settings = bucket.adopt_settings()
-            if bucket.uncertain is not None:
-                if not overflows and bucket.used_settings(number, settings):
-                    self.counts["ahead"] += 1
-                    continue
-                self.counts["undone"] += 1
-                bucket.undo()
-            rest.append(bucket)
         # Everything that can fail is done before the first bucket is stepped.
-        for bucket in rest:
+        for bucket in (*devices, *hosts):
+            bucket.adopt_settings()
+        for bucket in devices:
+            bucket.prepare()
+        for bucket in hosts:
             self._worker.call(bucket.prepare)
-        self._expected.learn(number, edited)
+        self._edits.learn(edited)
         delays = self._delays and self._steps >= self._delay
-        step_buckets(self._worker, hosts, rest, devices, (factor, found_inf), numbers, not delays)
+        step_buckets(self._worker, hosts, devices, (factor, found_inf), numbers, not delays)
         if delays:
             self._pending = hosts
         else:
             self._transfers.join()
+
+    def _update_gradients(self, hosts: list[Bucket]) -> bool:
+        """Copy what the host lacks to it; return whether a gradient that it had was written."""
+        # GradScaler's unscale_ writes all gradients without changing their versions.
+        edited = unscaled = hasattr(self, "found_inf") and getattr(self, "grad_scale", None) is None
+        for bucket in hosts:
+            if not self._trusts_versions:
+                bucket.distrust()
+            if unscaled or not bucket.is_sent():
+                edited |= any(m.sent is not None or m.is_released for m in bucket.members)
+                bucket.send(self._releases)
+        return edited
 
     def _compute_factor(self) -> torch.Tensor | None:
         """Compute the factor of gradients, from the norm of all of them if it is clipped."""
@@ -378,7 +334,8 @@ class Offload(torch.optim.Optimizer):
 
     def _finish_pending(self) -> None:
         """Finish the delayed step and copy its parameters to the device."""
-        self._check_tasks(self._pending)
+        if any(bucket.task is not None and not bucket.task.done() for bucket in self._pending):
+            self._worker.check_process()  # in a forked process a running task never ends
         for bucket in self._pending:
             return_parameters(bucket)
         if self._pending:
@@ -422,7 +379,6 @@ class Offload(torch.optim.Optimizer):
     def relieve(self) -> None:
         """Move all states to the host and measure anew; call it after an OutOfMemoryError."""
         self.synchronize()
-        self._rewind()
         self._placement.forget()
         self._activations.keep(0)
         for bucket in self._store.buckets:
@@ -449,7 +405,6 @@ class Offload(torch.optim.Optimizer):
         Hooks of both optimizers run, each with its own optimizer as argument.
         """
         self.synchronize()
-        self._rewind()
         return save_with_hooks(self, self._optimizer.state_dict)
 
     @untraced
@@ -459,21 +414,18 @@ class Offload(torch.optim.Optimizer):
         Hooks of both optimizers run.
         """
         self.synchronize()
-        self._rewind()
         with load_with_hooks(self, state_dict) as changed:
             self._store.load(changed)
 
     def refresh_masters(self) -> None:
         """Adopt the parameters' current values; call it after other code has set them."""
         self.synchronize()
-        self._rewind()
         self._store.refresh()
         self._store.make_whole().refresh_masters()
 
     def close(self) -> None:
         """Give the states back to the original optimizer, on the device."""
         self.synchronize()
-        self._rewind()
         for hook in self._hooks:
             hook.remove()
         for bucket in self._store.buckets:
@@ -491,31 +443,22 @@ def _notify(owner: weakref.ref[Offload], p: torch.Tensor) -> None:
             offload._take_gradient(p)
 
 
-class Expectations:
-    """Predicts the factor of gradients, and whether they are written after the backward pass."""
+class Edits:
+    """Predicts whether gradients are written after the backward pass, as clip_grad_norm_ does.
+
+    A gradient that is written is copied twice, so buckets are then sent less often.
+    """
 
     def __init__(self) -> None:
-        self._before: float | None = None
-        self._last: float | None = None
-        # How many steps to wait until the next early step, and after the next written gradients.
+        # How many steps to wait until buckets are sent again, and after the next edit.
         self._wait, self._patience = 0, 1
 
-    def predict_factor(self, has_norm: bool) -> float | None:
-        """Predict the factor; None if it is unknown.
-
-        The loss scale is expected to stay the same, and a norm that was not clipped to remain so.
-        The factor of a clipped norm varies.
-        """
-        is_clear = not has_norm and self._last == 1.0
-        return self._last if is_clear or self._before == self._last else None
-
-    def predict_edits(self) -> bool:
-        """Whether gradients will be written after the backward pass, as clip_grad_norm_ does."""
+    def are_expected(self) -> bool:
+        """Whether to copy gradients in `step()` only."""
         return self._wait > 0
 
-    def learn(self, factor: float, edited: bool) -> None:
-        """Record a step. If gradients are often written, early steps become less frequent."""
-        self._before, self._last = self._last, factor
+    def learn(self, edited: bool) -> None:
+        """Record a step."""
         if edited:
             self._wait, self._patience = self._patience, min(2 * self._patience, 64)
         elif self._wait > 0:

@@ -93,7 +93,6 @@ def count_on_host(offload: Any) -> Bytes:
     return {
         "parameters and gradients": sum(b.host_buffer_bytes() for b in buckets),
         "states": sum(b.state_bytes() for b in buckets),
-        "states to go back to": sum(b.undo_bytes() for b in buckets),
         "activations": offload._activations.host_bytes(),
     }
 
@@ -107,8 +106,6 @@ def write_report(offload: Any, plot: str | os.PathLike[str] | None) -> str:
     lines = [
         f"Offload: {len(offload._store.buckets)} buckets, {count} stepped on the device; "
         f"{offload._worker.threads} threads on the host",
-        f"last step: {offload.counts['ahead']} buckets were stepped during the backward pass, "
-        f"{offload.counts['undone']} were rolled back",
     ]
     for name, phase in phases.items():
         lines.append(f"{name}: {1e3 * phase.seconds:.1f} ms")

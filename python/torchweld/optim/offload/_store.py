@@ -19,7 +19,6 @@ from torchweld.optim.offload._buckets import (
     Bucket,
     Member,
     States,
-    Undo,
     make_stepper,
 )
 from torchweld.optim.offload._machine import Transfers, Worker
@@ -31,9 +30,8 @@ class Store:
     The original optimizer and the buckets' optimizers share the dicts of states.
     """
 
-    def __init__(self, optimizer: FusedOptimizer, transfers: Transfers, undo_bytes: int) -> None:
+    def __init__(self, optimizer: FusedOptimizer, transfers: Transfers) -> None:
         self._optimizer, self._transfers = optimizer, transfers
-        self._undo = Undo(undo_bytes)
         self._states: States = defaultdict(dict)
         self.buckets: list[Bucket] = []
         self.members: dict[torch.Tensor, tuple[Bucket, Member]] = {}
@@ -43,8 +41,8 @@ class Store:
         new = []
         number = len(self.members)
         for run in _split_into_runs(self._optimizer.param_groups[at]["params"], nbytes):
-            where = self._states, self._transfers, self._undo
-            new.append(Bucket(self._optimizer, [(at, run)], number, *where))
+            where = self._states, self._transfers
+            new.append(Bucket(self._optimizer, at, run, number, *where))
             number += len(run)
             self._states |= {p: self._optimizer.state[p] for p in run if p in self._optimizer.state}
         try:
@@ -118,7 +116,6 @@ def _split_into_runs(params: list[torch.Tensor], nbytes: int) -> list[list[torch
 def step_buckets(
     worker: Worker,
     hosts: list[Bucket],
-    rest: list[Bucket],
     devices: list[Bucket],
     on_host: tuple[Any, Any],
     on_device: tuple[Any, Any],
@@ -126,12 +123,11 @@ def step_buckets(
 ) -> None:
     """Take the final part of a step, after everything that can be checked.
 
-    The device's buckets and the rest of the host's are stepped; then the parameters of all of the
-    host's buckets are copied to the device. If one bucket fails, a repeated step skips the buckets
-    that were already stepped.
+    If `waits`, the parameters of each bucket of the host are copied to the device while the host
+    steps the next one. If one bucket fails, a repeated step skips those that were already stepped.
     """
     tasks = {}
-    for bucket in rest:
+    for bucket in hosts:
         if bucket.needs_no_exchange():
             tasks[bucket] = bucket.task = worker.submit(functools.partial(bucket.run, *on_host))
     finished: list[Bucket] = []
@@ -140,7 +136,7 @@ def step_buckets(
             bucket.run(*on_device)
             finished.append(bucket)
             bucket.end()
-        for bucket in rest:
+        for bucket in hosts:
             if bucket not in tasks:
                 bucket.run(*on_host)
                 finished.append(bucket)
