@@ -95,7 +95,7 @@ def _add_key_gradients(
     kept = 1.0
     if dropout[0] is not None:
         seed_ptr, number, threshold, kept_scale, first_group = dropout
-        groups = first_group + first // 4 + tl.arange(0, COLUMNS // 4)
+        groups = first_group + first // 8 + tl.arange(0, COLUMNS // 8)
         kept = tl.trans(factors_of_groups(seed_ptr, number + query, groups, threshold, kept_scale))
     if OF_VALUES:
         dropped = (weight * kept).to(q.dtype)

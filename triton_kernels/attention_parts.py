@@ -154,5 +154,5 @@ def kept_factors(
 ):  # fmt: skip
     """Factors of dropout for the next keys of a tile of queries."""
     seed_ptr, number, threshold, kept_scale, first_group = dropout
-    group, _ = tokens(walk, start, partner, 4, COLUMNS // 4, BLOCK, CHECKED)
-    return factors_of_groups(seed_ptr, number, first_group + group // 4, threshold, kept_scale)
+    group, _ = tokens(walk, start, partner, 8, COLUMNS // 8, BLOCK, CHECKED)
+    return factors_of_groups(seed_ptr, number, first_group + group // 8, threshold, kept_scale)

@@ -22,8 +22,8 @@ instructions, which 132 multiprocessors issue in 0.05 ms at 4 a cycle and 1.6 GH
 of the forward's memory time, and 8 or more warps a scheduler hide it behind the memory. The aim is
 88% of copy bandwidth forward, 80% backward.
 
-Tiles begin at every fourth column of the whole tensor, where a counter's words begin. If a part
-begins in between, its first tile moves to the left by up to three columns.
+Tiles begin at every eighth column of the whole tensor, where a counter's numbers begin. If a part
+begins in between, its first tile moves to the left by up to seven columns.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
@@ -150,7 +150,7 @@ def _backward(
 @functools.cache
 def _tile(width: int) -> dict[str, int]:
     """A tile of 2048 elements: enough columns for wide accesses, and rows if columns are few."""
-    block = max(4, min(512, triton.next_power_of_2(max(width, 1))))
+    block = max(8, min(512, triton.next_power_of_2(max(width, 1))))
     tile = {"ROWS": 2048 // block, "BLOCK": block, "num_warps": 4}
     # Without a limit ptxas spills a few bytes if rows are not aligned.
     return tile if width % 16 == 0 else tile | {"maxnreg": 128}
@@ -165,7 +165,7 @@ def _dropout(
 ) -> tuple[Any, ...]:
     """The arguments of both kernels from `skew` on."""
     column = offset[-1] if seed is not None and offset else 0
-    return (column % 4, column, *dropout_arguments(p, seed, shape, whole, offset))
+    return (column % 8, column, *dropout_arguments(p, seed, shape, whole, offset))
 
 
 def _forward_launch(

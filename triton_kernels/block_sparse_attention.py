@@ -250,7 +250,7 @@ def make_call(
     *place, first_key = offset or (0,)  # the last offset is that of the keys
     check_dropout(q, p, seed, whole, (*place, 0) if offset else offset)
     _refuse(bool(whole) and (whole or ())[-1] != q.shape[-1], "shard: q lacks columns")
-    _refuse(first_key < 0 or first_key % 4 != 0, "shard: the first key is no fourth one")
+    _refuse(first_key < 0 or first_key % 8 != 0, "shard: the first key is no eighth one")
     _refuse(not 1 <= q.dim() <= 4 or q.dim() != k.dim(), "q or k has no fitting dimensions")
     sizes, offsets = ((n,) * (4 - q.dim()) for n in (1, 0))
     sizes, offsets = (*sizes, *(whole or q.shape)), (*offsets, *(offset or (0,) * q.dim()))
@@ -305,7 +305,7 @@ def make_call(
         biasing,
         scale,
         (scale / softcap, softcap * _LOG2_E) if softcap else (scale * _LOG2_E, 1.0),
-        (threshold, kept_scale, first_key // 4, first_number, *number_strides),
+        (threshold, kept_scale, first_key // 8, first_number, *number_strides),
         {
             "CAUSAL": causal,
             "SOFTCAP": bool(softcap),

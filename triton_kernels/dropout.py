@@ -1,7 +1,7 @@
 """The random stream of dropout in Triton, equal to that of torchweld.random in every element.
 
-Triton's own `tl.philox` is the same Philox 4x32-10. One call makes the words of four columns. It is
-therefore called for every fourth column, and the words are put in column order.
+Triton's own `tl.philox` is the same Philox 4x32-10. One call makes the numbers of eight columns. It
+is therefore called for every eighth column, and the numbers are put in column order.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from torchweld.random import find_scale, find_threshold
+
 from .rows import place, row_map
 
 # The sizes of the whole and the offset of a part in it, or nothing if the tensor is the whole.
@@ -26,29 +28,34 @@ Sizes = Sequence[int] | None
 def factors(seed_ptr, number, first, threshold, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """[ROWS, BLOCK]: 0 if an element is dropped, else `scale`.
 
-    The columns are BLOCK from `first` on, a multiple of four, in the whole tensor's rows `number`,
-    which are int64. `threshold` has the bits of a uint32.
+    The columns are BLOCK from `first` on, a multiple of eight, in the whole tensor's rows `number`,
+    which are int64. `threshold` has 16 bits.
     """
     return factors_of_groups(
-        seed_ptr, number, first // 4 + tl.arange(0, BLOCK // 4), threshold, scale
+        seed_ptr, number, first // 8 + tl.arange(0, BLOCK // 8), threshold, scale
     )
 
 
 @triton.jit
 def factors_of_groups(seed_ptr, number, group, threshold, scale):
-    """`factors` of four columns for each group, from column 4 * group on."""
+    """`factors` of eight columns for each group, from column 8 * group on."""
     ROWS: tl.constexpr = number.shape[0]
-    BLOCK: tl.constexpr = 4 * group.shape[0]
+    BLOCK: tl.constexpr = 8 * group.shape[0]
     group = group.to(tl.uint32)[None, :]
     low = number.to(tl.uint32)[:, None]
     high = (number >> 32).to(tl.uint32)[:, None]
-    zero = tl.zeros([ROWS, BLOCK // 4], tl.uint32)
+    zero = tl.zeros([ROWS, BLOCK // 8], tl.uint32)
     seed = tl.load(seed_ptr)
     word0, word1, word2, word3 = tl.philox(seed, zero + group, zero + low, zero + high, zero)
-    limit = threshold.to(tl.uint32, bitcast=True)
+    # Both halves of a word are compared in its upper half.
+    limit = threshold.to(tl.uint32) << 16
+    low = tl.join(
+        tl.join(word0 << 16 >= limit, word2 << 16 >= limit),
+        tl.join(word1 << 16 >= limit, word3 << 16 >= limit),
+    )
     even = tl.join(word0 >= limit, word2 >= limit)
-    odd = tl.join(word1 >= limit, word3 >= limit)
-    kept = tl.reshape(tl.join(even, odd), [ROWS, BLOCK])
+    high = tl.join(even, tl.join(word1 >= limit, word3 >= limit))
+    kept = tl.reshape(tl.join(low, high), [ROWS, BLOCK])
     return tl.where(kept, scale, 0.0)
 
 
@@ -101,12 +108,11 @@ def dropout_arguments(
 
     For a tensor whose last dimension is the columns and is not sharded.
     """
-    threshold = min(round(p * 2**32), 2**32 - 1)
-    signed = threshold - 2**32 if threshold >= 2**31 else threshold  # one type, whatever p
+    threshold = min(find_threshold(p), 2**16 - 1)
     sizes = whole or shape
     strides = [math.prod(sizes[i + 1 : -1]) for i in range(len(shape) - 1)]
     rows = row_map(shape[:-1], strides)
     if rows is None:
         raise ValueError("shard: a part of the whole in more than three leading dimensions")
     first = sum(map(math.prod, zip(offset or (), strides, strict=False)))
-    return (seed, signed, 0.0 if p == 1 else 1 / (1 - p), first, *rows)
+    return (seed, threshold, find_scale(p), first, *rows)

@@ -364,7 +364,7 @@ _WIDE_GRADIENT_BLOCK = 4096
 @functools.cache
 def forward_tile(width: int, columns_a_thread: int) -> dict[str, int]:
     """Options of a launch that holds whole rows in registers."""
-    block = max(4, triton.next_power_of_2(width))  # dropout draws four columns at a time
+    block = max(8, triton.next_power_of_2(width))  # dropout draws eight columns at a time
     rows = max(1, 4096 // block)
     return {
         "ROWS": rows,
@@ -377,7 +377,7 @@ def forward_tile(width: int, columns_a_thread: int) -> dict[str, int]:
 def _backward_tile(
     width: int, itemsize: int, columns_a_thread: int, aligned: bool
 ) -> dict[str, int]:
-    block = max(4, triton.next_power_of_2(width))
+    block = max(8, triton.next_power_of_2(width))
     # Rows that Triton does not know to be aligned are loaded one element at a time, and the
     # addresses take registers too.
     if width % 16:

@@ -273,7 +273,7 @@ def _tile(width: int, widest: int, columns: int) -> dict[str, Any]:
     """Options of a launch with this many columns per thread, or half as many for wide rows."""
     wide = width > widest
     columns = columns // 2 if wide else columns
-    block = _WIDE_BLOCK if wide else max(4, triton.next_power_of_2(width))
+    block = _WIDE_BLOCK if wide else max(8, triton.next_power_of_2(width))
     rows = max(1, _SHARED_BLOCK // block)
     warps = min(16, max(1, rows * block // (32 * columns)))
     options = {"WIDE": wide, "ROWS": rows, "BLOCK": block, "num_warps": warps}

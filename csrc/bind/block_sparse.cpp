@@ -131,8 +131,8 @@ struct Arguments {
   // The last offset is the first key.
   static Dropout dropout_at(const Tensor& q, double p, const OptionalTensor& seed, Place place) {
     const int64_t first_key = place.offset.empty() ? 0 : place.offset.back();
-    STD_TORCH_CHECK(first_key >= 0 && first_key % 4 == 0,
-                    "shard: the first key is not a multiple of 4");
+    STD_TORCH_CHECK(first_key >= 0 && first_key % 8 == 0,
+                    "shard: the first key is not a multiple of 8");
     if (!place.offset.empty()) place.offset.back() = 0;
     Dropout dropout = dropout_of(q, 1, p, seed, place);
     dropout.column = first_key;

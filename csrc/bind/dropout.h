@@ -71,9 +71,8 @@ inline Dropout dropout_of(const Tensor& x, size_t trailing, double p, const Opti
       seed->scalar_type() == ScalarType::Long && seed->numel() == 1 && same_device(*seed, x),
       "seed is not one int64 on the device of input");
   dropout.seed = (const int64_t*)seed->const_data_ptr();
-  const double threshold = std::nearbyint(p * 0x1p32);
-  dropout.threshold = threshold < 0x1p32 ? (uint32_t)threshold : 0xffffffffu;
-  dropout.scale = p == 1 ? 0 : 1 / (1 - p);
+  dropout.threshold = (uint32_t)std::min(std::nearbyint(p * 0x1p16), 65535.0);
+  dropout.scale = p == 1 ? 0 : 0x1p16 / (0x1p16 - dropout.threshold);
   const Sizes leading = leading_sizes(x, trailing);
   const Sizes whole =
       place.whole.empty() ? x.sizes() : Sizes(place.whole.data(), place.whole.size());

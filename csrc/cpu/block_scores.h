@@ -77,26 +77,25 @@ class Scores {
     const A scale = (A)a_.dropout.scale;
     const int64_t first = a_.dropout.column;
     if constexpr (keys_in_lanes) {
-      constexpr int64_t kAtOnce = 4 * detail::kWide;
       for (int64_t r = 0; r < tile.row.count; ++r) {
         const uint64_t row = dropped_row_ + tile.row.first + r;
-        for (int64_t i = 0; i < lanes; i += kAtOnce) {
-          const auto words = detail::dropout_words(seed, row, (first + tile.lane.first + i) >> 2);
-          put(to + r * lanes + i, words.first >= threshold, scale, lanes - i);
-          put(to + r * lanes + i + kAtOnce / 2, words.second >= threshold, scale,
-              lanes - i - kAtOnce / 2);
+        for (int64_t i = 0; i < lanes; i += detail::kDrawn) {
+          const int64_t group = (first + tile.lane.first + i) >> 3;
+          detail::for_each_kept(seed, row, group, threshold, [&](int64_t k, detail::I32 kept) {
+            put(to + r * lanes + i + k, kept, scale, lanes - i - k);
+          });
         }
       }
     } else {
-      for (int64_t r = 0; r < tile.row.count; r += 4) {
-        const detail::U64 group = detail::U64{} + (uint64_t)((first + tile.row.first + r) >> 2);
+      for (int64_t r = 0; r < tile.row.count; r += 8) {
+        const detail::U64 group = detail::U64{} + (uint64_t)((first + tile.row.first + r) >> 3);
         for (int64_t i = 0; i < lanes; i += detail::kWide) {
           const auto row = detail::count_from(dropped_row_ + tile.lane.first + i);
           const auto words = detail::philox(group, row, row >> 32, detail::U64{}, seed);
-          for (int64_t k = 0; k < 4 && r + k < tile.row.count; ++k) {
+          for (int64_t k = 0; k < 8 && r + k < tile.row.count; ++k) {
             A* at = to + (r + k) * lanes + i;
             for (int64_t n = 0; n < detail::kWide; ++n) {
-              at[n] = (uint32_t)words.word[k][n] >= threshold ? scale : 0;
+              at[n] = (uint16_t)(words.word[k / 2][n] >> 16 * (k % 2)) >= threshold ? scale : 0;
             }
           }
         }

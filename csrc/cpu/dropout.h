@@ -8,10 +8,18 @@ TW_NAMESPACE_BEGIN
 
 namespace detail {
 
-// The words of kWide groups of four columns, in column order.
-inline WordsInOrder dropout_words(uint64_t seed, uint64_t row, int64_t group) {
+constexpr int64_t kDrawn = 8 * kWide;  // columns of a vector of counters
+
+// call(i, kept) for each vector of words of float32: whether the columns from group's first plus i
+// on are kept, of kWide groups of eight columns.
+template <class Call>
+inline void for_each_kept(uint64_t seed, uint64_t row, int64_t group, uint32_t threshold,
+                          Call&& call) {
   const U64 low = U64{} + row, high = U64{} + (row >> 32);
-  return philox_in_order(count_from((uint64_t)group), low, high, U64{}, seed);
+  const WordsInOrder words = philox_in_order(count_from((uint64_t)group), low, high, U64{}, seed);
+  uint16_t numbers[kDrawn];
+  std::memcpy(numbers, &words, sizeof(numbers));
+  for (int64_t i = 0; i < kDrawn; i += kDrawn / 4) call(i, widen(numbers + i) >= threshold);
 }
 
 }  // namespace detail
@@ -32,25 +40,23 @@ class DropoutFactors {
   }
 
  private:
-  static constexpr int64_t kAtOnce = 4 * detail::kWide;  // columns per vector of counters
-  static constexpr int64_t kRun = 16 * kAtOnce;
+  static constexpr int64_t kRun = 8 * detail::kDrawn;
 
   // Not inlined, to keep one copy of the code. The loop reads only locals: the compiler would
   // otherwise reload members after each store.
   __attribute__((noinline)) void fill(int64_t i) {
     const int64_t column = dropout_.column + i;
-    const int64_t end = column % 4 ? kRun + kAtOnce : kRun;
+    const int64_t end = column % 8 ? kRun + detail::kDrawn : kRun;
     const uint64_t seed = seed_, row = row_;
     const uint32_t threshold = dropout_.threshold;
     const A scale = (A)dropout_.scale;
     begin_ = i;
     end_ = i + kRun;
-    skew_ = column % 4;
+    skew_ = column % 8;
     A* to = factors_;
-    for (int64_t done = 0; done < end; done += kAtOnce) {
-      const auto words = detail::dropout_words(seed, row, (column + done) >> 2);
-      put(to + done, words.first >= threshold, scale);
-      put(to + done + kAtOnce / 2, words.second >= threshold, scale);
+    for (int64_t done = 0; done < end; done += detail::kDrawn) {
+      detail::for_each_kept(seed, row, (column + done) >> 3, threshold,
+                            [&](int64_t i, detail::I32 kept) { put(to + done + i, kept, scale); });
     }
   }
 
@@ -58,14 +64,14 @@ class DropoutFactors {
     if constexpr (sizeof(A) == 4) {
       store(to, choose<A>(kept, splat(scale), Vec<A>{}));
     } else {
-      for (int64_t k = 0; k < kAtOnce / 2; ++k) to[k] = kept[k] ? scale : 0;
+      for (int64_t k = 0; k < detail::kDrawn / 4; ++k) to[k] = kept[k] ? scale : 0;
     }
   }
 
   const Dropout& dropout_;
   const uint64_t seed_, row_;
   int64_t begin_ = 0, end_ = 0, skew_ = 0;
-  alignas(kVectorBytes) A factors_[kRun + kAtOnce];
+  alignas(kVectorBytes) A factors_[kRun + detail::kDrawn];
 };
 
 // body(factors), where factors(i) returns the factors of the columns from i on, or 1 without

@@ -1,12 +1,14 @@
 """The random stream of dropout: what is dropped is a function of a seed and of the element's place.
 
 The generator is Philox 4x32-10 in counter mode. The leading dimensions of the whole tensor make up
-an element's row number. The element at (row, column) takes word `column & 3` of
+an element's row number. The element at (row, column) takes number `column & 7` of the eight that
+the four words of
 
-    philox(counter=(column >> 2, row & LOW, row >> 32, 0), key=(seed & LOW, seed >> 32))
+    philox(counter=(column >> 3, row & LOW, row >> 32, 0), key=(seed & LOW, seed >> 32))
 
-with LOW = 2**32 - 1, and is dropped if that word is below round(p * 2**32). So every backend,
-every shard of a tensor and every recomputation drops the same elements, and no mask is stored.
+have in 16 bits each, a word's low half first; LOW = 2**32 - 1. It is dropped if that number is
+below round(p * 2**16), and kept elements are scaled by what this leaves. So every backend, every
+shard of a tensor and every recomputation drops the same elements, and no mask is stored.
 
 The seed of a call is drawn from torch's default generator of the device, so `torch.manual_seed`
 governs it; passing a seed with `seed=` repeats what it dropped. Processes that share a tensor must
@@ -105,18 +107,28 @@ def make_mask(
     """
     seed = as_seed("make_mask", seed, device)
     whole, offset = split_shard(shard)
-    words = _words(shape, trailing, seed, whole or shape, offset or [0] * len(shape))
-    return (words >= round(p * 2**32)).reshape(shape)
+    numbers = _numbers(shape, trailing, seed, whole or shape, offset or [0] * len(shape))
+    return (numbers >= find_threshold(p)).reshape(shape)
 
 
-def _words(
+def find_threshold(p: float) -> int:
+    """How many of 2**16 numbers drop an element: all of them only if p is 1."""
+    return 2**16 if p == 1 else min(round(p * 2**16), 2**16 - 1)
+
+
+def find_scale(p: float) -> float:
+    """The factor of kept elements, with which dropout keeps the mean."""
+    return 0.0 if p == 1 else 2**16 / (2**16 - find_threshold(p))
+
+
+def _numbers(
     shape: Sequence[int],
     trailing: int,
     seed: torch.Tensor,
     whole: Sequence[int],
     offset: Sequence[int],
 ) -> torch.Tensor:
-    """The random word of every element: [rows..., columns]."""
+    """The random 16 bits of every element: [rows..., columns]."""
     leading, width = shape[: len(shape) - trailing], math.prod(shape[len(shape) - trailing :])
     row = torch.zeros((), dtype=torch.int64, device=seed.device)
     stride = 1
@@ -125,13 +137,14 @@ def _words(
         row = row + (coordinate * stride).view([-1] + [1] * (len(leading) - 1 - dim))
         stride = stride * whole[dim]
     first = offset[-1]
-    skew = first % 4
-    group = torch.arange((width + skew + 3) // 4, device=seed.device) + first // 4
+    skew = first % 8
+    group = torch.arange((width + skew + 7) // 8, device=seed.device) + first // 8
     row = row.expand(leading).unsqueeze(-1)
     zero = torch.zeros_like(row)
     counter = (group, row & LOW, (row >> 32) & LOW, zero)
     words = torch.stack(philox(counter, (seed & LOW, (seed >> 32) & LOW)), -1)
-    return words.flatten(-2)[..., skew : skew + width]
+    halves = torch.stack((words & 0xFFFF, words >> 16), -1)
+    return halves.flatten(-3)[..., skew : skew + width]
 
 
 # --- The arguments of ops with dropout ---------------------------------------------------------
@@ -187,9 +200,9 @@ def drop(
     offset: Sequence[int] | None,
     trailing: int = 1,
 ) -> torch.Tensor:
-    """Dropout in eager torch: 0 for a dropped element, else x / (1 - p)."""
+    """Dropout in eager torch: 0 for a dropped element, else x times the scale."""
     if seed is None:
         return x
     shard = Shard(whole, offset) if whole and offset else None
     mask = make_mask(x.shape, p, seed, shard=shard, trailing=trailing)
-    return x * mask * (0.0 if p == 1 else 1 / (1 - p))
+    return x * mask * find_scale(p)

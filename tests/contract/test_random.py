@@ -56,9 +56,21 @@ def test_words_are_uniform(row: int, shift: int) -> None:
     assert abs(chi_square - 255) < 5 * (2 * 255) ** 0.5
 
 
+def test_the_numbers_of_a_call_are_independent() -> None:
+    """Decisions for eight columns from one call: any two fall together as often as by chance."""
+    dropped = ~random.make_mask([2**15, 8], 0.25, 11)
+    both = (dropped.double().T @ dropped.double())[~torch.eye(8, dtype=torch.bool)]
+    n, p = 2**15, 1 / 16
+    assert ((both - n * p).abs() < 4 * (n * p * (1 - p)) ** 0.5).all()
+
+
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
 def test_rate(p: float) -> None:
-    """Within four sigma of a binomial over ten million elements."""
+    """Within four sigma of a binomial over ten million elements, and the mean is kept exactly."""
+    rounded = random.find_threshold(p) / 2**16
+    assert abs(rounded - p) <= 2**-17
+    assert random.find_scale(p) * (1 - rounded) == 1
+    p = rounded
     with torchweld.use_backend("cpu"):
         y = functional.softmax_dropout(torch.zeros(10_000, 1000), p=p, seed=1)
     n = y.numel()
@@ -72,6 +84,9 @@ def test_all_and_almost_nothing() -> None:
         x = torch.zeros(300, 1000)
         assert not functional.softmax_dropout(x, p=1.0, seed=1).any()
         assert functional.softmax_dropout(x, p=1e-12, seed=1).all()
+        most = functional.softmax_dropout(x, p=1 - 1e-12, seed=1)
+    assert random.find_threshold(1 - 1e-12) == 2**16 - 1
+    assert torch.equal(most != 0, random.make_mask(x.shape, 1 - 1e-12, 1))
 
 
 # --- One mask everywhere ------------------------------------------------------------------------
@@ -112,24 +127,24 @@ def test_a_part_drops_what_the_whole_would(
 
 @drawing
 def test_the_limit_itself_is_kept(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An element is dropped where its word is below round(p * 2**32): in each of four lanes."""
+    """An element is dropped where its number is below round(p * 2**16): in each of eight lanes."""
     op = target.op
     inputs = materialize(target.sized((2, 3), (64,)), torch.float32, target.device)
     named = dict(zip(op.forward_signature.arguments, inputs, strict=True))
     named["seed"] = torch.tensor([7], device=target.device)
     drawn: list[torch.Tensor] = []
-    words_of = random._words
+    numbers_of = random._numbers
     with monkeypatch.context() as patch:
-        patch.setattr(random, "_words", lambda *a: drawn.append(words_of(*a)) or drawn[-1])
+        patch.setattr(random, "_numbers", lambda *a: drawn.append(numbers_of(*a)) or drawn[-1])
         op.reference(*(named | {"p": 0.5}).values())
-    for lane in range(4):
-        words = drawn[0].flatten()[lane::4]
-        word = int(words[(words - 2**31).abs().argmin()])
-        assert_right(op, list((named | {"p": word / 2**32}).values()))
+    for lane in range(8):
+        numbers = drawn[0].flatten()[lane::8]
+        number = int(numbers[(numbers - 2**15).abs().argmin()])
+        assert_right(op, list((named | {"p": number / 2**16}).values()))
 
 
 def test_the_reference_of_a_part_is_a_part_of_the_reference() -> None:
-    """Covers rows beyond 2^32 and columns that begin within a group of four."""
+    """Covers rows beyond 2^32 and columns that begin within a group of eight."""
     whole = random.make_mask([6, 5, 40], 0.4, 7)
     part = random.make_mask([2, 3, 21], 0.4, 7, shard=Shard([6, 5, 40], [3, 1, 13]))
     assert torch.equal(part, whole[3:5, 1:4, 13:34])

@@ -214,7 +214,7 @@ def test_norms_are_torchs_after_dropout_and_addition(ours: Any, theirs: Any, sha
     torch.manual_seed(7)
     trailing = len(norm.normalized_shape)
     kept = random.make_mask(x.shape, 0.4, random.seed(), trailing=trailing)
-    torch.testing.assert_close(z, x * kept / 0.6 + residual)
+    torch.testing.assert_close(z, x * kept * random.find_scale(0.4) + residual)
     torch.testing.assert_close(y, norm(z), rtol=1e-5, atol=1e-5)
     module.eval()
     y, z = module(x, residual)
@@ -245,7 +245,7 @@ def test_bias_dropout_add_module() -> None:
     y = module(x, bias, residual)
     torch.manual_seed(7)
     kept = random.make_mask(x.shape, 0.4, random.seed())
-    torch.testing.assert_close(y, (x + bias) * kept / 0.6 + residual)
+    torch.testing.assert_close(y, (x + bias) * kept * random.find_scale(0.4) + residual)
     assert torch.equal(module.eval()(x, None, residual), x + residual)
     assert repr(module) == "BiasDropoutAdd(p=0.4)"
 

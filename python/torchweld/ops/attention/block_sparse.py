@@ -83,7 +83,7 @@ def block_sparse_attention(
         seed: the seed of dropout, see torchweld.random; None draws one from torch's generator. The
             same elements are dropped as by softmax_dropout of scores [batch, heads, queries, keys].
         shard: the place of q in a larger tensor, which decides dropout and distances. The last
-            offset is not q's but the number of the first key, a multiple of 4. Pass the keys and
+            offset is not q's but the number of the first key, a multiple of 8. Pass the keys and
             values of q's heads, or of all heads.
         return_lse: also return the log of the sum of exponentials, which is differentiable.
 
@@ -311,8 +311,8 @@ def _check_shard(q: Any, seed: Any, whole: Any, offset: Any) -> None:
     if whole and whole[-1] != q.shape[-1]:
         accepted = f"sizes that end in {q.shape[-1]}, as those of q"
         raise ArgumentError(OP.name, "shard", f"of sizes {list(whole)}", accepted)
-    if first_key < 0 or first_key % 4:
-        accepted = "offsets that end in a multiple of 4, the number of the first key"
+    if first_key < 0 or first_key % 8:
+        accepted = "offsets that end in a multiple of 8, the number of the first key"
         raise ArgumentError(OP.name, "shard", f"of offsets {list(offset)}", accepted)
 
 
