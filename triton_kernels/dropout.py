@@ -16,8 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from torchweld.random import find_scale, find_threshold
-
 from .rows import place, row_map
 
 # The sizes of the whole and the offset of a part in it, or nothing if the tensor is the whole.
@@ -108,11 +106,12 @@ def dropout_arguments(
 
     For a tensor whose last dimension is the columns and is not sharded.
     """
-    threshold = min(find_threshold(p), 2**16 - 1)
+    threshold = min(round(p * 2**16), 2**16 - 1)
     sizes = whole or shape
     strides = [math.prod(sizes[i + 1 : -1]) for i in range(len(shape) - 1)]
     rows = row_map(shape[:-1], strides)
     if rows is None:
         raise ValueError("shard: a part of the whole in more than three leading dimensions")
     first = sum(map(math.prod, zip(offset or (), strides, strict=False)))
-    return (seed, threshold, find_scale(p), first, *rows)
+    scale = 0.0 if p == 1 else 2**16 / (2**16 - threshold)
+    return (seed, threshold, scale, first, *rows)
