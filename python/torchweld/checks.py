@@ -92,7 +92,7 @@ def autocasts(device_type: str) -> bool:
 
 
 def beside(x: torch.Tensor) -> list[torch.dtype]:
-    """Dtypes accepted beside x: its own, and float32 if x has 16 bits."""
+    """Dtypes accepted together with x: its own, and float32 for 16-bit x."""
     return [x.dtype] if x.dtype.itemsize != 2 else [x.dtype, torch.float32]
 
 
@@ -100,7 +100,7 @@ _BESIDE_FLOAT32 = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def parameters_beside(x: torch.Tensor) -> list[torch.dtype]:
-    """Dtypes of a norm's parameters and statistics: `beside`, and 16 bits if x is float32."""
+    """Dtypes of a norm's parameters and statistics: also 16-bit dtypes for float32 x."""
     return _BESIDE_FLOAT32 if x.dtype is torch.float32 else beside(x)
 
 

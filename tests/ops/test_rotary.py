@@ -177,7 +177,7 @@ def test_documents_by_their_offsets() -> None:
     for wrong in ([1, 6], [0, 4, 3], [0, 7]):
         with pytest.raises(torchweld.ArgumentError, match=r"cu_seqlens is .*; accepted: numbers"):
             rotary_embedding(X, HALF.cos(), HALF.sin(), cu_seqlens=torch.tensor(wrong))
-    with pytest.raises(torchweld.ArgumentError, match="beside position_ids"):
+    with pytest.raises(torchweld.ArgumentError, match="given with position_ids"):
         rotary_embedding(X, HALF.cos(), HALF.sin(), positions, cu_seqlens=offsets)
 
 
@@ -364,7 +364,7 @@ F = X.float()
 COS = HALF.cos().float()
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "no table": ({"cos": None}, "cos", "a tensor"),
-    "no sine": ({"sin": None}, "sin", "None beside a real cos"),
+    "no sine": ({"sin": None}, "sin", "None with a real cos"),
     "another sine": ({"sin": COS[:, :3]}, "sin", r"\[6, 8\]"),
     "a table of another length": ({"cos": COS[:5], "sin": COS[:5]}, "cos", "broadcasts"),
     "a wide table": ({"cos": COS.repeat(1, 3), "sin": COS.repeat(1, 3)}, "rotary_dim", "16"),

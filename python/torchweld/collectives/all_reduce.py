@@ -172,7 +172,7 @@ def check_error_dtype(function: str, dtype: Any) -> None:
 
 
 def check_rank(function: str, wire: Wire, rank: int | None, size: int | None) -> None:
-    """Check that saved errors are this rank's own, or those of all ranks."""
+    """Check that saved errors belong to this rank or to all ranks."""
     if rank is not None and (rank, size) != (wire.rank, wire.size):
         actual = f"that of rank {rank} of {size}"
         accepted = f"rank {wire.rank}'s own of {wire.size}, or a whole_state_dict() of any number"

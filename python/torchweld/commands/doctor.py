@@ -22,7 +22,7 @@ from torchweld.table import Table
 
 WIDTH = 100
 LARGE_BLOCKS = (
-    "mapped and faulted in anew at each call, which is glibc's default: torchweld.keep_pages() at"
+    "mapped and faulted in again at each call, which is glibc's default: torchweld.keep_pages() at"
     " the top of a script keeps them resident"
 )
 Facts = list[tuple[str, str]]

@@ -73,11 +73,11 @@ def make_guards(tensors: Sequence[torch.Tensor]) -> IsLike | None:
 def make_comparison(
     given: Sequence[Any], *, aligned: bool, constant: type | None = None
 ) -> IsLike | None:
-    """A function that says whether it is called with arguments like the given ones.
+    """Make a function that says whether its arguments are like the given ones.
 
-    None if such a call cannot be recognised: an argument is one tensor twice, a tensor of another
-    class, or an object that is not a `constant`. `aligned`: addresses must be those of aligned
-    tensors, for which Triton compiles kernels of their own.
+    None if such a call cannot be recognised: the same tensor is given twice, or an argument is a
+    tensor subclass or an object that is not a `constant`. `aligned`: tensors must also be aligned,
+    since Triton specializes kernels on alignment.
     """
     tensors = [value for value in given if isinstance(value, torch.Tensor)]
     if _guards is None or len({id(t) for t in tensors}) < len(tensors) or not is_ordinary():

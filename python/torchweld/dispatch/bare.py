@@ -24,8 +24,8 @@ class BareOp:
     """The definition of such an op; `fake` is left out if the op returns nothing.
 
     `triton` is the file with its Triton kernel. `reference` takes the same arguments; on a GPU the
-    kernels are checked against it at their first use, with the arguments that `sample` makes of the
-    call's: fewer elements, so that a copy of them fits beside the model.
+    kernels are checked against it at their first use. `sample` cuts the call's arguments for this
+    check, so that their copies fit in memory next to the model.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ def find_agreed(name: str, index: int | None) -> str:
 def _word(value: Any) -> Any:
     """The part of an argument that an answer depends on: its dtype, a flag, or whether it is 0.
 
-    A temperature or a rate that changes from step to step must not ask anew.
+    Scalars that change every step must not trigger a new trial.
     """
     if isinstance(value, torch.Tensor):
         return value.dtype

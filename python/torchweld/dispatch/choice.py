@@ -55,8 +55,8 @@ forced: tuple[str, ...] | None = _read_environment()
 class use_backend(ContextDecorator):  # noqa: N801 - it is used as a function
     """A context in which every op runs on the first of these backends that can serve it.
 
-    A call that none can serve raises BackendError with every reason. Names are those of
-    `torchweld.backends()`, or "gpu" for "cuda" and "triton"; None is the automatic choice. The
+    A call that none can serve raises BackendError with every reason. Names come from
+    `torchweld.backends()`; "gpu" means "cuda" and "triton", and None the automatic choice. The
     context holds for the whole process, including other threads and asyncio tasks: only one of them
     may enter it at a time. A backward pass runs on the backend of its forward pass.
     """

@@ -146,7 +146,7 @@ def _find_offsets(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) ->
 
 
 def _strided_offsets(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Any:
-    """Like _find_offsets, for shards of which some may be strided."""
+    """Like _find_offsets, but shards may be strided."""
     offsets = [0] * len(shape)
     for dim in {
         dim for placement in placements if (dim := find_sharded_dim(placement)) is not None

@@ -139,7 +139,7 @@ class _Runs:
         return torch.get_autocast_dtype(kind) if behind_gemms else self._op.autocast.get(kind)
 
     def _draw_sample(self) -> list[Any]:
-        """Take few enough rows that their float64 copies fit beside the model."""
+        """Take few enough rows for their float64 copies to fit in memory next to the model."""
         rows = _ROWS_BEHIND_GEMMS if isinstance(self._op, Composite) else ROWS
         return [_make_leaf(v, self._cast_to) for v in self._op.take_sample(self._inputs, rows)]
 

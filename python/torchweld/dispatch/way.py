@@ -51,8 +51,8 @@ def short(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Give a public function the short way; its first argument is a tensor.
 
-    `small`: its arguments are those of the op of its name, whose reference is one op of torch's.
-    Small inputs on a CPU go there without a look-up, which would take as long.
+    `small`: the function has the arguments of the op with its name, and the op's reference is a
+    single torch op. Small CPU inputs fall back to it without a look-up, which would take as long.
 
     The function may do anything but depend on numbers in its tensors, or on anything of torch that
     `make_comparison` does not compare. An argument of class `constant` is compared by ==, and the

@@ -180,7 +180,7 @@ def reduce_in_low_precision(
 ) -> list[LowPrecisionReduceScatter]:
     """Give every FSDPModule in a model a LowPrecisionReduceScatter, in the order of modules().
 
-    Arguments are those of that class. Returns the instances, for their bytes and states.
+    Arguments go to LowPrecisionReduceScatter. Returns the instances, for their bytes and states.
     """
     from torch.distributed.fsdp import FSDPModule
 

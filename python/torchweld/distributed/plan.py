@@ -410,7 +410,7 @@ def _is_mlp(module: torch.nn.Module, names: tuple[str, ...]) -> bool:
     sizes = {
         p.numel() for name in others for p in module.get_submodule(name).parameters(recurse=False)
     }
-    # The layers of an MLP can be in the block itself, beside norms of the stream.
+    # An MLP's layers can be children of the block itself, next to the stream's norms.
     return not sizes & {1, hidden} if attention else not others
 
 

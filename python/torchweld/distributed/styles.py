@@ -42,7 +42,7 @@ class Style(ParallelStyle):
 
     def __init__(self, **layouts: Any) -> None:
         super().__init__(**layouts)
-        # The checks of the whole plan of which this style is a part, until they have run.
+        # The whole plan's pending checks.
         self.checks: list[Callable[[int], None]] = []
         self.sums = Sums()
 
@@ -247,9 +247,9 @@ def get_head_width(module: torch.nn.Module) -> int:
 
 
 def divide_counts(module: Any, features: Sequence[int], count: int) -> None:
-    """Divide an attention's numbers of heads, and of their features, by the number of devices.
+    """Divide an attention's head and feature counts by the number of devices.
 
-    The code of OPT, StableLM, T5 and RemBERT reads them. `features` are those of the projections.
+    OPT, StableLM, T5 and RemBERT read these counts. `features`: the projections' feature counts.
     """
     names = ("num_heads", "num_key_value_heads", "num_attention_heads", "n_heads")
     widths = ("inner_dim", "all_head_size", "embed_dim")

@@ -63,9 +63,9 @@ class RowSharded:
     """An optimizer under DDP that steps some rows of each parameter on each rank, and gathers them.
 
     The optimizer's parameters are DTensors whose local parts are views of the model's memory. So
-    its states are sharded DTensors: the norms of LAMB or max_grad_norm are those of whole tensors,
-    8-bit states do not depend on the number of ranks, and torch's distributed checkpoints can
-    reshard them.
+    its states are sharded DTensors: LAMB and max_grad_norm take norms over whole tensors, 8-bit
+    states do not depend on the number of ranks, and torch's distributed checkpoints can reshard
+    them.
 
     Args:
         parameters: the model's parameters, the same on all ranks of the mesh; DDP averages their

@@ -1,4 +1,4 @@
-"""Which of its submodules a forward calls on the result of which other, read from its source."""
+"""Data flow between a module's submodules, read from the source of its forward."""
 
 from __future__ import annotations
 

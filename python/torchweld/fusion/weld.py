@@ -63,9 +63,9 @@ class Weld:
         return tuple(first)
 
     def weld_may_skip(self) -> bool:
-        """Whether the submodules that the weld skips were not replaced, and have no hooks.
+        """Whether the skipped submodules were not replaced and have no hooks.
 
-        Those of a plan's styles count for the whole of the weld.
+        Hooks of a plan's styles apply to the whole weld.
         """
         modules: dict[str, Any] = self._modules  # type: ignore[attr-defined]
         return all(
@@ -193,7 +193,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def name_hooks(module: torch.nn.Module, besides: str | tuple[str, ...] | None) -> str:
-    """Name the kinds of hooks on a module, without those of the packages `besides`."""
+    """Name the kinds of hooks on a module, except hooks from the packages `besides`."""
     kinds = []
     for kind in _HOOKS:
         hooks = getattr(module, kind, {}).values()

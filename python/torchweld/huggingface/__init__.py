@@ -432,7 +432,7 @@ def attention(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if attention_mask is not None and _adds(attention_mask) and not is_part:
         if position_bias is not None:
-            accepted = "None beside position_bias, or booleans [batch, keys]"
+            accepted = "None with position_bias, or booleans [batch, keys]"
             raise ArgumentError(NAME, "attention_mask", "numbers for each pair", accepted)
         # Swin's, which has its bias of relative positions in it.
         position_bias, attention_mask = attention_mask.to(query.dtype), None
@@ -450,7 +450,7 @@ def attention(
             attention_mask = _add_to_mask(position_bias, attention_mask, query, key)
         if softcap or s_aux is not None:
             if position_bias is not None:
-                accepted = "None beside a soft cap or sinks in parts of a sequence"
+                accepted = "None with a soft cap or sinks in parts of a sequence"
                 raise ArgumentError(NAME, "position_bias", "a tensor", accepted)
             settings = (softcap or 0.0, s_aux, dropout if module.training else 0.0)
             masked = _attend_with_mask(query, key, value, attention_mask, scaling, *settings)

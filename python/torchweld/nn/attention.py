@@ -150,7 +150,7 @@ class BlockSparseMultiheadAttention(torch.nn.Module):
     ) -> tuple[torch.Tensor, None]:
         """Return the output and None.
 
-        The arguments are those of torch.nn.MultiheadAttention, also without a batch, but
+        Takes torch.nn.MultiheadAttention's arguments, also without a batch dimension, but
         `need_weights` is False by default: the weights are never materialised.
         `key_padding_mask` is [batch, keys] and `attn_mask` [queries, keys] or [batch * heads,
         queries, keys]: booleans, where keys at True are ignored, or numbers, which are added to the

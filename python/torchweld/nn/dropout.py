@@ -117,8 +117,8 @@ class DropoutAddLayerNorm(_DropoutAddNorm):
         p: probability that an element of the input is dropped while training.
         return_residual: return (y, dropout(input, p) + residual).
         y_dtype: dtype of y; None: as in torch.nn.LayerNorm, so under autocast float32 on CUDA or
-            beside a float32 residual. If y only goes to linear layers, as in blocks that normalise
-            first, the input's dtype is as good.
+            with a float32 residual. If y only goes to linear layers, as in pre-norm blocks, the
+            input's dtype is as good.
     """
 
     weight: torch.nn.Parameter | None

@@ -29,9 +29,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 class LinearCrossEntropy(torch.nn.Linear):
     """torch.nn.Linear(in_features, num_classes) and the cross entropy of its logits.
 
-    Its parameters have the layer's names, `weight` and `bias`, so that it takes the place of a
-    language model's head. The arguments after `bias` are those of
-    torchweld.functional.linear_cross_entropy.
+    Its parameters have the layer's names, `weight` and `bias`, so that it can replace a language
+    model's head. Arguments after `bias` are passed to torchweld.functional.linear_cross_entropy.
     """
 
     class_weight: torch.Tensor | None

@@ -18,7 +18,7 @@ def quantize_8bit(input: torch.Tensor, *, signed: bool = True) -> tuple[torch.Te
     """Blocks of 256 elements as bytes and a scale, in bitsandbytes' dynamic map.
 
     The first dimension counts rows, and a block lies within a row; a vector is one row. If the row
-    length is a multiple of 256, the blocks equal those of bitsandbytes on the flattened tensor. An
+    length is a multiple of 256, the blocks equal bitsandbytes' blocks of the flattened tensor. An
     element becomes the code of the map's value nearest to element / absmax; a tie goes to the
     larger magnitude. Zero stays zero.
 

@@ -38,7 +38,7 @@ def softmax_dropout(
         input: [*, keys] or [*, queries, keys]; float32, bfloat16, float16 (or float64).
         mask: broadcasts to input. If boolean, True takes part, as in
             torch.nn.functional.scaled_dot_product_attention. Otherwise it is added; it has input's
-            dtype, or float32 beside 16-bit input, and gets a gradient if it requires one.
+            dtype, or float32 for 16-bit input, and gets a gradient if it requires one.
         scale: factor of input; representable in float32, or float64 for float64 input.
         causal: the last query sees every key, each one before it one key less.
         p: probability that an element is dropped if training is true.

@@ -175,7 +175,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Adopt the parameters' current values; call it after other code has set them.
 
         With master_weights a step rounds parameters from masters, and would overwrite new values.
-        Averages that have seen no step begin anew.
+        Averages that have seen no step restart at the new values.
         """
         with torch.no_grad():
             for p, state in self.state.items():
@@ -207,7 +207,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return group["lr"]
 
     def _companion(self) -> str | None:
-        """The entry of a number beside each element, which begins as the parameter's."""
+        """State key of the per-element companion, initialized to the parameter."""
         return None if self.ema_decay is None else EMA
 
     def _ratios_of(self, group: Group, lr: torch.Tensor) -> RatiosOf | None:
@@ -331,7 +331,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return list(gatherings.values())
 
     def _members(self) -> Iterable[tuple[Group, Iterable[tuple[Codec, Numbered]]]]:
-        """Each group, with its parameters by codec: those of this step, with their numbers."""
+        """Each group with this step's numbered parameters, by codec."""
         if self._chosen is not None:
             yield from self._chosen
             return

@@ -206,8 +206,8 @@ def _find_group(
 ) -> tuple[Any, tuple[tuple[int, ...], ...]]:
     """Find the devices that share parameters split along these dimensions, and their places.
 
-    `world` is the default group: once another one has been initialized, groups are found anew,
-    since the mesh equals one of the former.
+    `world`, the default group, is part of the cache key: a mesh compares equal to the same mesh of
+    an earlier default group.
     """
     if len(along) == 1:
         group = mesh.get_group(along[0])

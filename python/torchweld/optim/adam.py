@@ -58,7 +58,7 @@ class Adam(_AdamStep, torch.optim.Adam):
         max_grad_norm: gradients are used as if clipped by torch.nn.utils.clip_grad_norm_;
             `grad_norm` is their norm before clipping, as a tensor.
         ema_decay: keep moving averages of parameters, which a step multiplies by this number;
-            `ema_weights()` shows them. They begin as the parameters, and are float32 beside 16-bit
+            `ema_weights()` shows them. They start at the parameters, and are float32 for 16-bit
             parameters.
         cautious: move only elements whose step and gradient agree in sign, divided by their share
             in the whole tensor (Liang et al. 2024); per group.

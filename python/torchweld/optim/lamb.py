@@ -23,7 +23,7 @@ class LAMB(OwnOptimizer):
     """LAMB (You et al. 2020): Adam's step, weight decay included, at each tensor's own scale.
 
     A tensor p moves by lr * |p| / |u| * u, where u is Adam's direction plus weight_decay * p, or by
-    lr * u if either norm is zero. Norms are those of the whole tensor, sharded or not.
+    lr * u if either norm is zero. Norms are taken over the whole tensor, sharded or not.
 
     Args:
         params, lr, betas, eps, weight_decay: as in torch.optim.AdamW.

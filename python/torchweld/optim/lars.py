@@ -19,7 +19,7 @@ class LARS(SgdStep, OwnOptimizer):
 
     The gradient of a tensor p, weight decay included, is multiplied by
     trust_coefficient * |p| / (|g| + weight_decay * |p| + eps) before it enters the momentum;
-    it is unchanged if either norm is zero. Norms are those of whole tensors, sharded or not.
+    it is unchanged if either norm is zero. Norms are taken over whole tensors, sharded or not.
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov: as in torch.optim.SGD.

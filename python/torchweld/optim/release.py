@@ -121,10 +121,10 @@ def release_gradients(
 ) -> GradientRelease:
     """Step parameters in the backward pass, as their gradients arrive, and free the gradients.
 
-    Gradients that have arrived wait until they have `bucket_bytes`, and then step together; so the
-    model never has more of them than that and one more. The trajectory has the bits of one without.
-    `optimizer.step()` is still called after the backward pass: it steps the rest. Learning rates
-    are those of the backward pass, so schedulers work as usual.
+    Gradients wait until they fill a bucket of `bucket_bytes`, and their parameters step together;
+    so at most one bucket and one more gradient exist at a time. The trajectory is bitwise the same
+    as without. `optimizer.step()` is still called after the backward pass: it steps the rest. Steps
+    use the learning rates set during the backward pass, so schedulers work as usual.
 
     With several backward passes a step, put all but the last in `with release.accumulate():`;
     their gradients stay, as a sum. A second pass outside of it is an error, unless the first one

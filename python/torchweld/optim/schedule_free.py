@@ -53,7 +53,7 @@ class ScheduleFreeAdamW(OwnOptimizer):
         weight_lr_power: the power of the largest lr in these weights.
         maximize, foreach, differentiable, fused: as in torch.optim; capturable must be False, since
             the weights of the average are numbers of the host.
-        state_dtype: of the second moment; the iterates are float32 beside 16-bit parameters.
+        state_dtype: of the second moment; the iterates are float32 for 16-bit parameters.
         master_weights, min_quantized_size, stochastic_rounding, max_grad_norm: as in Adam.
 
     States and groups have the names of the authors' package, and load from it. A GradScaler skips

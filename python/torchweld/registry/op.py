@@ -23,7 +23,7 @@ class Numerics:
     A 16-bit result may be off by `rounding[name]` times the error of rounding the exact result, and
     by `eager[name]` times eager's error; both factors are 1.1 by default. A float32 result may be
     off by as many times eager's error, or by `fp32[name]` unit roundoffs of the sum of its terms'
-    magnitudes; `eager` counts beside 16-bit inputs only. `terms` takes the forward's arguments and
+    magnitudes; `eager` applies to 16-bit inputs only. `terms` takes the forward's arguments and
     `grad_y`, and returns these sums by name.
     """
 
@@ -95,8 +95,7 @@ class Op:
     # Takes the forward's arguments and a number of rows; returns arguments like them with about so
     # many rows, to judge kernels by in float64. None: the first rows of each argument.
     sample: Callable[[Sequence[Any], int], Sequence[Any]] | None = None
-    # Arguments that stand for those of a compiled graph, whose sizes may be symbolic. None: some of
-    # `sized`.
+    # Stand-in arguments while compiling, when sizes may be symbolic. None: some of `sized`.
     arguments_while_compiling: tuple[Any, ...] | None = None
     # Whether a correct kernel serves on a GPU untimed, since eager is known to be slower, or its
     # memory grows with the square of a size.
@@ -145,7 +144,7 @@ class Op:
 
     @property
     def stand_in(self) -> tuple[Any, ...]:
-        """Arguments that stand for those of a compiled graph."""
+        """Stand-in arguments for a compiled graph."""
         return self.arguments_while_compiling or self.sized((4096,), (1024,))
 
     def take_sample(self, inputs: Sequence[Any], rows: int) -> Sequence[Any]:

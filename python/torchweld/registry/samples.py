@@ -137,7 +137,7 @@ def take_rows(
 
 
 def _narrow(value: Any, shape: Sequence[int], sizes: Sequence[int], leading: int) -> Any:
-    """The part of a tensor that has, or broadcasts to, `shape` beside one of `sizes`."""
+    """Narrow the leading dimensions that a tensor shares with `shape` to `sizes`."""
     if not isinstance(value, torch.Tensor) or value.ndim > len(shape):
         return value
     for at in range(value.ndim):

@@ -112,7 +112,7 @@ class BlockBias:
 
 
 def _beside(index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The index of a table, as a DTensor beside one that is sharded by heads."""
+    """The table's index, as a replicated DTensor if the table is a DTensor."""
     if type(table).__name__ != "DTensor":  # importing DTensor takes half a second
         return index
     from torch.distributed.tensor import DTensor, Replicate

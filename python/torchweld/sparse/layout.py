@@ -1,4 +1,4 @@
-"""BlockLayout: an immutable description of which blocks attention computes."""
+"""BlockLayout: an immutable set of the blocks that attention computes."""
 
 from __future__ import annotations
 
@@ -376,8 +376,8 @@ class BlockLayout:
     ) -> BlockLayout:
         """Sparse Transformer's fixed pattern: local windows, whose last blocks all rows see.
 
-        With `num_different_global_patterns` the `num_heads` heads differ: the global blocks of head
-        h come before those of head h - 1 in a window.
+        With `num_different_global_patterns` the `num_heads` heads differ: within a window, head h's
+        global blocks precede head h - 1's.
         """
         grid = make_grid(seq_len, block, device)
         return cls._from_draft(
@@ -536,7 +536,7 @@ class BlockLayout:
         window_size: tuple[int, int] | None = None,
         seq_len: int | tuple[int, int] | None = None,
     ) -> BlockLayout:
-        """Packed sequences, each of which sees only itself.
+        """Packed sequences; each one attends only to itself.
 
         `cu_seqlens` has FlashAttention's meaning: cumulative lengths that start with 0. With shape
         [batch, sequences + 1] each row of the batch is packed separately; a row with fewer

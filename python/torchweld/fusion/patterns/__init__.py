@@ -71,6 +71,6 @@ _OURS = frozenset(PATTERNS)
 
 
 def concerns(pattern: Pattern, module: torch.nn.Module) -> bool:
-    """Whether a recogniser may know a module. Those of users see every module."""
+    """Whether a recogniser may know a module. Users' recognisers see every module."""
     known = TORCHS.get(type(module))
     return known is None or pattern in known or pattern not in _OURS

@@ -29,10 +29,10 @@ _WIDTHS = ("key_value_proj_dim", "qk_head_dim", "head_dim")
 
 
 class BiasedAttention(Weld):
-    """An attention that asks `weld_functions` for the function which attends.
+    """An attention that takes its attention function from `weld_functions`.
 
-    Its forward is made anew from its source: nothing else in it changes. On the CPU torch's
-    attention keeps all scores if a bias needs a gradient or values have another width than keys.
+    Its forward is recompiled from source, with no other change. On the CPU torch's attention stores
+    all scores if a bias needs a gradient or the widths of keys and values differ.
     """
 
     weld_forward: Callable[..., Any]
@@ -50,7 +50,7 @@ class BiasedAttention(Weld):
 
 
 class _Functions:
-    """The attention functions of transformers, of which "sdpa" is ours where ours serves."""
+    """Transformers' attention functions, with ours for "sdpa" where it can serve."""
 
     def __init__(self, registry: Any) -> None:
         self._registry = registry
@@ -197,7 +197,7 @@ def _has_slow_attention(module: Any) -> bool:
 
 
 def _count_tokens(module: Any) -> int:
-    """The tokens that an attention takes: those of its window, if it has one."""
+    """Count the tokens of a sample: the attention's window, or 5 if it has none."""
     table = getattr(module, "relative_position_bias", None)
     places = getattr(table, "relative_position_index", None)
     return 5 if places is None else math.isqrt(places.numel())

@@ -32,8 +32,8 @@ _WORDS, _FEATURES = 37, 16  # of the model that is tried
 class LanguageLoss(Weld):
     """A model whose training steps compute the loss from the head's input.
 
-    Its forward is made anew from its source, in the globals of its file. In training, with labels,
-    it returns logits that are computed when they are read.
+    Its forward is recompiled from source, in the globals of its file. In training, with labels, it
+    returns lazy logits, computed when they are read.
     """
 
     weld_head_name: str

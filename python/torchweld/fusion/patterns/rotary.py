@@ -38,9 +38,8 @@ _NORMS = {"q_norm": "weld_q_norm", "k_norm": "weld_k_norm"}
 class RotaryAttention(Weld):
     """An attention whose forward calls `weld_rotate` in place of the function of its file.
 
-    The forward is made anew from its source, in the globals of its file: nothing else in it
-    changes. `norm` has the settings of the norms that the rotation takes along. Their modules are
-    not called.
+    The forward is recompiled from source, in the globals of its file, with no other change. `norm`
+    has the settings of the norms that are fused into the rotation. Their modules are not called.
     """
 
     weld_norm: tuple[tuple[str, Any], ...] = ()

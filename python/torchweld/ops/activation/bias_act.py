@@ -29,7 +29,7 @@ def bias_act(
 
     Args:
         input: [*, width], or one number without a bias; float32, bfloat16, float16 (or float64).
-        bias: [width], in input's dtype, or float32 beside a 16-bit input.
+        bias: [width], in input's dtype, or float32 for 16-bit input.
         activation: "gelu", "relu", "silu", "quick_gelu" (z * sigmoid(1.702 z)), "relu2" (relu's
             square), "sigmoid", "tanh" or "identity" (no activation).
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".

@@ -309,7 +309,7 @@ def _check_shard(q: Any, seed: Any, whole: Any, offset: Any) -> None:
     *place, first_key = offset or [0]
     checks.dropout(OP.name, "q", q, seed, whole, [*place, 0] if offset else offset)
     if whole and whole[-1] != q.shape[-1]:
-        accepted = f"sizes that end in {q.shape[-1]}, as those of q"
+        accepted = f"sizes that end in {q.shape[-1]}, as q's do"
         raise ArgumentError(OP.name, "shard", f"of sizes {list(whole)}", accepted)
     if first_key < 0 or first_key % 8:
         accepted = "offsets that end in a multiple of 8, the number of the first key"

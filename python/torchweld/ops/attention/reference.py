@@ -159,7 +159,7 @@ def drop_weights(
 
 
 def _pad_to_four(sizes: Sequence[int] | None, missing: int) -> list[int] | None:
-    """Pad sizes or offsets to those of the scores; the last size does not matter."""
+    """Pad sizes or offsets to the scores' four dimensions; the last size does not matter."""
     return None if not sizes else [missing] * (4 - len(sizes)) + [*sizes]
 
 

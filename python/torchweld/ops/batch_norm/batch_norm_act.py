@@ -434,7 +434,7 @@ def _arguments(
     return (activation(*shape), *running, *parameters, training, 0.1, 1e-5, None, *kind)
 
 
-# Rows and widths as in activations.SHAPES, without those of a single row.
+# Rows and widths as in activations.SHAPES, without single rows.
 _SHAPES: tuple[tuple[int, ...], ...] = (
     (3, 1),
     (5, 7),

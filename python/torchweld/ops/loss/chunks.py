@@ -149,7 +149,7 @@ def find_rows(function: str, layer: Layer, needs: Needs) -> int:
 
 
 def keeps_sums(layer: Layer, needs: Needs, rows_of_chunk: int) -> bool:
-    """Whether the weight's gradient is summed in a float32 buffer beside it."""
+    """Whether the weight's gradient is accumulated in a separate float32 buffer."""
     several = layer.input.shape[0] > rows_of_chunk
     return needs.weight and several and layer.float32_sums and layer.weight.element_size() == 2
 
@@ -259,7 +259,7 @@ class _Gemms:
                 _add_to_float32(total[at], grad[:, at].t(), x, self._started)
             self._started = True
             return
-        # On processors without 16-bit products torch has the whole result in float32 beside it.
+        # On CPUs without 16-bit products torch allocates the whole result in float32 as well.
         is_copied = layer.input.is_cpu and layer.input.element_size() == 2
         widens = layer.is_widened() or self._sums
         for at in self._blocks() if widens or is_copied else self._parts:

@@ -87,7 +87,7 @@ def check_loss(
 
 
 class Target(NamedTuple):
-    """A target as rows: classes [n, 1], or [n, 0] beside probabilities [n, V]."""
+    """A target as rows: classes [n, 1], or probabilities [n, V] with classes [n, 0]."""
 
     classes: torch.Tensor
     probabilities: torch.Tensor | None

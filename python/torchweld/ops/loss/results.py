@@ -12,7 +12,7 @@ from torchweld.ops.loss.rows import How
 
 
 class Wanted(NamedTuple):
-    """The results of a row beside the log-probabilities and the log-sum-exp."""
+    """Per-row results to compute in addition to log-probabilities and log-sum-exp."""
 
     entropy: bool = False
     smooth: bool = False

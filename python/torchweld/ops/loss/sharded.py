@@ -228,7 +228,7 @@ def _is_strided(placement: Any) -> bool:
 
 
 def _to_local(function: str, name: str, value: Any, mesh: Any, placements: Any, grads: Any) -> Any:
-    """This device's part of a tensor with these placements; its gradient has those of `grads`."""
+    """This device's part of a tensor with these placements; its gradient's placements: `grads`."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(value, torch.Tensor):

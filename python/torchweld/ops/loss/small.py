@@ -17,7 +17,7 @@ from torchweld.dispatch import choice
 from torchweld.dispatch.alike import PLAIN, is_ordinary
 from torchweld.registry import why_not_now
 
-# With fewer logits torch is faster: given ones, and those of a linear layer.
+# torch is faster with fewer logits: thresholds for given logits and for a linear layer's logits.
 _GIVEN, _LINEAR = 2**14, 2**18
 _REFUSALS = (RuntimeError, IndexError, ValueError, TypeError)
 _FLOATS = (torch.float32, torch.float64)

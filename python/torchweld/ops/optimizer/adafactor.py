@@ -44,11 +44,12 @@ class AdafactorSettings(NamedTuple):
 
 
 class _Factored(Rule):
-    """A rule whose step needs sums over whole tensors, three times.
+    """A rule whose step reduces over whole tensors, three times.
 
-    For unsharded parameters one call makes them all. For sharded ones, devices exchange sums
-    between passes: `sums` has those of all passes, and `whole_sizes` the rows, columns and elements
-    of whole parameters. In eager torch, an update is a generator that yields the sums of each pass.
+    For unsharded parameters one call makes all sums. For sharded parameters, devices exchange sums
+    between passes: `sums` has the sums of all passes, and `whole_sizes` the rows, columns and
+    elements of whole parameters. In eager torch, an update is a generator that yields the sums of
+    each pass.
     """
 
     def kernel_files(self, folder: str, suffix: str) -> tuple[str, ...]:
@@ -97,7 +98,7 @@ class _Factored(Rule):
         return ()
 
     def step(self, task: Task) -> None:
-        """The step, with exchanged sums or those of whole parameters."""
+        """Take the step, with exchanged sums or with sums of whole parameters."""
         if isinstance(task.handed_on, _Updates):
             self._reference(task)
             torch.autograd.graph.increment_version(task.batch.wholes)
@@ -179,7 +180,7 @@ def _update(
     lr: torch.Tensor,
     s: AdafactorSettings,
 ) -> Update:
-    """Yield this device's sums three times, receive those of the whole, then yield the step.
+    """Yield this device's sums and receive the whole tensor's, three times; then yield the step.
 
     `of_parameter` returns parameter, gradient and moments, which are not kept between passes.
     """

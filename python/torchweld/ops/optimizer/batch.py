@@ -9,8 +9,8 @@ An op takes lists with an entry for each parameter:
   bfloat16, or codes of 8-bit blocks with their `absmaxes`, as quantize_8bit makes them;
 * `steps`: the number of steps taken, on the parameter's device, which the step counts up;
 * `edges`: for codes whose rows are split across devices, or none: where the local pieces of blocks
-  begin and end in a row, as int64 numbers on the codes' device. `absmaxes`, [rows, pieces], are
-  then those of the whole blocks, and so are `new_absmaxes`, those of the codes after the step;
+  begin and end in a row, as int64 numbers on the codes' device. `absmaxes`, [rows, pieces], then
+  belong to the whole blocks, and so do `new_absmaxes`, the absmaxes after the step;
 * `rounding_offsets`: for bfloat16 parameters that are rounded stochastically, or none; see
   rounding.py;
 * `companions`: float32 numbers of the parameters' shapes, or none: averages of parameters, which
@@ -19,10 +19,10 @@ An op takes lists with an entry for each parameter:
 `lr` is one number, or float64 numbers on the CPU, one for each parameter. `grad_factor` multiplies
 gradients before anything else. If `found_inf` is not zero, nothing changes. Numbers that change
 from step to step are tensors, on the parameters' device or the CPU, and the host waits for none of
-them. `settings_of_each`, on the CPU, has a row of float64 settings for each parameter in place of
-those of all. An adaptive rule takes `ratios`, a float64 number for each parameter. `sums` are
-float64 numbers that passes measure, and `whole_sizes` are sizes of whole parameters; each rule
-defines which.
+them. `settings_of_each`, on the CPU, has per-parameter rows of float64 settings in place of shared
+settings. An adaptive rule takes `ratios`, a float64 number for each parameter. `sums` are float64
+numbers that passes measure, and `whole_sizes` are sizes of whole parameters; each rule defines
+which.
 """
 
 from __future__ import annotations

@@ -253,5 +253,5 @@ def _say_what_it_costs(rule: str, batch: Batch) -> None:
     _say_once(
         f"torchweld: no kernel is proven for {rule} with {', '.join(stored) or 'no'} states on"
         f" {first.device}; eager torch takes tens of launches a parameter and up to"
-        f" {largest / 2**20:.0f} MB beside it. `torchweld doctor` says why"
+        f" {largest / 2**20:.0f} MB of temporaries. `torchweld doctor` says why"
     )

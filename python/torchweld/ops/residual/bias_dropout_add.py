@@ -34,7 +34,7 @@ def bias_dropout_add(
 
     Args:
         input: [*, width]; float32, bfloat16, float16 (or float64).
-        bias: [width], in input's dtype, or float32 beside a 16-bit input; None: no bias.
+        bias: [width], in input's dtype, or float32 for 16-bit input; None: no bias.
         residual: of input's shape; of input's dtype, or float32 and 16 bits in either order.
         p: probability that an element is dropped if training is true.
         training: False drops nothing.

@@ -63,7 +63,7 @@ def inputs(
 
 
 def _wide_y(function: str, norm: Op, x: Any, residual: Any, y_dtype: torch.dtype | None) -> bool:
-    """Whether y is in float32 beside a 16-bit x; by default as in torch.
+    """Whether to return float32 for 16-bit x. Defaults to torch's type promotion.
 
     Under autocast torch's norm returns the dtype of x + residual, or float32 on devices whose
     autocast rule says so.
@@ -96,7 +96,7 @@ def normalize_input(
 
 
 def as_wide(residual: Any, x: Any) -> Any:
-    """Convert a 16-bit residual to float32 beside a float32 x, as plain addition does."""
+    """Promote a 16-bit residual to float32 if x is float32, as plain addition does."""
     dtype = getattr(residual, "dtype", None)
     if dtype is torch.bfloat16 or dtype is torch.float16:
         return residual.float() if getattr(x, "dtype", None) is torch.float32 else residual

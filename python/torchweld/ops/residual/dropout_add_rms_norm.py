@@ -49,8 +49,8 @@ def dropout_add_rms_norm(
             or without a weight the last dimension.
         eps: added to the mean square, >= 0; None: as in rms_norm.
         return_residual: return (y, z).
-        y_dtype: dtype of y: input's, or float32 beside a 16-bit input; None: input's, or under
-            autocast that of torch's norm: float32 on CUDA and beside a float32 residual.
+        y_dtype: dtype of y: input's, or float32 for 16-bit input; None: input's, or under autocast
+            torch's norm's: float32 on CUDA and with a float32 residual.
         p: probability that an element of input is dropped if training is true.
         training: False drops nothing.
         seed: what to drop, see torchweld.random; None draws one from torch's generator.

@@ -39,7 +39,7 @@ def prepare(
         raise ArgumentError(NAME, "seq_dim", repr(seq_dim), "-2 or -3")
     if sin is None:
         if not cos.is_complex():
-            raise ArgumentError(NAME, "sin", "None beside a real cos", "a tensor like cos")
+            raise ArgumentError(NAME, "sin", "None with a real cos", "a tensor like cos")
         cos, sin = cos.real, cos.imag
     if not isinstance(sin, torch.Tensor):
         raise ArgumentError(NAME, "sin", f"a {type(sin).__name__}", "a tensor")
@@ -52,7 +52,7 @@ def prepare(
     heads_at = -1 if seq_dim == -3 else -2  # among x's dimensions but the last
     if cu_seqlens is not None:
         if position_ids is not None:
-            raise ArgumentError(NAME, "cu_seqlens", "given beside position_ids", "one of the two")
+            raise ArgumentError(NAME, "cu_seqlens", "given with position_ids", "one of the two")
         if x.ndim < -seq_dim:
             raise ArgumentError(NAME, "cu_seqlens", "given for an x without tokens", "None")
         position_ids = find_positions(cu_seqlens, x, x.shape[seq_dim])

@@ -50,7 +50,7 @@ def check(
 
 
 def _check_angles(x: torch.Tensor, cos: torch.Tensor, positions: Any) -> Sequence[int]:
-    """The sizes of the angles beside x's dimensions but the last: 1 where rows share them."""
+    """The angles' sizes, aligned to x's dimensions but the last: 1 where rows share angles."""
     rank = x.ndim
     if positions is None:
         if not 1 <= cos.ndim <= rank:

@@ -43,7 +43,7 @@ def rotary_embedding(
             adjacent.
         cos: [*, tokens, angles], which broadcasts to x's tokens (the dimension of heads is left
             out, or 1), or with position_ids a table [rows, angles]. An angle for each pair, or for
-            each column that is rotated; in x's dtype, or float32 beside 16 bits. With sin=None a
+            each column that is rotated; in x's dtype, or float32 for 16-bit x. With sin=None a
             complex tensor has both.
         sin: like cos.
         position_ids: [*, tokens], the rows of cos. On a CPU a row that does not exist is an error.
@@ -56,7 +56,7 @@ def rotary_embedding(
         proportional: True pairs columns i and i + width / 2, as Gemma 4 does.
         seq_dim: the dimension of tokens, -2 or -3.
         norm_weight: [width], or [heads * width] across heads, of an RMSNorm before the rotation; in
-            x's dtype, or float32 beside 16 bits.
+            x's dtype, or float32 for 16-bit x.
         norm_eps: added to the mean square; None: no norm.
         norm_plus_one: True multiplies by 1 + norm_weight, as Gemma does.
         norm_rounding: which values of the norm are rounded to x's dtype: "none", "result" (Gemma 3,
