@@ -58,14 +58,14 @@ def run_experts(
 
 
 class Experts(Weld):
-    """experts_mlp on the module's parameters."""
+    """experts_mlp on the module's parameters; on a GPU, where it has no kernel, its own forward."""
 
     weld_takes = 3
     weld_form: Form
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.weld_arguments(args, kwargs)
-        if arguments is None:
+        if arguments is None or not arguments[0].is_cpu:
             return self.welded_from.forward(self, *args, **kwargs)
         return run_experts(self, self.weld_form, *arguments)
 
@@ -86,7 +86,7 @@ def find_experts(module: torch.nn.Module, view: View) -> Iterator[Proposal | Lef
     kind = in_words((found.activation, found.approximate))
     inner = dict(module.named_children())  # the activation, which is not called any more
     settings = {"form": found, "inner": tuple(inner)}
-    change = Change(module, Experts, f"experts_mlp ({kind})", settings)
+    change = Change(module, Experts, f"on the CPU experts_mlp ({kind})", settings)
     yield Proposal(module, what, (change,), module, inner=tuple(inner.values()), tried=True)
 
 
