@@ -16,7 +16,7 @@ from offloading import assert_same_run
 from torchweld import optim
 from torchweld.optim.offload import _activations
 from torchweld.optim.offload._machine import SimulatedTransfers
-from torchweld.optim.offload.policy import MARGIN, pack_chunks
+from torchweld.optim.offload.policy import MARGIN
 
 ADAMW = {"lr": 1e-2, "master_weights": True}
 LAYERS, ROWS, WIDTH = 6, 64, 32
@@ -139,13 +139,16 @@ def test_bytes_of_activations(stay: int) -> None:
     assert model.alive() == optimizer.memory()["device"]["activations"] == stay * ONE
     alive = [not storage.expired() for storage, _ in model.made]
     assert alive == [False] * (len(SAVED) - stay) + [True] * stay
-    waste = pack_chunks(leaving, optimizer._activations._chunks._size).waste
-    assert optimizer.memory()["host"]["activations"] == sum(leaving) + waste
+    assert optimizer.memory()["host"]["activations"] == sum(SAVED)  # as the first pass took
     loss.backward()
     del loss
     assert optimizer.memory()["device"]["activations"] == 0
     most = optimizer._activations.take_most()
     assert most == {0: pair, 3: (3 + 1) * ONE, len(SAVED): sum(SAVED)}[stay]
+    with optimizer.activations():  # free memory is freed after a pass that took less than half
+        pass
+    kept = 0 if stay == len(SAVED) else sum(SAVED)
+    assert optimizer.memory()["host"]["activations"] == kept
 
 
 def test_activations_come_back_ahead_of_their_use() -> None:
@@ -240,7 +243,7 @@ def test_an_exception_in_the_backward() -> None:
         optimizer.zero_grad()
         if make is offload_of:
             assert optimizer.memory()["device"]["activations"] == 0
-            assert not any(c.tenants for c in optimizer._activations._chunks._chunks)
+            assert optimizer._activations._buffers.are_free()
         forward(model, optimizer, 9).backward()
         optimizer.step()
         runs.append((model, optimizer))
@@ -287,7 +290,7 @@ def test_no_room_on_the_host(fails: str, monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(MemoryError, match=r"no room for activations \(\d+ bytes\)"):
             forward(model, optimizer, 0)
     transfers.is_full = False
-    assert not any(chunk.tenants for chunk in optimizer._activations._chunks._chunks)
+    assert optimizer._activations._buffers.are_free()
     reference = Deep()
     theirs = given(reference)
     for a, b in ((model, optimizer), (reference, theirs)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweld.optim.offload.policy import Placement, Seen, Tracer, choose_resident
+from torchweld.optim.offload.policy import Placement, Seen, choose_resident
 
 
 @given(st.lists(st.integers(1, 100), max_size=12), st.integers(-50, 900))
@@ -17,19 +17,13 @@ def test_the_first_buckets_stay(sizes: list[int], room: int) -> None:
     assert count == len(sizes) or sum(sizes[: count + 1]) > room
 
 
-def test_the_tracer_remembers_a_few_periods() -> None:
-    """A trace as a device recorded it: bytes in use, and what the plan knew of them."""
-    tracer = Tracer(window=3)
-    trace = [(9, 4), (7, 4), (6, 4), (5, 4), (3, 4)]
-    found = []
-    for in_use, planned in trace:
-        tracer.add("backward", in_use, planned)
-        tracer.add("step", planned, planned)
-        found.append(tracer.others("backward"))
-    assert found == [5, 5, 5, 3, 2]
-    assert (tracer.largest(), tracer.others("forward")) == (2, 0)
-    tracer.forget()
-    assert tracer.largest() == 0
+def test_the_last_three_steps_are_remembered() -> None:
+    """A trace as a device recorded it: bytes in use, and what the placement knew of them."""
+    placement, found = Placement(), []
+    for in_use, placed in [(9, 4), (7, 4), (6, 4), (5, 4), (3, 4)]:
+        phases = {"backward": Seen(in_use, placed), "step": Seen(placed, placed)}
+        found.append(sum(placement.decide(phases, [1] * 20, 10)))
+    assert found == [9 - others for others in (5, 5, 5, 3, 2)]
 
 
 def test_gradients_may_outlive_the_first_step() -> None:

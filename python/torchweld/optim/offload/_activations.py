@@ -5,95 +5,66 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchweld.optim.offload._buckets import ALIGNMENT, explain_memory_errors
+from torchweld.optim.offload._buckets import explain_memory_errors
 from torchweld.optim.offload._machine import Arrival, Transfers, allocate_pages
-from torchweld.optim.offload.policy import choose_resident, search_chunk_size
+from torchweld.optim.offload.policy import choose_resident
 
 # A tensor that takes less than this fraction of its storage is part of something larger, such as a
 # batch of a dataset, which stays on the device.
 _SMALLEST_PART = 1 / 8
 
 
-class Chunk:
-    """A host buffer that tensors fill in order; it is reset when its last tensor is released."""
+class Buffer:
+    """Host memory for one saved tensor, which is free while nothing holds it."""
 
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.buffer, self.used, self.tenants = buffer, 0, 0
-        # The last copy from the buffer to the device, and the last one before the buffer was reset.
-        self.returned: Arrival | None = None
-        self.free_after: Arrival | None = None
-
-    def has_room(self, nbytes: int) -> bool:
-        """Whether `nbytes` are free after the last tensor."""
-        return self.buffer.nbytes - self.used >= nbytes
-
-    def release(self) -> None:
-        """Release a tensor; call it once for each tensor of the chunk."""
-        self.tenants -= 1
-        if self.tenants == 0:
-            self.used, self.free_after = 0, self.returned
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory, self.is_free = memory, False
+        self.returned: Arrival | None = None  # the last copy from it to the device
 
 
-class Chunks:
-    """Page-locked host memory for activations, in chunks that are reused from step to step.
+class Buffers:
+    """Page-locked host memory for activations, reused from step to step."""
 
-    Until the first `fit`, each tensor has its own chunk.
-    """
-
-    def __init__(self, transfers: Transfers, around: int) -> None:
-        self._transfers, self._around = transfers, max(around, ALIGNMENT)
-        self._size = 0
-        self._fitted = 0  # total bytes for which the size was chosen
-        self._chunks: list[Chunk] = []
-        self._open: Chunk | None = None
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+        self._buffers: list[Buffer] = []
 
     def nbytes(self) -> int:
-        """The bytes of all chunks, with their unused parts."""
-        return sum(chunk.buffer.nbytes for chunk in self._chunks)
+        """The bytes of all buffers, also of free ones."""
+        return sum(buffer.memory.nbytes for buffer in self._buffers)
 
-    def take(self, nbytes: int) -> tuple[Chunk, torch.Tensor]:
-        """Allocate `nbytes` in a chunk."""
-        rounded = _round_up(nbytes)
-        chunk = self._open
-        if chunk is None or not chunk.has_room(rounded):
-            empty = [c for c in self._chunks if c.tenants == 0 and c.has_room(rounded)]
-            chunk = min(empty, key=lambda c: c.buffer.nbytes) if empty else self._new_chunk(rounded)
-            self._open = chunk
-        piece = chunk.buffer[chunk.used : chunk.used + nbytes]
-        chunk.used += rounded
-        chunk.tenants += 1
-        return chunk, piece
+    def are_free(self) -> bool:
+        """Whether no buffer is in use."""
+        return all(buffer.is_free for buffer in self._buffers)
 
-    def _new_chunk(self, nbytes: int) -> Chunk:
-        nbytes = max(nbytes, self._size)
-        with explain_memory_errors("activations", nbytes):
-            buffer = allocate_pages(nbytes)
-            self._transfers.pin(buffer)
-        self._chunks.append(Chunk(buffer))
-        return self._chunks[-1]
+    def take(self, nbytes: int) -> Buffer:
+        """Return the smallest free buffer with room, but none of which less than half is needed."""
+        fits = [b for b in self._buffers if b.is_free and nbytes <= b.memory.nbytes <= 2 * nbytes]
+        if not fits:
+            with explain_memory_errors("activations", nbytes):
+                memory = allocate_pages(nbytes)
+                self._transfers.pin(memory)
+            fits = [Buffer(memory)]
+            self._buffers += fits
+        buffer = min(fits, key=lambda b: b.memory.nbytes)
+        buffer.is_free = False
+        return buffer
 
-    def fit(self, sizes: Sequence[int]) -> None:
-        """Choose the chunk size that wastes least for these tensors, and free empty chunks.
+    def trim(self, nbytes: int) -> None:
+        """Free unused memory if there is more than twice what the last forward pass took.
 
-        The chunks stay as they are if the total is between half and all of the total for which they
-        were chosen: page-locking takes long, and sequence lengths vary from step to step.
+        Page-locking takes long, and the lengths of sequences vary from step to step.
         """
-        rounded = [_round_up(size) for size in sizes]
-        if self._fitted // 2 < sum(rounded) <= self._fitted or not rounded:
-            return
-        self._fitted = sum(rounded)
-        least, step = max(self._around // 2, 1), max(self._around // 16, 1)
-        self._size = search_chunk_size(rounded, least, 2 * self._around, step).size
-        for chunk in self._chunks:
-            if chunk.tenants == 0:
-                self._transfers.unpin(chunk.buffer)
-        self._chunks = [chunk for chunk in self._chunks if chunk.tenants > 0]
-        self._open = None
+        if self.nbytes() > 2 * nbytes:
+            for buffer in self._buffers:
+                if buffer.is_free:
+                    self._transfers.unpin(buffer.memory)
+            self._buffers = [buffer for buffer in self._buffers if not buffer.is_free]
 
 
 class Piece:
@@ -107,13 +78,12 @@ class Piece:
         owner: Activations,
         nbytes: int,
         line: list[weakref.ref[Piece]],
-        chunk: Chunk | None = None,
+        buffer: Buffer | None = None,
     ) -> None:
         self._owner, self.nbytes = owner, nbytes
         # The pieces offloaded in the same forward pass, and the number of earlier ones.
         self.line, self.at = line, len(line)
-        self.chunk = chunk  # None: the storage stays on the device
-        self.host: torch.Tensor | None = None
+        self.buffer = buffer  # None: the storage stays on the device
         self.offloaded: Arrival | None = None
         self.device: torch.Tensor | None = None  # the copy back on the device
         self.returned: Arrival | None = None
@@ -130,26 +100,26 @@ class Activations:
 
     def __init__(self, transfers: Transfers, device: torch.device, around: int) -> None:
         self._transfers, self._device, self._ahead = transfers, device, around
-        self._chunks = Chunks(transfers, around)
+        self._buffers = Buffers(transfers)
         # The bytes that may stay on the device, and the number of the first tensor that stays.
         self._room, self._first = 0, 0
         self._least = 0
         self._known: weakref.WeakValueDictionary[tuple[StorageWeakRef, int], Piece]
         self._known = weakref.WeakValueDictionary()
         self._line: list[weakref.ref[Piece]] = []
-        # Sizes in the order of saving: of the current forward pass, of the last one, and of the
-        # tensors that were copied to the host.
+        # Sizes in the order of saving, of the current forward pass and of the last one; and the
+        # bytes that were copied to the host.
         self._sizes: list[int] = []
         self._last: list[int] = []
-        self._offloaded: list[int] = []
+        self._offloaded = 0
         self.kept = self.brought = 0  # bytes on the device now
         self._most = self._most_brought = 0
 
     @contextlib.contextmanager
     def intercept(self, least: int) -> Iterator[None]:
         """Intercept saved tensors of at least `least` bytes."""
-        self._chunks.fit(self._offloaded)
-        self._least, self._line, self._sizes, self._offloaded = least, [], [], []
+        self._buffers.trim(self._offloaded)
+        self._least, self._line, self._sizes, self._offloaded = least, [], [], 0
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _call_saved):
             yield
         self._last = self._sizes
@@ -175,8 +145,8 @@ class Activations:
         return self.kept + self.brought
 
     def host_bytes(self) -> int:
-        """The bytes of the chunks on the host."""
-        return self._chunks.nbytes()
+        """The bytes of the buffers on the host."""
+        return self._buffers.nbytes()
 
     def take_most(self) -> int:
         """The most bytes on the device since the last call."""
@@ -193,7 +163,7 @@ class Activations:
         piece = self._known.get(key)
         if piece is None:
             piece = self._known[key] = self._new_piece(storage)
-        if piece.chunk is None:
+        if piece.buffer is None:
             return functools.partial(self._read, piece, t.detach(), t._version)
         view = t.dtype, int(t.storage_offset()), t.size(), t.stride()
         return functools.partial(self._bring, piece, view, _keep_counter(t), t._version)
@@ -215,12 +185,12 @@ class Activations:
             self.kept += nbytes
             self._note_most()
             return Piece(self, nbytes, self._line)
-        chunk, host = self._chunks.take(nbytes)
-        piece = Piece(self, nbytes, self._line, chunk)
-        piece.host = host
-        piece.offloaded = self._transfers.fetch([(_view_bytes(storage), host)], chunk.free_after)
+        buffer = self._buffers.take(nbytes)
+        piece = Piece(self, nbytes, self._line, buffer)
+        copies = [(_view_bytes(storage), buffer.memory[:nbytes])]
+        piece.offloaded = self._transfers.fetch(copies, buffer.returned)
         self._line.append(weakref.ref(piece))
-        self._offloaded.append(piece.nbytes)
+        self._offloaded += nbytes
         return piece
 
     # --- The backward pass --------------------------------------------------------------------
@@ -262,11 +232,11 @@ class Activations:
     def _load(self, piece: Piece) -> None:
         if piece.device is not None:
             return
-        assert piece.host is not None
-        assert piece.chunk is not None
+        assert piece.buffer is not None
         device = torch.empty(piece.nbytes, dtype=torch.uint8, device=self._device)
-        piece.returned = self._transfers.give([(piece.host, device)], piece.offloaded)
-        piece.chunk.returned = piece.returned
+        host = piece.buffer.memory[: piece.nbytes]
+        piece.returned = self._transfers.give([(host, device)], piece.offloaded)
+        piece.buffer.returned = piece.returned
         piece.device = device
         self.brought += piece.nbytes
         self._most_brought = max(self._most_brought, self.brought)
@@ -276,10 +246,10 @@ class Activations:
         self._most = max(self._most, self.device_bytes())
 
     def _forget(self, piece: Piece) -> None:
-        if piece.chunk is None:
+        if piece.buffer is None:
             self.kept -= piece.nbytes
             return
-        piece.chunk.release()
+        piece.buffer.is_free = True
         if piece.device is not None:
             self.brought -= piece.nbytes
 
@@ -312,7 +282,3 @@ def _check_version(shape: torch.Size, version: int, expected: int) -> None:
 
 def _view_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -7,74 +7,13 @@ margin. The rest of its memory holds activations and the states of whole buckets
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
-
-from torchweld.errors import ArgumentError
 
 # The share of the device's capacity available for plans.
 MARGIN = 0.9
-
-
-class Tracer:
-    """The peak of other memory at each moment of a step, over the last steps."""
-
-    def __init__(self, window: int = 3) -> None:
-        self._window = window
-        self._seen: dict[Hashable, deque[int]] = {}
-
-    def add(self, moment: Hashable, in_use: int, planned: int) -> None:
-        """Record the bytes in use at a moment, of which the plan accounts for `planned`."""
-        seen = self._seen.setdefault(moment, deque(maxlen=self._window))
-        seen.append(max(0, in_use - planned))
-
-    def others(self, moment: Hashable) -> int:
-        """The bytes of other memory at a moment; 0 before a measurement."""
-        return max(self._seen.get(moment, [0]))
-
-    def largest(self) -> int:
-        """The most bytes of other memory at any moment."""
-        return max((self.others(moment) for moment in self._seen), default=0)
-
-    def is_empty(self) -> bool:
-        """Whether nothing was measured."""
-        return not self._seen
-
-    def forget(self) -> None:
-        """Forget all measurements."""
-        self._seen.clear()
-
-
-class ChunkSize(NamedTuple):
-    """A chunk size, the number of chunks, and their unused bytes."""
-
-    size: int
-    chunks: int
-    waste: int
-
-
-def pack_chunks(sizes: Sequence[int], size: int) -> ChunkSize:
-    """Count the chunks of this size that tensors fill in order.
-
-    A tensor larger than a chunk has its own.
-    """
-    count, free, waste = 0, 0, 0
-    for tensor in sizes:
-        if tensor > free:
-            waste += free
-            count += 1
-            free = max(size, tensor)
-        free -= tensor
-    return ChunkSize(size, count, waste + free)
-
-
-def search_chunk_size(sizes: Sequence[int], least: int, most: int, step: int) -> ChunkSize:
-    """Find the size from `least` to `most` that wastes least; the largest of equal ones."""
-    if not 0 < least <= most or step < 1:
-        actual = f"{least} to {most} by {step}"
-        raise ArgumentError("search_chunk_size", "sizes", actual, "0 < least <= most, step >= 1")
-    candidates = (pack_chunks(sizes, size) for size in range(least, most + 1, step))
-    return min(candidates, key=lambda chunks: (chunks.waste, -chunks.size))
+# The number of steps whose measurements count.
+_REMEMBERED = 3
 
 
 def choose_resident(sizes: Sequence[int], room: int) -> list[bool]:
@@ -111,7 +50,8 @@ class Placement:
     """The rule of placement="auto": it decides which buckets keep their states on the device."""
 
     def __init__(self) -> None:
-        self._tracer = Tracer()
+        # The peaks of other memory in each phase of the last steps.
+        self._others: dict[str, deque[int]] = {}
 
     def decide(
         self,
@@ -133,12 +73,13 @@ class Placement:
                 Activations have priority: an offloaded byte is copied twice in every step.
         """
         # Only a second step shows whether gradients outlive a step.
-        is_first = self._tracer.is_empty()
+        is_first = not self._others
         for name, seen in phases.items():
-            self._tracer.add(name, seen.peak + seen.may_come * is_first, seen.placed)
-        room = int(MARGIN * capacity) - self._tracer.largest()
+            others = seen.peak + seen.may_come * is_first - seen.placed
+            self._others.setdefault(name, deque(maxlen=_REMEMBERED)).append(max(0, others))
+        room = int(MARGIN * capacity) - max(map(max, self._others.values()), default=0)
         return choose_resident(sizes, room - keep(room))
 
     def forget(self) -> None:
         """Forget all measurements."""
-        self._tracer.forget()
+        self._others.clear()
