@@ -82,6 +82,26 @@ def assert_same_run(found: tuple[nn.Module, Any], expected: tuple[nn.Module, Any
             assert torch.equal(a["state"][key][name], value), (key, name)
 
 
+def assert_alike(
+    make: Make,
+    go: Callable[[nn.Module, Any], Any],
+    build: Callable[[], nn.Module] = small_model,
+    **arguments: Any,
+) -> Any:
+    """Compare the same calls on an optimizer and on its offloaded version.
+
+    Return what the calls returned with the latter.
+    """
+    runs = []
+    for maker in (make, offloaded(make, **arguments)):
+        model = build()
+        optimizer = maker(list(model.parameters()))
+        found = go(model, optimizer)
+        runs.append((model, optimizer))
+    assert_same_run(runs[1], runs[0])
+    return found
+
+
 # --- Writes by others -----------------------------------------------------------------------------
 
 Write = Callable[[nn.Module], Any]

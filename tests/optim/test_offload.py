@@ -13,6 +13,7 @@ from offloading import (
     REPLACERS,
     UNCOUNTED,
     WRITERS,
+    assert_alike,
     assert_same_run,
     backward,
     count_sent,
@@ -143,37 +144,27 @@ def test_rules_and_codecs(name: str, release: bool) -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 1e-2])
-def test_passes_that_nothing_announced(clip: Any) -> None:
+@pytest.mark.parametrize("release", [False, True])
+def test_passes_that_nothing_announced(release: bool, clip: Any) -> None:
     """Varying numbers of backwards before a step: gradients are sent again."""
-    for release in (False, True):
-        runs = []
-        for is_offloaded in (False, True):
 
-            def make(params: Any) -> Any:
-                return optim.AdamW(params, **ADAMW, max_grad_norm=clip)
+    def go(model: Any, optimizer: Any) -> None:
+        for step, micro in enumerate([1, 1, 1, 3, 3, 2, 1, 1]):
+            for k in range(micro):
+                backward(model, 10 * step + k)
+            optimizer.step()
+            optimizer.zero_grad()
 
-            model = small_model()
-            maker = offloaded(make, release_gradients=release) if is_offloaded else make
-            optimizer = maker(list(model.parameters()))
-            for step, micro in enumerate([1, 1, 1, 3, 3, 2, 1, 1]):
-                for k in range(micro):
-                    backward(model, 10 * step + k)
-                optimizer.step()
-                optimizer.zero_grad()
-            runs.append((model, optimizer))
-        assert_same_run(runs[1], runs[0])
+    def make(params: Any) -> Any:
+        return optim.AdamW(params, **ADAMW, max_grad_norm=clip)
+
+    assert_alike(make, go, release_gradients=release)
 
 
 def test_gradients_and_parameters_that_others_write() -> None:
     """clip_grad_norm_, hooks, replaced weights: what was written is sent again."""
-    runs = []
-    for is_offloaded in (False, True):
 
-        def make(params: Any) -> Any:
-            return optim.AdamW(params, lr=1e-2)
-
-        model = small_model()
-        optimizer = (offloaded(make) if is_offloaded else make)(list(model.parameters()))
+    def go(model: Any, optimizer: Any) -> int:
         written = 0
         for step in range(12):
             backward(model, step)
@@ -188,9 +179,9 @@ def test_gradients_and_parameters_that_others_write() -> None:
             written += count_written(optimizer)
             optimizer.step()
             optimizer.zero_grad()
-        runs.append((model, optimizer))
-    assert_same_run(runs[1], runs[0])
-    assert written > 0
+        return written
+
+    assert assert_alike(lambda params: optim.AdamW(params, lr=1e-2), go) > 0
 
 
 @pytest.mark.parametrize("writer", [*WRITERS, *REPLACERS])
@@ -224,17 +215,12 @@ def test_uncounted_writes_need_the_switch(writer: str) -> None:
 @pytest.mark.parametrize("unscales", ["no", "yes", "and clips"])
 def test_grad_scaler(unscales: str) -> None:
     """Overflows in some steps, and a growing scale; gradients end up unscaled."""
-    runs = []
-    for is_offloaded in (False, True):
+    grads: list[list[torch.Tensor]] = []
 
-        def make(params: Any) -> Any:
-            return optim.AdamW(params, **ADAMW, max_grad_norm=1e3 if unscales == "no" else None)
-
-        model = small_model(torch.float32)
-        optimizer = (offloaded(make) if is_offloaded else make)(list(model.parameters()))
+    def go(model: Any, optimizer: Any) -> int:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
-        grads = []
         sent = 0
+        grads.append([])
         for step in range(12):
             loss = loss_of(model, step)
             scaler.scale(loss * (torch.inf if step in (4, 5, 9) else 1)).backward()
@@ -245,11 +231,16 @@ def test_grad_scaler(unscales: str) -> None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
             scaler.step(optimizer)
             scaler.update()
-            grads += [p.grad.clone() for p in model.parameters()]
+            grads[-1] += [p.grad.clone() for p in model.parameters() if p.grad is not None]
             optimizer.zero_grad()
-        runs.append((model, optimizer, grads))
-    assert_same_run(runs[1][:2], runs[0][:2])
-    pairs = zip(runs[0][2], runs[1][2], strict=True)
+        return sent
+
+    def make(params: Any) -> Any:
+        return optim.AdamW(params, **ADAMW, max_grad_norm=1e3 if unscales == "no" else None)
+
+    sent = assert_alike(make, go, lambda: small_model(torch.float32))
+    assert len(grads[0]) == 12 * 8
+    pairs = zip(*grads, strict=True)
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
     # What is often written is sent in step() only.
     assert (sent > 40) == (unscales == "no")
@@ -391,20 +382,19 @@ def test_states_on_the_given_optimizer_come_along_and_go_back() -> None:
 
 
 def test_refresh_masters() -> None:
-    def make(params: Any) -> Any:
-        return optim.AdamW(params, **ADAMW)
-
-    runs = []
-    for maker in (make, offloaded(make)):
-        model, optimizer, _ = train(maker)
+    def go(model: Any, optimizer: Any) -> None:
+        for step in range(3):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(2)
         optimizer.refresh_masters()
         backward(model, 9)
         optimizer.step()
-        runs.append((model, optimizer))
-    assert_same_run(runs[1], runs[0])
+
+    assert_alike(lambda params: optim.AdamW(params, **ADAMW), go)
 
 
 @pytest.mark.parametrize(("warm_up", "release"), [(0, False), (3, False), (3, True)])
@@ -501,21 +491,19 @@ class _Odd(torch.nn.Module):
 
 @pytest.mark.parametrize("release", [False, True])
 def test_odd_parameters(release: bool) -> None:
-    def make(params: Any) -> Any:
-        return optim.SGD(params, lr=1e-2, momentum=0.9)
+    strides = []
 
-    runs = []
-    for maker in (make, offloaded(make, release_gradients=release, bucket_bytes=500)):
-        model = _Odd()
-        optimizer = maker(list(model.parameters()))
+    def go(model: Any, optimizer: Any) -> None:
         for step in range(5):
             for micro in range(2):
                 model(10 * step + micro).backward()
             optimizer.step()
             optimizer.zero_grad()
-        runs.append((model, optimizer))
-    assert_same_run(runs[1], runs[0])
-    strides = [[v.stride() for v in s.values()] for s in runs[1][1].state_dict()["state"].values()]
-    assert strides == [
-        [v.stride() for v in s.values()] for s in runs[0][1].state_dict()["state"].values()
-    ]
+        states = optimizer.state_dict()["state"].values()
+        strides.append([[v.stride() for v in state.values()] for state in states])
+
+    def make(params: Any) -> Any:
+        return optim.SGD(params, lr=1e-2, momentum=0.9)
+
+    assert_alike(make, go, _Odd, release_gradients=release, bucket_bytes=500)
+    assert strides[0] == strides[1]

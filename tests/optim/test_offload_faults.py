@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offloading import (
+    assert_alike,
     assert_same_run,
     backward,
     count_sent,
@@ -40,28 +41,30 @@ from torchweld.optim.offload._machine import (
 ADAMW = {"lr": 1e-2, "master_weights": True}
 
 
-def test_an_overflow_in_the_last_bucket() -> None:
+def make(params: Any) -> Any:
+    return optim.AdamW(params, **ADAMW)
+
+
+def take_steps(model: Any, optimizer: Any, *seeds: int) -> None:
+    for seed in seeds:
+        backward(model, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_an_overflow() -> None:
     """Nothing changes, and the states are those before it."""
 
-    def make(params: Any) -> Any:
-        return optim.AdamW(params, **ADAMW)
-
-    runs = []
-    for maker in (make, offloaded(make)):
-        model = small_model()
-        optimizer = maker(list(model.parameters()))
+    def go(model: Any, optimizer: Any) -> None:
         for step in range(6):
             optimizer.grad_scale = torch.tensor(1.0)
-            backward(model, step)
-            if step == 4:
-                before = values(model)
+            before = values(model)
             optimizer.found_inf = torch.tensor(float(step == 4))
-            optimizer.step()
-            if step == 4:
-                assert all(torch.equal(a, b) for a, b in zip(values(model), before, strict=True))
-            optimizer.zero_grad()
-        runs.append((model, optimizer))
-    assert_same_run(runs[1], runs[0])
+            take_steps(model, optimizer, step)
+            same = [torch.equal(a, b) for a, b in zip(values(model), before, strict=True)]
+            assert same == [step == 4] * len(same)
+
+    assert_alike(make, go)
 
 
 @settings(max_examples=15, deadline=None)
@@ -81,21 +84,9 @@ def test_any_order_of_calls(calls: list[str], release: bool, placement: str) -> 
     """
     if release:  # others cannot write a gradient that has left
         calls = [call for call in calls if call != "clip"]
-    runs = []
-    for is_offloaded in (False, True):
 
-        def make(params: Any) -> Any:
-            return optim.AdamW(params, **ADAMW, max_grad_norm=None if release else 10.0)
-
-        model = small_model()
-        device = SimulatedTransfers(capacity=500_000)
-        how = {"placement": placement, "transfers": device}
-        maker = offloaded(make, release_gradients=release, **how)
-        optimizer = (maker if is_offloaded else make)(list(model.parameters()))
-        for step in range(3):
-            backward(model, step)
-            optimizer.step()
-            optimizer.zero_grad()
+    def go(model: Any, optimizer: Any) -> None:
+        take_steps(model, optimizer, 0, 1, 2)
         for at, call in enumerate(calls):
             if call == "step":
                 optimizer.step()
@@ -117,8 +108,18 @@ def test_any_order_of_calls(calls: list[str], release: bool, placement: str) -> 
                 with torch.no_grad():
                     model[2].bias.add_(1)
                 optimizer.refresh_masters()
-        runs.append((model, optimizer))
-    assert_same_run(runs[1], runs[0])
+
+    assert_alike(
+        lambda params: make_clipped(params, None if release else 10.0),
+        go,
+        release_gradients=release,
+        placement=placement,
+        transfers=SimulatedTransfers(capacity=500_000),
+    )
+
+
+def make_clipped(params: Any, norm: float | None) -> Any:
+    return optim.AdamW(params, **ADAMW, max_grad_norm=norm)
 
 
 class _BrokenError(Exception):
@@ -141,53 +142,40 @@ def _fail(model: torch.nn.Module, seed: int) -> None:
             loss.backward()
 
 
-def test_an_exception_in_the_backward() -> None:
+@pytest.mark.parametrize("clears", [True, False])
+def test_an_exception_in_the_backward(clears: bool) -> None:
     """zero_grad forgets gradients on the host; without it they stay."""
-    for clears in (True, False):
-        runs = []
-        for is_offloaded in (False, True):
 
-            def make(params: Any) -> Any:
-                return optim.AdamW(params, **ADAMW)
+    def go(model: Any, optimizer: Any) -> int:
+        take_steps(model, optimizer, 0, 1, 2, 3)
+        _fail(model, 8)
+        sent = count_sent(optimizer)
+        if clears:
+            optimizer.zero_grad()
+        take_steps(model, optimizer, 9)
+        return sent
 
-            model, optimizer, _ = train(offloaded(make) if is_offloaded else make)
-            _fail(model, 8)
-            assert not is_offloaded or count_sent(optimizer)
-            if clears:
-                optimizer.zero_grad()
-            backward(model, 9)
-            optimizer.step()
-            runs.append((model, optimizer))
-        assert_same_run(runs[1], runs[0])
+    assert assert_alike(make, go) > 0
 
 
 def test_a_gradient_is_missing() -> None:
     """Its parameter does not change, the others step, and the next step covers all."""
-    runs = []
-    for is_offloaded in (False, True):
 
-        def make(params: Any) -> Any:
-            return optim.AdamW(params, **ADAMW)
-
-        model, optimizer, _ = train(offloaded(make) if is_offloaded else make)
+    def go(model: Any, optimizer: Any) -> None:
+        take_steps(model, optimizer, 0, 1, 2, 3)
         backward(model, 8)
         model[2].weight.grad = None
         before = model[2].weight.detach().clone()
         optimizer.step()
         assert torch.equal(model[2].weight, before)
-        for step in (9, 10, 11):
-            optimizer.zero_grad()
-            backward(model, step)
-            optimizer.step()
-        runs.append((model, optimizer))
-    assert_same_run(runs[1], runs[0])
+        optimizer.zero_grad()
+        take_steps(model, optimizer, 9, 10, 11)
+
+    assert_alike(make, go)
 
 
 def test_no_room_for_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first step, after some states: nothing has stepped, and the step can be repeated."""
-
-    def make(params: Any) -> Any:
-        return optim.AdamW(params, **ADAMW)
 
     model = small_model()
     optimizer = offloaded(make, release_gradients=True)(list(model.parameters()))
@@ -224,8 +212,8 @@ def test_no_room_for_buffers() -> None:
             super().pin(buffer)
 
     transfers = Full()
-    model, given, _ = train(lambda params: optim.AdamW(params, **ADAMW))
-    expected = train(lambda params: optim.AdamW(params, **ADAMW), steps=5)
+    model, given, _ = train(make)
+    expected = train(make, steps=5)
     with pytest.raises(MemoryError, match="pinned"):
         optim.Offload(given, transfers=transfers, bucket_bytes=1000)
     assert not transfers.pinned
@@ -268,9 +256,6 @@ def test_a_repeated_step_after_a_kernel_failed(
 ) -> None:
     """Buckets that have stepped are left out of the second attempt."""
 
-    def make(params: Any) -> Any:
-        return optim.AdamW(params, **ADAMW)
-
     if release and arguments.get("placement") == "cuda":
         pytest.skip("gradients are released only to the host")
     expected = train(make, steps=6)
@@ -298,7 +283,7 @@ def test_a_repeated_step_after_a_kernel_failed(
 
 def test_no_copies_or_pickles() -> None:
     """A thread and hooks cannot be copied: an error instead of an optimizer without attributes."""
-    optimizer = train(offloaded(lambda params: optim.AdamW(params, **ADAMW)), steps=1)[1]
+    optimizer = train(offloaded(make), steps=1)[1]
     for copies in (copy.deepcopy, pickle.dumps):
         with pytest.raises(ArgumentError, match="its state_dict"):
             copies(optimizer)
@@ -328,8 +313,8 @@ def _outcome_in_a_child(action: Any) -> int:
 def test_a_forked_process_has_no_thread(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """step() raises an error there instead of waiting; reading states that are final works."""
     waits = moment == "a step still runs"
-    make = offloaded(lambda params: optim.AdamW(params, **ADAMW), delayed_update=waits and 3)
-    model, optimizer, _ = train(make, steps=3)
+    delayed = offloaded(make, delayed_update=waits and 3)
+    model, optimizer, _ = train(delayed, steps=3)
     release = threading.Event()
     if waits:
         run = Bucket.run
@@ -349,17 +334,12 @@ def test_a_forked_process_has_no_thread(moment: str, monkeypatch: pytest.MonkeyP
         optimizer.synchronize()
     else:
         optimizer.step()
-    assert_same_run(
-        (model, optimizer), train(lambda params: optim.AdamW(params, **ADAMW), steps=4)[:2]
-    )
+    assert_same_run((model, optimizer), train(make, steps=4)[:2])
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["step", "step in a function"])
 def test_a_compiled_step_is_left_out_of_graphs(whole: bool) -> None:
     """The numbers are those of the step itself, and gradients leave as early."""
-
-    def make(params: Any) -> Any:
-        return optim.AdamW(params, **ADAMW)
 
     torch.compiler.reset()
     model = small_model()

@@ -129,8 +129,7 @@ class Offload(torch.optim.Optimizer):
         self._store = Store(optimizer, self._transfers)
         self._hooks: list[Any] = []
         self._lock = threading.Lock()  # autograd has a thread per device
-        self._edits = Edits()
-        self._steps = 0
+        self._edits, self._steps = Edits(), 0
         self._pending: list[Bucket] = []  # buckets whose delayed step may still run
         self._placement = Placement()
         self._activations = Activations(self._transfers, device, bucket_bytes)
