@@ -54,8 +54,8 @@ KINDS: dict[str, Callable[[torch.Tensor], Any]] = {
 DTYPES = {
     "float32": (torch.float32, torch.float32),
     "bfloat16": (torch.bfloat16, torch.bfloat16),
-    "bfloat16 beside float32": (torch.bfloat16, torch.float32),
-    "float32 beside bfloat16": (torch.float32, torch.bfloat16),
+    "bfloat16 with float32": (torch.bfloat16, torch.float32),
+    "float32 with bfloat16": (torch.float32, torch.bfloat16),
 }
 # Arguments that no op accepts, and some that only a few accept.
 REFUSED = ("a list", "an array", "sparse", "compressed", "mkldnn", "nested", "torch.complex64")

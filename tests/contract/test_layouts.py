@@ -30,7 +30,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 DTYPES = {
     "float32": (torch.float32, torch.float32),
     "bfloat16": (torch.bfloat16, torch.bfloat16),
-    "bfloat16 beside float32": (torch.bfloat16, torch.float32),
+    "bfloat16 with float32": (torch.bfloat16, torch.float32),
 }
 
 

@@ -52,7 +52,7 @@ def test_every_sample(target: Target, dtype: torch.dtype) -> None:
     op = target.op
     if target.place == "interpreter" and op.name == "block_sparse_attention":
         pytest.skip("ten thousand heads take too many programs: see test_block_sparse_triton.py")
-    # A composite's kernels are those of its ops.
+    # A composite has no kernels of its own: its ops' kernels run.
     ours = run if isinstance(op, Composite) else functools.partial(watched, backend=target.backend)
     for param_dtype in _param_dtypes(dtype):
         samples = sample_inputs(op, dtype, target.device, param_dtype)

@@ -67,7 +67,7 @@ def _assert_close(ours: Any, expected: Any) -> None:
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
 @pytest.mark.targets(composites=True)
 def test_second_derivatives_at_every_sample(op: Op, backend: str) -> None:
-    """The derivatives of what create_graph=True returns are those of the reference."""
+    """The derivatives of what create_graph=True returns equal the reference's."""
     for function, tensors in _calls(op):
         with torchweld.use_backend("eager"):
             expected = _second(function, tensors)

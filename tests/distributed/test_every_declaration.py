@@ -1,8 +1,8 @@
 """What parallelize() accepts trains as one process does, with the same optimizer.
 
 The declarations hold each combination of pipeline, tensors, ring and data parallelism, and each
-pair of other values that are accepted together. CI runs those of two processes; `make stack` runs
-all of them and writes docs/stack.md.
+pair of other values that are accepted together. CI runs the ones with two processes; `make stack`
+runs all and writes docs/stack.md.
 """
 
 from __future__ import annotations

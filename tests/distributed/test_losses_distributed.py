@@ -1,4 +1,4 @@
-"""The losses of a vocabulary that two and four real processes share equal those of one process."""
+"""Losses over a vocabulary sharded across two and four real processes equal one process's."""
 
 # Arguments and results are DTensors, which torch's annotations do not say.
 # mypy: disable-error-code="attr-defined, union-attr"

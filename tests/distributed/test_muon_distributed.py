@@ -153,9 +153,9 @@ class _Odd(torch.nn.Module):
 
 
 def _fully_shard(rank: int, count: int) -> None:
-    """Every rank has the same data, so that the mean gradient is that of one device.
+    """Every rank has the same data, so that the mean gradient equals one device's.
 
-    Beyond four ranks sums of equal numbers round, and the gradients are those of one device.
+    Beyond four ranks sums of equal numbers round, and one device's gradients are used.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

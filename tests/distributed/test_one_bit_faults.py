@@ -173,7 +173,7 @@ def test_the_collective_refuses_too() -> None:
         group.run(None, _reduces_wrong)
 
 
-# --- Beside DDP -----------------------------------------------------------------------------------
+# --- With DDP -------------------------------------------------------------------------------------
 
 
 def _model() -> torch.nn.Module:

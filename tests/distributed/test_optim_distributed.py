@@ -252,7 +252,7 @@ def _fsdp2_and_tp(rank: int) -> None:
     for kind, settings in cases:
         dtype = dtype_of(settings)
         torch.manual_seed(0)
-        # The second matrix is sharded within rows of 600, of which devices have 300.
+        # The second matrix is sharded within its rows of 600: each device has 300 columns.
         model = torch.nn.Sequential(torch.nn.Linear(96, 600), torch.nn.Linear(600, 64)).to(dtype)
         parallelize_module(model, grid["tp"], plan)
         for layer in model:

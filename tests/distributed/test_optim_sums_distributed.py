@@ -22,7 +22,7 @@ from torchweld.ops.optimizer.adafactor import ADAFACTOR
 
 
 def _adaptive(rank: int) -> None:
-    """Norms are those of whole tensors, but summed in another order."""
+    """Norms are taken over whole tensors, but summed in another order."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -81,7 +81,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _factored(rank: int) -> None:
-    """Averages and norms are those of whole tensors, and kept as parts of whole averages."""
+    """Averages and norms are taken over whole tensors, and stored as shards of whole averages."""
     with _kernels_alone():
         _factored_on(True, None)
         _factored_on(True, 0.5)
@@ -154,7 +154,7 @@ def _clipping(rank: int) -> None:
     torch.testing.assert_close(sharded.grad_norm, whole.grad_norm, rtol=1e-6, atol=0)
     for p, e in zip(found, params, strict=True):
         torch.testing.assert_close(p.full_tensor(), e, rtol=1e-5, atol=1e-7)
-    # Replicas count once, and plain tensors beside DTensors too.
+    # Replicas count once, and so do plain tensors among DTensors.
     values = drawn(0, torch.float32)
     mixed = [
         torch.nn.Parameter(distribute_tensor(v, mesh, [Shard(0) if i % 2 else Replicate()]))

@@ -241,6 +241,6 @@ def _cut(rank: int) -> None:
 
 
 def test_given_cuts() -> None:
-    """Those of a plan, say; they are not balanced by costs."""
+    """Given cuts, of a plan for instance, are not balanced by costs."""
     with processes(2) as two:
         two.run("cpu", _cut)

@@ -341,7 +341,7 @@ class _Reader(torch.nn.Module):
 
 
 class _Named(torch.nn.Module):
-    """A model that says what its inputs are, as those of transformers do."""
+    """A model that names its inputs, as transformers' models do."""
 
     main_input_name, config = "input_ids", None
 

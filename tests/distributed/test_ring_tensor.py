@@ -189,8 +189,8 @@ def _model_equals_one_process(rank: int, sequence_parallel: bool) -> None:
     torch.testing.assert_close(y, ring_slice(expected, 1, group))
     with CountCollectives() as counted:
         y.backward(ring_slice(grad, 1, group))
-    # All gradients are summed along the ring together; in a block, those of norm and o_proj.bias
-    # along tensor too if the sequence is there.
+    # All gradients are summed along the ring together. In a block, norm's and o_proj.bias's are
+    # also summed along tensor if the sequence is sharded there.
     reduces = 2 if sequence_parallel else sums["all-reduce"] + 1
     assert counted.calls == {**sums, "all-reduce": reduces, "send": 4}
     tolerance = {"rtol": 1e-5, "atol": 1e-4}  # sums of 256 rows of numbers around one

@@ -28,7 +28,7 @@ from torchweld.sparse import BlockLayout
 
 
 def _on_shards(rank: int) -> None:
-    """Queries and keys cut along their heads, of which they have different numbers."""
+    """Queries and keys with different numbers of heads, sharded by heads."""
     mesh = init_device_mesh("cpu", (2,))
     generator = torch.Generator().manual_seed(1)
     q, k = (torch.randn(2, heads, 5, 8, generator=generator) for heads in (4, 2))

@@ -44,7 +44,7 @@ def _placements(rank: int, count: int) -> None:
                 found = run(settings, place, range(1, 3), kind=kind)
             assert_same(found, expected)
             if settings.get("cautious") and "state_dtype" not in settings:
-                # One number a tensor travels, those of a placement together.
+                # One number per tensor travels; tensors of one placement travel together.
                 assert set(made) == {torch.distributed.ReduceOp.SUM}
 
 

@@ -97,7 +97,7 @@ class NewGELU(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The activation is between two layers, and beside a dropout."""
+    """The activation is between two layers, next to a dropout."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()

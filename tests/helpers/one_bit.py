@@ -21,7 +21,7 @@ def compress(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Compressed:
-    """Error-compensated 1-bit averaging over W workers, each of which averages one chunk."""
+    """Error-compensated 1-bit averaging over W workers; each worker averages one chunk."""
 
     def __init__(self, workers: int, size: int) -> None:
         chunk = max(8, 8 * -(-size // (8 * workers)))

@@ -1,8 +1,8 @@
 """Processes that gloo connects. Tests share them, since starting them is slow.
 
-They keep the groups of their meshes, so that DTensor, whose caches name groups, need not plan anew
-what an earlier scenario did. All groups share a thread of gloo's, since it wakes a hundred times a
-second: with one for each group these threads would take a quarter of a core.
+They keep their meshes' groups: DTensor's caches are keyed by group, so a scenario reuses earlier
+scenarios' plans. All groups share one gloo thread, since it wakes a hundred times a second: a
+thread per group would take a quarter of a core.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ _OURS = (
 def assert_split(seam: Op, inputs: list[Any]) -> None:
     """A backward in two runs, as in zero-bubble schedules, computes nothing twice.
 
-    The first run computes the gradients of activations, the second those of parameters.
+    The first run computes activation gradients, the second run parameter gradients.
     """
     leaves = [v for v in inputs if is_floating(v)]
     with Counting() as whole:

@@ -21,7 +21,7 @@ from typing import Any
 
 import resources
 
-# An H200: 132 multiprocessors of 128 lanes at 1.98 GHz, beside a copy of 4.2 TB/s.
+# An H200: 132 multiprocessors of 128 lanes at 1.98 GHz, and copies at 4.2 TB/s.
 _STARTED = 132 * 128 * 1.98e9
 _COPIED = 4.2e12
 

@@ -129,7 +129,7 @@ def _sharded(times: int) -> Callable[[Sizes], Sent]:
 
 
 def _tensor(s: Sizes, microbatches: int = _m) -> Sent:
-    """Two all-reduces each way per block, and those of the embedding, the head and the logits.
+    """Two all-reduces each way per block, plus the embedding's, the head's and the logits'.
 
     The forward ones sum linear layers' results, the backward ones gradients of the stream.
     """
@@ -320,7 +320,7 @@ def differences(a: Any, b: Any, names: Any) -> torch.Tensor:
 
 
 def _loss_unit(one: Any, exact: Any) -> torch.Tensor:
-    """The rounding of a step's loss, from those of all microbatches, which are independent."""
+    """The rounding of a step's loss, from the independent roundings of all microbatches."""
     losses = [one["of_microbatches"], exact["of_microbatches"]]
     errors = torch.tensor(losses, dtype=torch.float64).diff(dim=0)
     return errors.square().mean().sqrt() / MICROBATCHES**0.5

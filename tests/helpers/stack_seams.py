@@ -21,7 +21,7 @@ def keep(
 
     Args:
         row: the row's name; of all ranks and calls the largest figure counts.
-        pairs: gradients, and those of one process in float64.
+        pairs: gradients, and one process's gradients in float64.
         error: what every rank raises instead.
         sent: the bytes of its collectives, by kind.
     """

@@ -190,7 +190,7 @@ def test_random_biases(
     form: str,
     seed: int,
 ) -> None:
-    """Property: equals attention with the bias of every pair, some of which are -inf.
+    """Property: equals attention with a bias for every pair, including -inf.
 
     Biases broadcast, and have any strides; layouts are of all heads, of each, of each key head and
     of each sequence.

@@ -96,7 +96,7 @@ def test_the_fastest_is_found_once(trials: Trials, tiles: list[str]) -> None:
     assert tiles[0] == SMALLER
     forward, *others = trials.timed
     assert forward == [BY_RULE, SMALLER, LONGER]
-    assert [len(names) for names in others] == [2]  # of queries; those of keys have one tile
+    assert [len(names) for names in others] == [2]  # of queries; kernels of keys have one tile
     kernels = {entry.kind["kernel"] for entry in trials.engine.entries()}
     assert kernels == {"attention of forward", "attention of queries"}
 
@@ -124,7 +124,7 @@ def test_others_must_be_faster_by_the_lead(trials: Trials, tiles: list[str]) -> 
 def test_a_wrong_tile_does_not_serve(
     trials: Trials, tiles: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It writes all results but those of its last row."""
+    """It writes all results but its last row's."""
     from torchweld.triton_kernels.block_sparse_attention import Call
 
     launch = Call.launch

@@ -325,7 +325,7 @@ def test_leading_dimensions_are_the_batch() -> None:
 
 
 def test_state_dicts_and_conversions() -> None:
-    """Keys are those of the two modules, and conversion keeps their tensors."""
+    """Keys match the two modules', and conversion keeps their tensors."""
     mine, other = _pair()
     names = [key.replace("linear.", "0.").replace("norm.", "1.") for key in mine.state_dict()]
     assert names == list(other.state_dict())

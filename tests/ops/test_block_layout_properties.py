@@ -242,7 +242,7 @@ def test_fewer_queries_have_the_last_rows(
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_more_queries_than_keys_add_rows_before_them(name: str) -> None:
-    """The last rows are those of as many queries as keys."""
+    """The last rows equal the layout for as many queries as keys."""
     for attention in ("bidirectional", "unidirectional"):
         many = PATTERNS[name]((100, 70), 16, attention).to_mask()
         few = PATTERNS[name]((70, 70), 16, attention).to_mask()

@@ -224,7 +224,7 @@ def test_a_part_of_the_heads_drops_as_the_whole(backend: str) -> None:
 def test_a_part_of_the_sequence_is_that_of_the_whole(
     backend: str, first_query: int, first_key: int
 ) -> None:
-    """Distances and drops, of keys that lie before, after or beside the queries."""
+    """Distances and drops for keys before, after and at the queries."""
     lines, columns = slice(first_query, first_query + 48), slice(first_key, first_key + 48)
     seen = torch.zeros(1, 1, 96, 96, dtype=torch.bool)
     seen[..., lines, columns] = True

@@ -143,7 +143,7 @@ def test_a_shard_of_heads_drops_what_the_whole_drops() -> None:
 
 @pytest.mark.parametrize(("first_query", "first_key"), [(32, 0), (0, 32), (32, 32)])
 def test_a_shard_of_queries_and_keys_is_that_of_the_whole(first_query: int, first_key: int) -> None:
-    """It drops the same weights, and has the same distances: keys are before, after or beside."""
+    """It drops the same weights, and has the same distances: keys are before, after or aligned."""
     q, k = _random(1, 2, 32, 8), _random(1, 2, 32, 8)
     shard = random.Shard((1, 2, 64, 8), (0, 0, first_query, first_key))
     slopes = torch.tensor([0.5, 0.1], device=DEVICE)

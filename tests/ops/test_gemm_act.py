@@ -105,7 +105,7 @@ def test_every_tile(device: str, fused: Callable[[int], None], dtype: torch.dtyp
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("save_z", [True, False])
 def test_descriptors_change_no_number(interpreted: None, save_z: bool, bias: bool) -> None:
-    """A persistent kernel's results equal those of the simple kernel with the same tile.
+    """A persistent kernel's results equal the simple kernel's with the same tile.
 
     The simple kernel runs if descriptors cannot: for a view with an offset, and for odd widths.
     """

@@ -116,7 +116,7 @@ def test_float16_under_a_loss_scale(backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_added_to_those_that_exist(dtype: torch.dtype) -> None:
-    """The weight's gradient goes into its .grad, chunk by chunk, without one beside it."""
+    """The weight's gradient goes into its .grad, chunk by chunk, without a second gradient."""
     x, weight, target = _make(60, 301, 16)
     given = [t.to(dtype).requires_grad_() for t in (x, weight)]
     given[1].grad = torch.ones_like(given[1])

@@ -124,7 +124,7 @@ class _Peak(TorchDispatchMode):
 @pytest.mark.parametrize("accumulate", ["float32", "parameter"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory(dtype: torch.dtype, accumulate: str) -> None:
-    """At the peak it takes at most what is stated beside inputs, results and gradients."""
+    """The peak without inputs, results and gradients is at most what is stated."""
     count, classes, features = 700, 5000, 64
     x = torch.randn(count, features).to(dtype).requires_grad_()
     weight = torch.randn(classes, features).to(dtype).requires_grad_()

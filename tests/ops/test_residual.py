@@ -118,7 +118,7 @@ def test_an_unused_y_adds_no_nan(target: Target, dtype: torch.dtype, p: float) -
 @pytest.mark.parametrize("eps", [1e-5, 1e-8])
 @pytest.mark.targets(*NORMS)
 def test_rows_without_spread(target: Target, dtype: torch.dtype, eps: float, spread: float) -> None:
-    """Gradients are those of the norm at the z that is stored: of a constant row, a constant.
+    """Gradients are the norm's at the stored z: for a constant row, a constant.
 
     Statistics of a z that is not rounded would make x_hat, which is 0 or of size 1, as large as
     rounding errors divided by sqrt(eps).

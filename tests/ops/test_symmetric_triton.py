@@ -65,7 +65,7 @@ def test_two_factors_that_commute() -> None:
 
 @pytest.mark.parametrize("gram", [False, True])
 def test_matrices_are_orthogonalised_by_it(gram: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As exactly as by products in full: errors beside float64 are of one size."""
+    """As exactly as by full products: errors against float64 are of one size."""
     matrices = [_random(40, 72).float() + at for at in range(2)]
     settings: Any = {"gram": gram, "dtype": torch.float16, "eps": 1e-7, "scale": 1}
     results = []

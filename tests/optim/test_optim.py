@@ -251,7 +251,7 @@ def test_an_8_bit_step_is_a_float32_step_between_codes() -> None:
 
 @pytest.mark.parametrize("loaded", [False, True])
 def test_an_8_bit_second_moment_stays_where_the_first_does(loaded: bool, backend: str) -> None:
-    """Small gradients beside large ones, and then none: no moment is divided by a root of zero.
+    """Small gradients among large ones, then none: no moment is divided by a root of zero.
 
     `loaded`: after a first step with float32 states.
     """

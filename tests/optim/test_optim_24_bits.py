@@ -60,7 +60,7 @@ def test_every_pattern_returns() -> None:
 @pytest.mark.numbers
 @pytest.mark.parametrize("last", [0x00, 0x7F, 0x80, 0x81, 0xFF])
 def test_every_float_rounds_to_the_nearest(last: int) -> None:
-    """The upper 24 bits of every float32, with the last byte at a tie and beside it, exactly."""
+    """The upper 24 bits of every float32, with the last byte at a tie and next to it, exactly."""
     for exact in _every_pattern():
         _assert_rounds_to_the_nearest(exact, last)
 

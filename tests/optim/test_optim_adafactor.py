@@ -105,7 +105,7 @@ def test_transformers_rule(settings: dict[str, Any], backend: str) -> None:
 @pytest.mark.parametrize("masters", [False, True, "remainder"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_kernel_is_the_reference(dtype: torch.dtype, masters: Any) -> None:
-    """At any thread count the same bits; those of the reference except where sums meet a tie."""
+    """The same bits at any thread count: the reference's, except where sums meet a tie."""
 
     def make(params: Any) -> Optimizer:
         return optim.Adafactor(params, master_weights=masters)

@@ -238,7 +238,7 @@ def test_what_is_refused(make: Callable[..., Any], settings: dict[str, Any], mat
 
 
 def test_the_iterate_completes_sixteen_bits() -> None:
-    """z is float32 beside bfloat16, with codes for the second moment."""
+    """z is float32 for bfloat16 parameters, with codes for the second moment."""
     params, optimizer = run(
         lambda p: ScheduleFreeAdamW(
             p, state_dtype="8bit", master_weights="remainder8", min_quantized_size=0

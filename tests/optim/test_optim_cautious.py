@@ -67,7 +67,7 @@ def test_signs_of_tiny_numbers() -> None:
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, "8bit"], ids=str)
 def test_muon_moves_where_the_gradient_agrees(state_dtype: Any) -> None:
-    """A step beside one without the mask: zeros, and the rest divided by its share."""
+    """Compared with a step without the mask: zeros, and the rest divided by its share."""
     settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0, "ns_dtype": torch.float32}
     settings |= {"state_dtype": state_dtype, "min_quantized_size": 0}
     shapes = SHAPES[1:]

@@ -210,7 +210,7 @@ def _columns(p: torch.Tensor) -> tuple[int, ...]:
 
 @pytest.mark.parametrize(("dim", "cuts"), [(0, [40, 0, 30]), (1, [600, 7, 93]), (1, [700, 0])])
 def test_passes_of_adafactors_parts(dim: int, cuts: list[int], cuda_device: str) -> None:
-    """Averages and steps are those of the whole; a device may have an empty part."""
+    """Averages and steps equal the whole tensor's; a device may have an empty part."""
     (p, g) = (t.detach() for t in draw(shapes=[(70, 700)] * 2, device=cuda_device))
     whole = _Parts(p, g, 0, [70])
     parts = _Parts(p, g, dim, cuts)

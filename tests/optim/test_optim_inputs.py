@@ -457,5 +457,5 @@ def test_tensors_kept_between_steps_are_not_of_a_mode(mode: Any) -> None:
 
 @pytest.mark.parametrize("function", [_rounding_offsets._make_offset, _sharded_blocks._split_rows])
 def test_both_caches_of_tensors_know_of_modes(function: Any) -> None:
-    """Under a mode they make their tensors anew."""
+    """Under a mode they bypass the cache."""
     assert function.__code__ is cache_tensors(maxsize=1)(len).__code__

@@ -108,7 +108,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 def test_orthogonality(
     algorithm: str, dtype: torch.dtype, condition: float, shape: tuple[int, int]
 ) -> None:
-    """Singular values no worse than those of torch's iteration, in the SVD of float64."""
+    """Singular values, by a float64 SVD, are no worse than from torch's iteration."""
     generator = torch.Generator().manual_seed(3)
     n = min(shape)
     u, _ = torch.linalg.qr(torch.randn(shape[0], n, generator=generator, dtype=torch.float64))

@@ -342,7 +342,7 @@ def test_t5s_table_is_not_expanded() -> None:
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("name", ["T5", "DeepSeek-V3"])
 def test_a_fused_attention_with_padding(name: str, left: bool) -> None:
-    """Logits where a token counts, gradients and generated tokens are those of torch's SDPA."""
+    """Logits of unpadded tokens, gradients and generated tokens match torch's SDPA."""
     torch.manual_seed(0)
     model, draw = MODELS[name]()
     given = draw(0)

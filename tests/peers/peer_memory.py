@@ -21,7 +21,7 @@ from torchweld.distributed.zero import RowSharded
 from torchweld.optim import AdamW
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-# Wide enough that what a single op needs for a moment is small beside the rest.
+# Wide enough that an op's temporaries are small compared with the rest.
 _SIZES: Any = {
     "vocab_size": 512,
     "hidden_size": 256,
@@ -108,7 +108,7 @@ def _compare(rank: int, name: str, strategy: Any) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(2):  # DDP makes its buckets anew after the first step
+    for _ in range(2):  # DDP rebuilds its buckets after the first step
         step()
     time.sleep(0.5)  # a thread of gloo drops its tensors after it has announced its result
     live, above = _count_live() - before, _measure_peak(step)

@@ -179,7 +179,7 @@ def test_apexs_lamb() -> None:
 
 
 def test_the_codes_of_a_step() -> None:
-    """99.9% of the codes equal those of bitsandbytes in float64, which rounds exactly."""
+    """99.9% of the codes equal bitsandbytes' codes in float64, which rounds exactly."""
     start, of_steps = training()
     params = [p.clone().requires_grad_() for p in start]
     optimizer = optim.AdamW8bit(params, **ADAM)

@@ -177,7 +177,7 @@ MORE = {
     "vit": (_vit, _images),
     "stablelm": (lambda: small_models._decoder("StableLm")(0.0), small_models.tokens),
 }
-# The halves of all blocks send two sums each way, in the forward; those of a T5 decoder three.
+# A block's halves send two sums each way in the forward; a T5 decoder block's send three.
 SUMS = {"t5": 2 * 2 + 2 * 3, "t5 without gates": 2 * 2 + 2 * 3}
 
 

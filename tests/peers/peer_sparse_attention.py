@@ -388,7 +388,7 @@ def test_t5_in_a_cache_with_room_is_eagers() -> None:
 
 
 def _positions(*rows: tuple[int, ...]) -> torch.Tensor:
-    """Positions that begin anew at every document of these lengths."""
+    """Positions that restart at every document of these lengths."""
     return torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in rows])
 
 
@@ -399,7 +399,7 @@ def _positions(*rows: tuple[int, ...]) -> torch.Tensor:
     ids=["for all", "one of two", "different"],
 )
 def test_packed_sequences(layout: str, position_ids: torch.Tensor) -> None:
-    """Positions that begin anew separate documents, in each sequence of the batch its own."""
+    """Restarting positions separate documents, independently in each sequence of the batch."""
     tokens, _ = _tokens()
     make = {"dense": functools.partial(BlockLayout.dense, block=16), "window": WINDOW}[layout]
     plain, sparse = _pair(_llama, make)
@@ -440,7 +440,7 @@ def test_packed_sequences_with_padding() -> None:
 
 
 def test_other_masks_are_refused() -> None:
-    """Prefixes and chunks, also beside packed sequences."""
+    """Prefixes and chunks, also with packed sequences."""
     packed = packed_sequence_mask_function(torch.zeros(1, LENGTH, dtype=torch.int64))
     chunks = chunked_overlay(16, torch.zeros(1, dtype=torch.int64))
     for function in (chunks, and_masks(packed, chunks), and_masks(packed, packed)):

@@ -14,7 +14,7 @@ import torchweld
 from torchweld import functional
 from torchweld.registry import BACKENDS
 
-# Eager warns about 16 bits beside float32.
+# Eager warns about mixing 16 bits with float32.
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype")
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -144,7 +144,7 @@ def _slice_it(model: nn.Module, part: str, call: Any) -> Any:
 
 
 def _walk_it(model: nn.Module, part: str, call: Any) -> Any:
-    """Keep the result of each layer of a sequence, beside that of the whole."""
+    """Keep each layer's result in a sequence, as well as the sequence's own."""
     sequence: Any = model.get_submodule(part)
     if not isinstance(sequence, nn.Sequential):
         return []

@@ -116,7 +116,7 @@ def _run(model: Any, width: int, given: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_each_form_is_welded(name: str, tmp_path: Path) -> None:
-    """Results and gradients are those of the model's code, in float64."""
+    """Results and gradients match the model's code, in float64."""
     turn, rotate, width, given = FORMS[name]
     model = _make(tmp_path, turn, rotate, width, given).double()
     expected = _run(model, width, given)

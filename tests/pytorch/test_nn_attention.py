@@ -197,7 +197,7 @@ def test_multihead_attention_is_called_as_torchs_is(batch_first: bool, causal: b
 @pytest.mark.parametrize("of_heads", [False, True])
 @pytest.mark.parametrize("padding", [None, "numbers", "booleans"])
 def test_masks_of_scores(kind: str, of_heads: bool, padding: str | None) -> None:
-    """torch's masks of scores, alone and beside padding; numbers of both kinds get gradients."""
+    """torch's score masks, with and without padding; numbers of both kinds get gradients."""
     torch.manual_seed(0)
     dense = functools.partial(BlockLayout.dense, block=16)
     theirs = torch.nn.MultiheadAttention(32, 4, batch_first=True)

@@ -30,7 +30,7 @@ def _many(names: str, reason: str) -> dict[str, str]:
 NO_INPLACE = {"inplace": "the result always has memory of its own"}
 DROPOUT = {
     "p": "0 by default, and by keyword, since many ops drop nothing",
-    "training": "by keyword beside p",
+    "training": "by keyword like p",
     **NO_INPLACE,
 }
 RESIDUAL = {"residual": "the other summand"}
@@ -298,8 +298,8 @@ X, W, B = torch.randn(6, 8), torch.rand(8) + 0.5, torch.randn(8)
 SQUARE = torch.randn(8, 8)
 IDENTITY = {"activation": "identity"}
 STATS = {"running_mean": B, "running_var": W}
-# Torch's function, ours, the call site that both take unchanged, and what only ours or only
-# torch's needs beside it.
+# Torch's function, ours, the call site that both take unchanged, and the extra arguments that only
+# ours or only torch's needs.
 CALLS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "layer_norm": (
         theirs.layer_norm,

@@ -46,8 +46,8 @@ def _backward_arguments(op: Op, inputs: list[Any], results: Any) -> list[Any]:
     return [values[name] for name in op.backward_signature.arguments]
 
 
-# opcheck's parts, the last of which takes ten times as long as the others. Fakes are right or wrong
-# for a sample in a dtype; the graph is the same in each dtype.
+# opcheck's parts; the last one takes ten times as long as the others. Fakes are right or wrong for
+# a sample in a dtype; the graph is the same in each dtype.
 FAKES = ("test_schema", "test_autograd_registration", "test_faketensor")
 GRAPH = "test_aot_dispatch_dynamic"
 
@@ -142,7 +142,7 @@ def test_the_automatic_choice_compiles(op: Op, monkeypatch: pytest.MonkeyPatch) 
     for backend in ("cuda", "triton"):
         monkeypatch.setattr(BACKENDS[backend], "why_missing", lambda: None)
         monkeypatch.setattr(BACKENDS[backend], "devices", {"cpu", "cuda"})
-    # The references of these two are those of bias_dropout_add and of the norms.
+    # These two compose the references of bias_dropout_add and the norms.
     is_combined = op.name in ("dropout_add_layer_norm", "dropout_add_rms_norm")
     compiled = torch.compile(
         lambda *inputs: call(op, *inputs),

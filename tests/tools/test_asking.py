@@ -460,7 +460,7 @@ def _rank(folder: Path, rank: int, dies: bool, names: Sequence[str]) -> None:
 
 
 def test_processes_choose_alike(tmp_path: Path) -> None:
-    """One cache, real processes, some of which die in the middle of a trial; no answer is lost."""
+    """One cache and real processes; some die in the middle of a trial, and no answer is lost."""
     names = [f"class {n}" for n in range(12)]
     ranks = []
     for rank in range(6):

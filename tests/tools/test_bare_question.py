@@ -101,7 +101,7 @@ def test_bare_ops_are_tried_once(
 
 
 def _large_calls() -> dict[str, tuple[BareOp, tuple[Any, ...]]]:
-    """Calls whose copies would not fit beside a model, on the scale of this test."""
+    """Calls whose copies would not fit next to a model, on the scale of this test."""
     x = torch.randn(700, 801)
     flat = x.flatten()
     error = torch.randn_like(x)

@@ -208,7 +208,7 @@ def test_a_large_case_is_judged_by_a_part(op: Op) -> None:
             if now == was:
                 continue
             if op.name == "rotary_embedding" and now.shape[1:] == was.shape[1:] != case.shape[1:]:
-                # Keys keep their heads, each of which serves a number of the queries'.
+                # Keys keep their heads; each serves several query heads.
                 assert now.shape[0] == part.shape[0]
                 assert part.shape[1] % now.shape[1] == 0
                 continue

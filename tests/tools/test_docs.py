@@ -67,7 +67,7 @@ PAGES = _with("processes")
 def test_a_pages_processes_run(page: str, tmp_path: Path) -> None:
     """In two processes: every block of the page, in order.
 
-    torchrun starts those of the first page. Those of the others have the same variables, and fork
+    torchrun starts the first page's blocks. Other pages' blocks have the same variables, and fork
     from a process that has imported torch.
     """
     (_by_torchrun if page == PAGES[0] else _forked)(page, tmp_path)

@@ -160,7 +160,7 @@ SOFTMAX = OPS["softmax_dropout"]
 def test_changed_sources_make_a_record_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its state says so, and its times, of which the fastest current one is the choice."""
+    """Its state and its times say so; the fastest current time is the choice."""
     monkeypatch.setitem(SOFTMAX.sources, "cuda", ("csrc/cuda/softmax.cu",))
     for backend in ("cuda", "triton"):
         path = tmp_path / SOFTMAX.sources[backend][0]

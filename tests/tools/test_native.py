@@ -39,7 +39,7 @@ print(f"{y.sum().item():.4f} {w.grad.norm().item():.4f}")
 
 
 def _run(program: str = PROGRAM, **environment: str) -> list[str]:
-    """What the program prints in an interpreter that imports torchweld anew."""
+    """What the program prints in a fresh interpreter."""
     result = fresh.run(program, **environment)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
@@ -160,7 +160,7 @@ x = x[x.isfinite()].reshape(-1, 1)
 weight = torch.full((1,), 2.0**12, dtype=torch.float32)
 with torchweld.use_backend("cpu"):
     y = torchweld.functional.rms_norm(x, (1,), weight, 2.0**24)
-# rstd is 2^-12 only where x^2 vanishes beside 2^24, and within a rounding of it elsewhere.
+# rstd is 2^-12 only where x^2 is absorbed by 2^24, and within a rounding of it elsewhere.
 exact = (x.double() * 2.0**12 / (x.double() ** 2 + 2.0**24).sqrt())
 print(torch.equal(y, exact.to(torch.float32).half()), (y != exact.half()).sum().item())
 """

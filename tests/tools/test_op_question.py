@@ -381,7 +381,7 @@ def test_a_sample_of_attention_has_its_layouts_blocks() -> None:
     assert torch.equal(rows[:1], whole[:1, :, :509, :509])
     assert torch.equal(rows[1:], whole[:1, :, lines, keys])
     assert rows[1].any()
-    # A mask's bits are those of its block as it stands, so that only blocks can be compared.
+    # Both lists store a block's mask in the same orientation, so that only blocks can be compared.
     of_rows, of_columns = (
         torch.nn.functional.max_pool2d(x[:, 0].float(), 32, ceil_mode=True) for x in (rows, columns)
     )

@@ -36,7 +36,7 @@ faults()
 found = [faults()]
 with torchweld.keep_pages() as kept:
     assert kept, kept.reason
-    for _ in range(20):  # each call may find its place in the heap anew until the holes have merged
+    for _ in range(20):  # a call may get another place in the heap until the holes have merged
         last = faults()
     found += [last, resident()]
 print(*found, resident())

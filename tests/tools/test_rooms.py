@@ -115,7 +115,7 @@ def test_includes_point_down(room: str) -> None:
 def test_files_are_short() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
-        pytest.skip("not a git checkout: an unpacked source archive has other files beside ours")
+        pytest.skip("not a git checkout: an unpacked source archive has other files next to ours")
     paths = [ROOT / name for name in listed.stdout.splitlines()]
     sources = {".py", ".h", ".cpp", ".cu", ".cuh"}
     lines = {

@@ -154,7 +154,7 @@ def test_views_that_are_not_aligned_run_with_the_options_for_them() -> None:
 
 @pytest.mark.parametrize("width", [4096, 8192, 16384, 16376])
 def test_views_of_the_widest_rows_go_in_tiles(width: int) -> None:
-    """A thread has no registers for the addresses of a view's elements beside the widest row."""
+    """A thread's registers cannot hold both the widest row and a view's element addresses."""
     from torchweld.triton_kernels import dropout_add_norm, norm
 
     def kernels(x: torch.Tensor) -> tuple[str, str, str]:
