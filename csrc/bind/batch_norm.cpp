@@ -122,7 +122,7 @@ std::tuple<Tensor, Tensor, Tensor> normalize_act_grads(
   return {grad_x, grad_weight, grad_bias};
 }
 
-// grad_x for statistics of x itself, or of a larger tensor of which x is a shard.
+// grad_x for statistics of x itself, or of a larger tensor that x is a shard of.
 Tensor batch_norm_act_grad_x(Tensor grad_y, Tensor x, Tensor mean, Tensor var,
                              OptionalTensor weight, OptionalTensor bias, Tensor mean_g_in,
                              Tensor mean_g_x_hat_in, double eps, Text activation,

@@ -1,7 +1,7 @@
 // How a binding reaches its kernels. The same code serves both devices:
 //
 //   TW_KERNEL(layer_norm_forward, NormForward);        a kernel of csrc/cpu or csrc/cuda
-//   TW_FUNCTION(int64_t, norm_chunks, int64_t, int64_t);   a plain function beside it
+//   TW_FUNCTION(int64_t, norm_chunks, int64_t, int64_t);   a plain function next to it
 //   launch(layer_norm_forward, args, like, items, elements_per_item);
 //   TW_IMPLEMENT(m) { m.impl(TW_OVERLOAD("layer_norm"), TORCH_BOX(&layer_norm)); }
 //

@@ -264,7 +264,7 @@ class Work {
   std::vector<Rounding> roundings_;
   OptionalTensor room_;  // memory for the roundings, on a GPU
   Rates rates_;
-  const double* settings_ = nullptr;  // those of each parameter, if they differ
+  const double* settings_ = nullptr;  // per-parameter settings, if they differ
   int64_t fields_ = 0;
   AnyStep args_ = {};  // points into the above
 };

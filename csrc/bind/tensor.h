@@ -71,7 +71,7 @@ inline DType dtype_of(ScalarType dtype) {
 }
 inline DType dtype_of(const Tensor& t) { return dtype_of(t.scalar_type()); }
 
-// Whether kernels accept this dtype beside `dtype`: the same one, or float32 beside 16 bits.
+// Whether kernels accept this dtype with `dtype`: the same one, or float32 with 16 bits.
 inline bool fits_beside(DType kind, DType dtype) {
   return kind == dtype || (kind == DType::f32 && dtype != DType::f64);
 }
@@ -80,7 +80,7 @@ inline ScalarType accumulate_type(DType dtype) {
   return dtype == DType::f64 ? ScalarType::Double : ScalarType::Float;
 }
 
-// A norm's parameter may also have 16 bits beside float32. Kernels then read it as float32.
+// A norm's parameter may also have 16 bits with float32 input. Kernels then read it as float32.
 inline bool is_parameter_beside(DType kind, DType dtype) {
   return fits_beside(kind, dtype) || (dtype == DType::f32 && kind != DType::f64);
 }
@@ -163,7 +163,7 @@ inline OptionalTensor make_contiguous(const OptionalTensor& t) {
   return t ? OptionalTensor(make_contiguous(*t)) : std::nullopt;
 }
 
-// A norm's parameter, in the dtype that kernels read beside a tensor of `dtype`.
+// A norm's parameter, in the dtype that kernels read for input of `dtype`.
 inline Tensor parameter(const Tensor& p, DType dtype) {
   return make_contiguous(as_type(p, parameter_type(p.scalar_type(), dtype)));
 }

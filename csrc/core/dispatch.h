@@ -1,6 +1,6 @@
 // Turns the DType of an argument into a C++ type, in one place. A library compiles only the types
-// that it supports: double exists only in the CPU's baseline (TW_BASELINE), for gradcheck. Beside
-// kernels of another instruction set, a baseline serves nothing else (TW_DOUBLE_ONLY).
+// that it supports: double exists only in the CPU's baseline (TW_BASELINE), for gradcheck. It has
+// only double if kernels of another instruction set serve the other types (TW_DOUBLE_ONLY).
 #pragma once
 
 #include "core/dtype.h"

@@ -4,9 +4,9 @@
 //   grad_residual = grad_z + the norm's gradient of z,  grad_x = grad_residual * kept
 //
 // kept is 0 where an element is dropped, else 1 / (1 - p). y is computed from z before z is rounded
-// for storage. The backward pass reads the stored z, so mean and rstd are those of the stored z: in
-// a row of nearly equal elements, other statistics would make x_hat large. y has dtype, or float32
-// if dtype has 16 bits, as under autocast.
+// for storage. The backward pass reads the stored z, so mean and rstd are taken from the stored z:
+// in a row of nearly equal elements, other statistics would make x_hat large. y has dtype, or
+// float32 if dtype has 16 bits, as under autocast.
 #pragma once
 
 #include "core/dropout.h"

@@ -7,8 +7,8 @@
 // as the rounded copy of a float32 master, as a bfloat16 plus the 16 bits that complete it to a
 // float32 or the 8 bits that complete it to 24, or as a bfloat16 with stochastic rounding.
 //
-// A tensor may have companions, a float32 beside each element: an average of the parameter that
-// every step moves towards it, or the second iterate of a rule that has one.
+// A tensor may have per-element float32 companions: an average of the parameter that every step
+// moves towards it, or the second iterate of a rule that has one.
 //
 // An adaptive rule scales the step of each tensor by a ratio of norms, which an earlier pass
 // measures. That pass also computes the step but writes only norms. If it wrote the moments, they
@@ -137,8 +137,8 @@ TW_HD void skip_unless(Sound sound, V& p, V before, V* m) {
   for (int k = 0; k < N; ++k) m[k] = sound ? m[k] : V{};
 }
 
-// Whether a rule reads and writes companions: it takes them as its last argument. Those of other
-// rules are averages.
+// Whether a rule reads and writes companions: it takes them as its last argument. Other rules'
+// companions are averages.
 template <class Rule, class = void>
 constexpr bool kHasCompanion = false;
 template <class Rule>
@@ -154,9 +154,9 @@ TW_HD auto oppose(V a, V b) {
   return ((a > 0) & (b < 0)) | ((a < 0) & (b > 0));
 }
 
-// The bits of a float32 are those of its bfloat16 followed by 16 zeros, plus the remainder, a signed
-// number. The bfloat16 is the nearest one, and of two equally near the larger in magnitude: the
-// other one's remainder would be 2^15, which does not fit.
+// A float32's bits are its bfloat16's bits followed by 16 zeros, plus the remainder, a signed
+// number. The bfloat16 is the nearest one; ties go to the larger magnitude, since the other one's
+// remainder would be 2^15, which does not fit.
 template <class Bits>
 TW_HD Bits complete(Bits half, Bits remainder) {
   return (half << 16) + ((remainder ^ 0x8000u) - 0x8000u);

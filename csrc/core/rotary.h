@@ -16,7 +16,7 @@
 TW_NAMESPACE_BEGIN
 
 // The tokens of a batch are [batch, tokens], and a token has `heads` rows of `width` elements.
-// Strides are those of batch, token and head, in elements.
+// Strides are between batches, tokens and heads, in elements.
 struct RotaryStream {
   const void* x;       // the forward's input; null in a backward pass without a norm
   const void* grad;    // the gradient of y; null in a forward pass
@@ -35,7 +35,7 @@ struct Rotary {
   RotaryStream streams[kStreams];
   int64_t count;         // of streams
   const void* table[2];  // cos and sin, table_dtype
-  // Strides of batch, token and angle; with positions, the second is that of a row of the table.
+  // Strides of batch, token and angle; with positions, the second is between the table's rows.
   int64_t table_stride[2][3];
   const int64_t* positions;  // the rows of the table, or null: the tokens' own
   int64_t position_stride[2];

@@ -13,8 +13,8 @@
 #define TW_RULE_schedule_free(Step, Measure) Step(ScheduleFree)
 #define TW_RULE_sgd(Step, Measure) Step(Sgd) Step(MomentumSgd) Measure(Gradient)
 
-// The name of the op that a file is compiled for, its line of the list, and its header beside this
-// one.
+// The name of the op that a file is compiled for, its line of the list, and its header, which is
+// next to this one.
 #define TW_QUOTE_(text) #text
 #define TW_QUOTE(text) TW_QUOTE_(text)
 #define TW_JOIN_(a, b) a##b

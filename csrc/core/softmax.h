@@ -19,7 +19,7 @@ enum class MaskKind : int32_t { none, boolean, additive };
 // where 0 excludes.
 struct ScoreMask {
   MaskKind kind = MaskKind::none;
-  DType dtype = DType::f32;  // an additive mask has the scores' dtype, or float32 beside 16 bits
+  DType dtype = DType::f32;  // an additive mask has the scores' dtype, or float32 for 16 bits
   const void* data = nullptr;
   RowMap rows;         // row of the scores -> offset of the mask's row, in elements
   int64_t stride = 0;  // between the mask's columns: 0 or 1

@@ -13,8 +13,8 @@ struct RowStatistics {
   A mean, rstd;
 };
 
-// The statistics of a row, and those of the same row rounded to Saved. They are equal unless Saved
-// has fewer bits than X.
+// The statistics of a row, and of the same row rounded to Saved. They are equal unless Saved has
+// fewer bits than X.
 template <bool Centered, class Saved, class X>
 struct Statistics {
   using A = Accumulate<X>;

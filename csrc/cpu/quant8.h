@@ -198,7 +198,7 @@ struct Divisor {
 // Maps fractions to codes. Construct it before a loop.
 #if defined(__AVX512F__)
 // Encodes without a look-up in memory and without a division. Between the first thresholds of two
-// adjacent decades the nearest values are those of one decade. They are evenly spaced, so the
+// adjacent decades the nearest values belong to one decade. They are evenly spaced, so the
 // number is a linear function there. Multiplying by the inverse is off by an ulp or two. Values
 // within kUlps of a region's begin, or within 1 / kUnits of a rounding boundary, are therefore
 // encoded exactly.

@@ -5,7 +5,7 @@
 // until its scale is known: 12 + 1/8 bytes per element in float32, where reading x and the error
 // twice took 20 + 1/8, or 28 if the second read missed the caches. Longer blocks are read twice.
 // They go in strips of whole blocks that fit the L2 cache of current GPUs, so that the second read
-// finds them there: 20 + 1/8 bytes, of which 12 + 1/8 reach memory. A block longer than a strip
+// finds them there: 20 + 1/8 bytes; 12 + 1/8 of them reach memory. A block longer than a strip
 // takes 20 + 1/8. Dequantising moves 4 + 1/8. The float64 sums take one conversion and one product
 // per element. Not measured yet.
 #include "core/one_bit.h"
@@ -109,7 +109,7 @@ __device__ __forceinline__ void read_sums(float (&values)[kByte], const Quantize
   }
 }
 
-// body(i, count, values) for each eight elements of a piece, of which `count` exist.
+// body(i, count, values) for each group of eight elements of a piece; `count` of them exist.
 template <class Source, class Error, class Body>
 __device__ __forceinline__ void for_eights(const Quantize1& a, const OneBitPiece& at,
                                            bool is_aligned, Body&& body) {
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kThreads) dequantize(Dequantize1 a, bool is_al
   }
 }
 
-// The blocks [first, last), each of which is read twice.
+// The blocks [first, last); each block is read twice.
 template <class Source, class Error>
 cudaError_t quantize_strip(const Quantize1& a, int64_t first, int64_t last, bool is_aligned,
                            cudaStream_t stream) {
