@@ -95,7 +95,7 @@ test-isa: env ## Test kernels on every CPU instruction set except the best, whic
 
 # What depends on the source of transformers, with its oldest release that pyproject.toml accepts.
 OLDEST := build/transformers-4.56
-RECOGNISED := $(addprefix tests/peers/peer_,welds.py fuse.py generate.py rotary.py losses.py)
+RECOGNISED := $(addprefix tests/peers/peer_,welds.py fuse.py generate.py rotary.py)
 
 .PHONY: test-peers
 test-peers: env ## Test against other packages; installs them

@@ -9,8 +9,12 @@ from typing import Any
 import torch
 import transformers
 
+from torchweld.fusion import peer
+
 # The argument of a forward that takes a cache, and the result's attribute.
 _CODE = inspect.unwrap(transformers.LlamaForCausalLM.forward).__code__
+# In another release models differ: peer_welds.py counts what is welded there.
+IS_TESTED_RELEASE = transformers.__version__.startswith(f"{peer.TESTED}.")
 CACHE = "cache" if "cache" in _CODE.co_varnames else "past_key_values"
 
 _SIZES = {
