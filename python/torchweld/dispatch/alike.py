@@ -1,6 +1,6 @@
-"""Whether two calls are alike in everything that may decide what they do.
+"""Guards: whether two calls agree in everything that may decide what they do.
 
-It has to be fast, since every warm call asks: reading a tensor's dtype, device or sizes in Python
+Guards run in every warm call and must be fast: reading a tensor's dtype, device or sizes in Python
 costs 40 to 100 ns each. torch's guards for compiled graphs compare all of them in one call, and
 generated code compares the other arguments without a loop.
 """
@@ -23,7 +23,7 @@ ALIGNMENT = 16
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
 _SINGLETONS = (None, True, False)
-# What a comparison raises for arguments that are like nothing: NumPy's arrays, proxies, lists.
+# What a comparison raises for arguments that it cannot compare: NumPy arrays, proxies, lists.
 INCOMPARABLE = (KeyError, AttributeError, TypeError, RuntimeError, ValueError)
 IsLike = Callable[..., bool]
 

@@ -87,7 +87,7 @@ def autograd_function(
 
     `kernel` has `forward`, `backward` and `backend`. The node's first argument has the same two, in
     a form that is ready for calls like this one, or is None. `returned` are the results that the
-    node returns, by default the public ones; others than those get no gradient.
+    node returns, by default the public ones; only public results get a gradient.
     """
     node = f"{op.name}_{kernel.backend}"
     _NODES[node] = (op, kernel)

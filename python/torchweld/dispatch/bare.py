@@ -1,4 +1,4 @@
-"""Ops outside the registry: those without a gradient, and those that write to their arguments.
+"""Ops outside the registry: ops without a gradient, and in-place ops.
 
 Like all ops they have an overload for each backend, and the same rules choose among them.
 """

@@ -99,7 +99,7 @@ def _fake_forward(op: Op) -> Callable[..., Any]:
 
 
 def _fake_backward(op: Op) -> Callable[..., Any]:
-    """Make gradients like their inputs; those that are not needed are empty.
+    """Make gradients like their inputs; unneeded gradients are empty.
 
     An input that was not saved is like the first result or its gradient, unless the declaration
     has a fake of its own.

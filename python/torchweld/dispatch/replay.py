@@ -1,11 +1,11 @@
-"""Repeats the allocations and launches of a Triton call for later calls that are alike.
+"""Records the allocations and launches of a Triton call and replays them for later, alike calls.
 
-The Python of a call takes longer than its kernels where rows are few: on an EPYC 80 us for a
-residual with dropout and norm, besides Triton's, which looks for the compiled kernel of 40
-arguments at each launch. Everything that this decides is the same for calls with the same tensors
-but for their addresses. Such a call is therefore recorded: which tensors it allocates, and which
-compiled kernels it launches, with what. Later ones allocate and launch. Only calls that have found
-their short way (way.py) come here, so not the first of a kind: its sizes may never come again.
+With few rows a call's Python takes longer than its kernels: on an EPYC 80 us for a residual with
+dropout and norm, without Triton's own time, which looks up the compiled kernel by 40 arguments at
+each launch. All decisions are the same for calls whose tensors differ only in their addresses. So a
+call is recorded: the tensors that it allocates, and the compiled kernels that it launches with
+their arguments. Later calls only allocate and launch. Only calls that have found their short way
+(way.py) are recorded, so not the first of a kind: its sizes may never come again.
 
 A call is recorded only if its function is marked (triton_kernels/launch.py says what that
 promises), and it does nothing but allocate, view and launch. Other calls run as they are.
@@ -50,7 +50,7 @@ _SIZES, _ALIKE = 1024, 4
 
 
 class _Step(NamedTuple):
-    """A launch: Triton's launcher, its arguments, and which tensors take which of their places."""
+    """A launch: Triton's launcher, its arguments, and (argument, tensor) pairs to fill in."""
 
     launch: Callable[..., Any]
     arguments: list[Any]
@@ -58,7 +58,7 @@ class _Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a call does. Tensors are numbered: the call's arguments, then those it allocates."""
+    """A recorded call. Tensors are numbered: first the call's arguments, then its allocations."""
 
     device: int  # -1: the CPU, for Triton's interpreter
     allocations: list[Callable[[], torch.Tensor]]

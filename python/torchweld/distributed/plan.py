@@ -212,7 +212,7 @@ def _replicate_unplaced(
     def visit(name: str, module: torch.nn.Module, is_inner: bool) -> None:
         within = f"{name}." if name else ""
         is_known = any(other.startswith(within) for other in placed)
-        # A module may read the parameters of those inside, unless a style places one of them.
+        # A module may read its submodules' parameters, unless a style places one of them.
         reads = not (is_inner or is_known or isinstance(module, _LISTS))
         names = [own for own, _ in module.named_parameters(recurse=reads)]
         if names and name not in placed:

@@ -124,7 +124,7 @@ class StashingStage(ScaledStage):
 
 
 def count_versions(rule: str, stage: int, stages: int, microbatches: int) -> int:
-    """Count the most copies of its parameters that a stage keeps, besides the parameters."""
+    """Count the most versions that a stage stashes at a time, in addition to its parameters."""
     if rule == "2bw":
         return 2
     waiting = stages - stage if rule == "pipedream" else stages

@@ -91,7 +91,7 @@ def _copy(model: torch.nn.Module) -> Any:
 
 
 def _run(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> None:
-    """Run a forward and a backward pass, whose gradients stay where they are."""
+    """Run a forward and a backward pass without reducing gradients."""
     with torch.enable_grad(), no_sync(model):
         outputs = [t for t in tree_leaves(model(**inputs)) if isinstance(t, torch.Tensor)]
         sums = [t.sum() for t in outputs if t.requires_grad]

@@ -1,4 +1,4 @@
-"""The batches of a step, kept for the next step while all that they were gathered from is alike.
+"""A cache of a step's batches: the next step reuses them while all their inputs are unchanged.
 
 A model steps the same parameters thousands of times, and gathering them takes longer than the step
 of a few small tensors.
@@ -69,7 +69,7 @@ class Kept:
         states: Mapping[Any, State],
         learning_rate: Callable[[Group], Any],
     ) -> bool:
-        """Give the batches the gradients and rates of this step, if all else is alike."""
+        """Give the batches this step's gradients and rates, if all else is unchanged."""
         if len(groups) != len(self._groups) or not is_ordinary():
             return False
         for group, (kept, settings, params) in zip(groups, self._groups, strict=True):

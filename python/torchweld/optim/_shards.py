@@ -47,7 +47,7 @@ def make_dtensor(
 def make_zeros(
     p: torch.Tensor, shape: torch.Size, dims: Sequence[int | None], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Make zeros whose dimensions are p's, sharded alike, or of size 1."""
+    """Make zeros with dimensions of p, sharded like p, or of size 1."""
     part = local_part(p.detach())
     if not is_dtensor(p):
         return part.new_zeros(shape, dtype=dtype)

@@ -57,8 +57,8 @@ class Muon(FusedOptimizer, _TorchsMuon):
 
     Args:
         params: parameters, or groups of them, as in torch.optim. A group may have
-            rule="adamw" or "lion" in place of "muon", with betas, eps and weight_decay of its own;
-            any other argument is that of its group.
+            rule="adamw" or "lion" in place of "muon", with betas, eps and weight_decay of its own.
+            Other arguments can be set per group.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in
             torch.optim.Muon; adjust_lr_fn="match_rms_adamw" is the scaling of Moonlight and Kimi.
             ns_coefficients may have three numbers for each step.

@@ -136,8 +136,8 @@ def release_gradients(
             as usual.
         bucket_bytes: the gradients that step together, on each device.
 
-    Refused: max_grad_norm, whose norm is that of all gradients, and a GradScaler, which decides
-    after the backward pass; DistributedDataParallel, which reduces gradients after the hooks; on
+    Refused: max_grad_norm, which needs all gradients, and a GradScaler, which decides after the
+    backward pass; DistributedDataParallel, which reduces gradients after the hooks; on
     sharded parameters, rules that exchange numbers among devices: LAMB, LARS, Muon, Adafactor,
     8-bit states of rows that are split, and cautious steps.
     """

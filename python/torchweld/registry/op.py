@@ -78,7 +78,7 @@ class Op:
     backward_reference: Callable[..., Any] | None = None
     # The backward op's results as empty tensors, where they are not like the inputs that it takes.
     fake_backward: Callable[..., tuple[torch.Tensor, ...]] | None = None
-    # Takes the forward's arguments; names those that the backward op does not need.
+    # Takes the forward's arguments; names the tensors that need not be saved for the backward op.
     unsaved: Callable[..., Collection[str]] | None = None
     # Input -> an incoming gradient that equals the input's own, and the condition on the forward's
     # arguments under which it does: {"residual": ("grad_y", lambda *_: True)}.

@@ -121,12 +121,14 @@ class Deferred:
 
 
 class Logits(torch.Tensor):
-    """A result of the head whose values are computed when an operation first reads them.
+    """Lazy logits: computed when an operation first reads their values.
 
-    Autograd sees an ordinary tensor. Until then it keeps the head's input, not the logits.
+    Autograd sees an ordinary tensor. Before the first read it keeps the head's input, not the
+    logits.
     """
 
-    # What computes the values, or another one whose memory this one shares; None once computed.
+    # The function that computes the values, or other lazy logits that share their values; None
+    # once computed.
     _source: Any
     _made: torch.Tensor
 

@@ -235,7 +235,7 @@ class _Outputs:
 
 
 class _Body(torch.nn.Module):
-    """Returns given hidden states in the place of the model's body, whose numbers it has."""
+    """Stands in for the model's body: returns given hidden states, and has the body's numbers."""
 
     def __init__(self, hidden_states: list[torch.Tensor], real: Any) -> None:
         super().__init__()

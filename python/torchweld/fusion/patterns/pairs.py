@@ -76,7 +76,7 @@ class AskingSequence(Asking):
 
 
 class PairOnly(torch.nn.Module):
-    """Two modules in a row, to be tried or measured without those around them."""
+    """Two modules in a row, to be tried or measured on their own."""
 
     def __init__(self, first: torch.nn.Module, second: torch.nn.Module, asked: Asked) -> None:
         super().__init__()

@@ -26,8 +26,8 @@ _WIDTHS = ("qk_rope_head_dim", "head_dim", "head_size")
 # What an attention gets: tables for each row of a batch, complex numbers, or tables of the last
 # tokens, which the rows of a batch share.
 _BATCHED, _COMPLEX, _LAST = "batched", "complex", "last"
-# How a function reads its angles: one for each column, one for each pair, or the first half of
-# those for each column; and whether pairs are interleaved.
+# How a function reads its angles: per column, per pair, or the first half of the per-column angles;
+# and whether pairs are interleaved.
 _FORMS = (
     *(("columns", False), ("columns", True), ("half", True), ("pairs", False), ("pairs", True)),
 )

@@ -21,13 +21,13 @@ from torchweld.registry.constant import assume_constant_result
 _MULTIPLE = 64
 # The rows of every GEMM with batch_invariant, so that results do not depend on the number of rows.
 _INVARIANT = 64
-# On a GPU rows of logits begin at multiples of so many bytes, and blocks of their columns at such
-# multiples of elements. cuBLAS takes its fast kernels only for leading dimensions that are a
-# multiple of 16 bytes. Triton loads 16 bytes at a time only where rows begin at multiples of 16
-# elements. No two rows then share a line of the caches.
+# Alignment on a GPU: rows of logits start at multiples of this many bytes, and column blocks at
+# multiples of this many elements. cuBLAS takes its fast kernels only for leading dimensions that
+# are a multiple of 16 bytes. Triton loads 16 bytes at a time only if rows start at multiples of 16
+# elements. At 128 bytes no two rows share a cache line.
 _LINE = 128
 _ACCESS = 16  # bytes
-# A chunk takes so many bytes by default: these on a CPU or a small GPU, those on a large one.
+# Default chunk size: 256 MiB on CPUs and small GPUs, up to 1 GiB on large ones.
 _LEAST_MEMORY, _MOST_MEMORY = 2**28, 2**30
 
 
@@ -90,7 +90,7 @@ def _pad(layer: Layer, width: int) -> int:
 
 
 def _divide_classes(layer: Layer) -> list[slice]:
-    """All classes, or those past the last multiple of 16 bytes apart from the others.
+    """All classes, or first the tail past the last multiple of 16 bytes, then the others.
 
     A GPU's library needs more than padded rows: it also takes its kernels for unaligned matrices,
     which were 5 times slower, where the number of columns or of products is odd. The few classes
@@ -143,7 +143,7 @@ def find_rows(function: str, layer: Layer, needs: Needs) -> int:
     if layer.batch_invariant:
         return _INVARIANT
     every = max(layer.input.shape[0], 1)
-    even = -(-every // -(-every // most))  # as few chunks, of equal sizes
+    even = -(-every // -(-every // most))  # the same number of chunks, of equal sizes
     multiple = -(-even // _MULTIPLE) * _MULTIPLE
     return int(min(multiple if multiple <= most else even, every))
 

@@ -53,17 +53,17 @@ _BLOCKS = 4
 
 
 class _Limits(NamedTuple):
-    """How many matrices a batch has, and what beats one product."""
+    """How many matrices a batch has, and from which size on blocks beat one product."""
 
-    blocks_from: int  # rows, from which blocks do
+    blocks_from: int  # rows
     batch: int  # elements
     is_filled: bool
-    # So many matrices even if they have more elements, but no more than these.
+    # At least this many matrices even if they exceed `batch`, but at most `most` elements.
     at_least: int = 1
     most: int = 0
 
     def count_matrices(self, elements: int) -> int:
-        """Count the matrices of a batch, which have so many elements each."""
+        """Count the matrices of a batch, with this many elements each."""
         return max(1, self.batch // elements, min(self.at_least, self.most // elements))
 
 

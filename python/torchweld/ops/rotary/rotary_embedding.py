@@ -106,7 +106,7 @@ def rotary_embedding(
 def _normalize_first(
     x: torch.Tensor, heads: int, norm: tuple[Any, ...], angles: tuple[Any, ...], **how: Any
 ) -> torch.Tensor:
-    """Rotate what is normalised over the heads of several devices, and round once."""
+    """Normalise over the heads of several devices, rotate, and round once."""
     weight, eps, plus_one, rounded = norm
     normalized = normalize(x, weight, eps, plus_one, rounded, heads)
     cos, sin, positions = angles
