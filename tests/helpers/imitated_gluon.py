@@ -1,0 +1,362 @@
+"""Runs Gluon kernels for Hopper on the CPU, as late as their protocol allows.
+
+Partitions of warps are threads. An mbarrier counts arrivals and bytes. A TMA copy makes its target
+NaN at once and arrives only when somebody waits for its barrier; a wgmma reads its operands from
+shared memory, and a copy to global memory its source, only when somebody waits for it. So a wait
+that is missing shows in the result, and one for what never comes is a dead lock, which is found at
+once: no partition runs. Shared memory that threads wrote is refused by TMA and wgmma before a
+fence.
+
+Layouts are ignored: whether they fit, the compiler says.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+
+class ProtocolError(AssertionError):
+    """What a GPU would answer by a wrong result, or not at all."""
+
+
+def round_to_bfloat16(x: np.ndarray) -> np.ndarray:
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000
+    return rounded.astype(np.uint32).view(np.float32)
+
+
+class _Registers(np.ndarray):
+    """A tensor in registers."""
+
+    def to(self, kind: Any) -> Any:
+        values = np.asarray(self)
+        return _registers(round_to_bfloat16(values) if kind == "bfloat16" else values)
+
+
+def _registers(x: Any) -> _Registers:
+    return np.asarray(x, np.float32).view(_Registers)
+
+
+class _Memory:
+    """A part of shared memory; `unfenced` has the threads whose writes only threads see yet."""
+
+    def __init__(self, values: np.ndarray, unfenced: set[int]) -> None:
+        self.values, self.unfenced = values, unfenced
+
+    def index(self, at: int) -> _Memory:
+        return _Memory(self.values[int(at)], self.unfenced)
+
+    def permute(self, order: Sequence[int]) -> _Memory:
+        return _Memory(self.values.transpose(order), self.unfenced)
+
+    def load(self, layout: Any) -> _Registers:
+        return _registers(self.values.copy())
+
+    def store(self, values: np.ndarray) -> None:
+        self.values[...] = values
+        self.unfenced.add(threading.get_ident())
+
+    def read_late(self) -> np.ndarray:
+        if self.unfenced:
+            raise ProtocolError("shared memory is read asynchronously before a fence")
+        return np.array(self.values)
+
+
+class _Barrier:
+    def __init__(self) -> None:
+        self.phase, self.count, self.left, self.bytes = 0, 0, 0, 0
+        self.late: list[Callable[[], None]] = []
+
+    def index(self, at: int) -> _Barrier:
+        return self
+
+    def take(self, arrivals: int, moved: int) -> None:
+        self.left -= arrivals
+        self.bytes += moved
+        if self.left < 0:
+            raise ProtocolError("an arrival too many")
+        if self.left == 0 and self.bytes == 0:
+            self.phase ^= 1
+            self.left = self.count
+
+
+class _Barriers:
+    def __init__(self, count: int) -> None:
+        self.each = [_Barrier() for _ in range(count)]
+
+    def index(self, at: int) -> _Barrier:
+        return self.each[int(at)]
+
+
+def _one(barrier: Any) -> _Barrier:
+    return barrier.each[0] if isinstance(barrier, _Barriers) else barrier
+
+
+class _Product:
+    """A wgmma under way."""
+
+    def __init__(self, compute: Callable[[], _Registers]) -> None:
+        self.compute, self.value = compute, None
+
+
+class Descriptor:
+    """A matrix in global memory that TMA reads and writes in blocks."""
+
+    layout = None
+
+    def __init__(self, values: np.ndarray, block: tuple[int, int], size: int = 2) -> None:
+        self.values, self.block, self.size = values, block, size
+
+    def part(self, at: Sequence[int]) -> np.ndarray:
+        (row, column), (rows, columns) = map(int, at), self.block
+        return self.values[row : row + rows, column : column + columns]
+
+
+class Pointer:
+    """An address of global memory, or a tensor of them."""
+
+    def __init__(self, values: np.ndarray, at: Any = 0) -> None:
+        self.values, self.at = values, at
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.values, self.at + np.asarray(offset).astype(np.int64))
+
+
+class _Program:
+    """One program of a launch."""
+
+    def __init__(self, number: int, programs: int) -> None:
+        self.number, self.programs = number, programs
+        lock = threading.RLock()
+        self.changed, self.idle = threading.Condition(lock), threading.Condition(lock)
+        self.alive, self.waiting, self.staying, self.dead = 1, 0, 0, False
+        self.local = threading.local()
+        self.unfenced: list[set[int]] = []
+
+    def queue(self, name: str) -> list[Any]:
+        return self.local.__dict__.setdefault(name, [])
+
+    # mbarriers
+
+    def take(self, barrier: Any, arrivals: int, moved: int) -> None:
+        with self.changed:
+            _one(barrier).take(arrivals, moved)
+            self._wake()
+            if self.queue("products") or self.queue("stores"):
+                self._let_others_run()
+
+    def _let_others_run(self) -> None:
+        """Return when all others wait: what is under way here may still read what they write."""
+        self.staying += 1
+        self.idle.notify_all()
+        self.idle.wait_for(lambda: self.dead or self.waiting + self.staying >= self.alive)
+        self.staying -= 1
+
+    def _wake(self) -> None:
+        self.waiting = 0
+        self.changed.notify_all()
+
+    def wait(self, barrier: Any, phase: int) -> None:
+        barrier = _one(barrier)
+        with self.changed:
+            while barrier.phase == int(phase):
+                late, barrier.late = barrier.late, []
+                for arrive in late:
+                    arrive()
+                if late:
+                    self._wake()
+                    continue
+                self.waiting += 1
+                self.idle.notify_all()
+                self.dead = self.dead or self.waiting >= self.alive
+                if self.dead:
+                    self.changed.notify_all()
+                    self.idle.notify_all()
+                    raise ProtocolError("a dead lock: every partition waits")
+                self.changed.wait()
+
+    # TMA
+
+    def copy_in(self, source: Descriptor, at: Any, barrier: Any, target: _Memory) -> None:
+        barrier = _one(barrier)
+        target.values[...] = np.nan
+
+        def arrive() -> None:
+            target.values[...] = source.part(at)
+            barrier.take(0, -target.values.size * source.size)
+
+        with self.changed:
+            barrier.late.append(arrive)
+            self._wake()
+
+    def copy_out(self, target: Descriptor, at: Any, source: _Memory) -> None:
+        if source.unfenced:
+            raise ProtocolError("a copy of shared memory begins before a fence")
+
+        def store() -> None:
+            target.part(at)[...] = source.values
+
+        self.queue("stores").append(store)
+
+    def wait_for_stores(self, pending: int) -> None:
+        stores = self.queue("stores")
+        while len(stores) > pending:
+            stores.pop(0)()
+
+    # wgmma
+
+    def multiply(
+        self, a: Any, b: _Memory, c: Any, *, use_acc: bool = True, is_async: bool = False
+    ) -> Any:
+        kept = None if isinstance(a, _Memory) else np.array(a)
+
+        def compute() -> _Registers:
+            left = a.read_late() if kept is None else kept
+            added = c.value if isinstance(c, _Product) else c
+            return _registers(left @ b.read_late() + (added if use_acc else 0))
+
+        product = _Product(compute)
+        self.queue("products").append(product)
+        return product if is_async else self.wait_for_products(0, (product,))
+
+    def wait_for_products(self, pending: int, deps: Sequence[Any]) -> Any:
+        products = self.queue("products")
+        while len(products) > pending:
+            product = products.pop(0)
+            product.value = product.compute()
+        found = tuple(
+            d.value if isinstance(d, _Product) and d.value is not None else d for d in deps
+        )
+        if pending == 0 and any(isinstance(each, _Product) for each in found):
+            raise ProtocolError("a product is read before it is waited for")
+        return found[0] if len(found) == 1 else found
+
+    def fence(self) -> None:
+        for unfenced in self.unfenced:
+            unfenced.discard(threading.get_ident())
+
+    def allocate(self, kind: Any, shape: Sequence[int], layout: Any) -> Any:
+        if layout == "barrier":
+            return _Barriers(shape[0])
+        memory = _Memory(np.full(shape, np.nan, np.float32), set())
+        self.unfenced.append(memory.unfenced)
+        return memory
+
+    # Partitions
+
+    def specialize(self, parts: Sequence[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
+        faults: list[BaseException] = []
+
+        def run(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+            try:
+                function(*arguments)
+                if self.queue("products") or self.queue("stores"):
+                    raise ProtocolError("a partition ends before a product or a store has")
+            except BaseException as fault:
+                faults.append(fault)
+            with self.changed:
+                self.alive -= 1
+                self.dead = self.dead or bool(faults)
+                self._wake()
+                self.idle.notify_all()
+
+        threads = [threading.Thread(target=run, args=part) for part in parts]
+        self.alive = len(threads)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if faults:
+            raise faults[0]
+
+
+def _language(program: _Program) -> dict[str, Any]:
+    """The names that a kernel finds: `gl`, and those of the module for Hopper."""
+
+    def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: _registers(function(*given))
+
+    def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Any:
+        if np.ndim(pointer.at) == 0:
+            return pointer.values[pointer.at].item()
+        inside = np.broadcast_to(mask, np.shape(pointer.at))
+        return _registers(np.where(inside, pointer.values[np.where(inside, pointer.at, 0)], other))
+
+    def store(pointer: Pointer, values: Any, mask: Any = True) -> None:
+        inside = np.broadcast_to(mask, np.shape(pointer.at))
+        pointer.values[pointer.at[inside]] = np.broadcast_to(values, inside.shape)[inside]
+
+    def init(barrier: Any, count: int) -> None:
+        _one(barrier).count = _one(barrier).left = count
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    gl = types.SimpleNamespace(
+        constexpr=object,
+        bfloat16="bfloat16",
+        float32="float32",
+        int64="int64",
+        allocate_shared_memory=program.allocate,
+        static_range=range,
+        program_id=lambda axis: program.number,
+        num_programs=lambda axis: program.programs,
+        load=load,
+        store=store,
+        warp_specialize=program.specialize,
+        zeros=lambda shape, *_: _registers(np.zeros(shape)),
+        full=lambda shape, value, *_: _registers(np.full(shape, value)),
+        arange=lambda first, last, layout: np.arange(first, last),
+        convert_layout=lambda x, layout: x,
+        max=lambda x, axis: _registers(np.max(x, axis)),
+        sum=lambda x, axis: _registers(np.sum(x, axis)),
+        maximum=elementwise(np.maximum),
+        where=elementwise(np.where),
+        exp2=elementwise(np.exp2),
+        log2=elementwise(np.log2),
+        NVMMADistributedLayout=nothing,
+        NVMMASharedLayout=nothing,
+        BlockedLayout=nothing,
+        DotOperandLayout=nothing,
+        SliceLayout=nothing,
+    )
+    mbarrier = types.SimpleNamespace(
+        MBarrierLayout=lambda: "barrier",
+        init=init,
+        wait=program.wait,
+        expect=lambda barrier, moved: program.take(barrier, 1, moved),
+        arrive=lambda barrier, count=1: program.take(barrier, count, 0),
+    )
+    tma = types.SimpleNamespace(
+        async_copy_global_to_shared=program.copy_in,
+        async_copy_shared_to_global=program.copy_out,
+        store_wait=program.wait_for_stores,
+    )
+    return {
+        "gl": gl,
+        "mbarrier": mbarrier,
+        "tma": tma,
+        "warpgroup_mma": program.multiply,
+        "warpgroup_mma_wait": lambda num_outstanding=0, deps=(): program.wait_for_products(
+            num_outstanding, deps
+        ),
+        "fence_async_shared": program.fence,
+    }
+
+
+def run(module: types.ModuleType, name: str, programs: int, *arguments: Any) -> None:
+    """Run a kernel of a module that has the usual names of Gluon, program by program."""
+    for number in range(programs):
+        names = vars(module) | _language(_Program(number, programs))
+        for each, value in vars(module).items():
+            if hasattr(value, "fn"):
+                function = value.fn
+                names[each] = types.FunctionType(
+                    function.__code__, names, each, function.__defaults__
+                )
+        names[name](*arguments)
