@@ -124,7 +124,7 @@ def test_one_exchange(cut: Any, count: int, reduces: int, skips: bool) -> None:
 
 
 def _under_fsdp(rank: int) -> None:
-    """Both replicas have the same microbatches, so the mean of their gradients is that of one."""
+    """Both replicas have the same microbatches, so the mean of their gradients is one replica's."""
     one, many = _model(), _model()
     _sharded(many)
     for number in range(3):

@@ -112,7 +112,7 @@ def _pipeline(rank: int) -> None:
 
 
 def _dropout_on_shards(rank: int) -> None:
-    """Sharded by heads, queries or batches, dropout is that of one device, also if causal."""
+    """Sharded by heads, queries or batches, dropout equals one device's, also if causal."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

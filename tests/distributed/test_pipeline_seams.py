@@ -131,7 +131,7 @@ def _orders(rank: int) -> None:
 
 @splits_backwards
 def test_gradients_are_added_in_the_same_order_on_all_devices() -> None:
-    """torch's order is that of a set: it differs between devices, which may sum over each other."""
+    """torch iterates over a set: its order differs between devices, whose sums may collide."""
     with processes(2) as two:
         two.run("cpu", _orders)
 

@@ -121,7 +121,7 @@ def test_checkpoints_go_from_four_processes_to_one_and_to_two() -> None:
 
 
 def _release(rank: int, count: int) -> None:
-    """FSDP2's hooks come with reduced gradients; the trajectory is that of whole steps."""
+    """FSDP2's hooks come with reduced gradients; the trajectory equals whole steps'."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -73,7 +73,7 @@ def incoming(result: torch.Tensor) -> torch.Tensor:
 def exact(op: Op, inputs: list[Any]) -> Results:
     """The reference in float64 on the same values."""
     wide = [v.detach().double() if is_floating(v) else v for v in inputs]
-    # torch's default epsilon depends on the dtype, so take that of the original values.
+    # torch's default epsilon depends on the dtype, so take the original values' epsilon.
     defaults = dict(zip(op.forward_signature.arguments, wide, strict=True))
     if defaults.get("eps", 0) is None:
         at = op.forward_signature.arguments.index("eps")

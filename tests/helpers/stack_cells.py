@@ -333,7 +333,7 @@ def run(rank: int, cell: Cell, path: str, results: str | None) -> None:
 
 
 def hold(rank: int, cell: Cell, made: Run, path: str, results: str | None) -> None:
-    """Compare a run with that of one process. Rank 0 writes the result."""
+    """Compare a run with one process's. Rank 0 writes the result."""
     found = asdict(made)
     one, exact = torch.load(path)
     names = found["parameters"].keys()

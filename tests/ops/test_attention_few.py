@@ -54,7 +54,7 @@ LAYOUTS: dict[str, Callable[[int], BlockLayout]] = {
 OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
     "plain": lambda queries: {},
     "causal": lambda queries: {"causal": True, "softcap": 2.0},
-    "beside": lambda queries: {
+    "extras": lambda queries: {
         "alibi_slopes": torch.tensor([0.01, 0.02, 0.0, 0.1]),
         "sinks": _draw(4, seed=7),
         "key_padding_mask": torch.arange(KEYS).expand(2, -1) % 5 == 1,

@@ -177,7 +177,7 @@ def test_the_authors_states_load() -> None:
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_group_that_is_added_later_is_in_the_mode_of_the_others(mode: str) -> None:
-    """Each group's trajectory is that of an optimizer of its own."""
+    """Each group's trajectory equals a separate optimizer's."""
     first, second = torch.linspace(-1, 1, 12), torch.linspace(2, 3, 8)
     together = [first.clone().requires_grad_(), second.clone().requires_grad_()]
     apart = [first.clone().requires_grad_(), second.clone().requires_grad_()]

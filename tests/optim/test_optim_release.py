@@ -161,7 +161,7 @@ class _Fails(torch.autograd.Function):
 def test_a_backward_pass_that_failed_runs_again(
     bucket_bytes: int, checkpoints: bool | None, to_none: bool
 ) -> None:
-    """If nothing stepped in the failed pass, the trajectory is that of one without failures."""
+    """If nothing stepped in the failed pass, the trajectory is the same as without failures."""
     models = [_model(), _model()]
     optimizers = [optim.AdamW(model.parameters(), 1e-2) for model in models]
     optim.release_gradients(models[0], optimizers[0], bucket_bytes=bucket_bytes)

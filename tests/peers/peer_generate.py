@@ -129,7 +129,7 @@ def test_a_part_with_a_layout(uses_cache: bool) -> None:
 
 
 def test_an_encoders_layout_stays() -> None:
-    """Its pass in `generate` is that of training."""
+    """Its pass in `generate` is the same as in training."""
     plain, ours = _make("Bart")
     huggingface.set_layout(ours.get_decoder(), functools.partial(BlockLayout.dense, block=16))
     seen: list[torch.Tensor] = []

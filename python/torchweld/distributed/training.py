@@ -261,8 +261,8 @@ class Training:
         """Run a step; return the mean loss of this process's microbatches and the gradient norm.
 
         The norm is NaN under weight stashing, where each stage has updated its weights already.
-        With one_bit_adam and one_bit_lamb it is that of this process's gradients, which only the
-        step exchanges.
+        With one_bit_adam and one_bit_lamb it is the norm of this process's gradients, which only
+        the step exchanges.
 
         Args:
             batch: inputs and targets of this process's microbatches, `own`, with whole sequences.

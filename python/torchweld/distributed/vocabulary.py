@@ -18,7 +18,7 @@ class VocabularyParallel(Style):
     """Shard the classes of a torchweld.nn.LinearCrossEntropy, of any number.
 
     Devices exchange a few numbers a row, never logits. The input and the target are local: along a
-    ring they are the device's slice of the sequence, and the loss is that of the whole sequence.
+    ring they are the device's slice of the sequence, and the loss covers the whole sequence.
     """
 
     def check(self, name: str, module: torch.nn.Module, count: int) -> None:

@@ -19,7 +19,7 @@ class Proposal:
 
     module: torch.nn.Module
     what: str
-    changes: tuple[Change, ...]  # the first change is that of `module`
+    changes: tuple[Change, ...]  # the first one changes `module`
     scope: torch.nn.Module  # the module to run when trying the changes of modules in it
     inner: tuple[torch.nn.Module, ...] = ()  # modules no longer called, or with another result
     inputs: tuple[Any, ...] | None = None  # inputs of `scope`; None: find some

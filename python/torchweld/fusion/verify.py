@@ -174,7 +174,7 @@ def _why_not_same_results(
     for a, b, exact in zip(expected.outputs, results.outputs, truth.outputs, strict=True):
         if reason := _why_not_near(a, b, exact, dtype, slack, (0.0, 0.0)):
             return f"results {reason}"
-    # A gradient may be zero except for rounding, such as that of a bias before a batch norm.
+    # A gradient may be zero except for rounding, such as a bias's before a batch norm.
     # Measure its error relative to the sizes of the other gradients.
     others = [exact for exact in truth.others if exact is not None and exact.is_floating_point()]
     others = [_sample(exact) for exact in others]

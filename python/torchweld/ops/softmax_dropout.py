@@ -81,7 +81,7 @@ def _with_gradient_of_mask(
     whole: Sequence[int] | None,
     offset: Sequence[int] | None,
 ) -> torch.Tensor:
-    """Run the op with a mask that needs a gradient, which equals that of the scaled scores.
+    """Run the op with a mask that needs a gradient, the same as the scaled scores' gradient.
 
     The kernels do not compute it. The scale is applied beforehand, since its product with a
     gradient may underflow. The gradient of a float32 mask is summed from float32 gradients.

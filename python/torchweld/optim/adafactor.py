@@ -156,7 +156,7 @@ class TransformersAdafactor(_AdafactorStep, OwnOptimizer):
     def _get_lr(self, group: Group, state: State) -> float:
         """Return the learning rate of a parameter's last step, for transformers' AdafactorSchedule.
 
-        `state` is that of the group's first parameter. Its root mean square, which scales the rate,
+        `state` belongs to the group's first parameter. Its root mean square, which scales the rate,
         is the current one; transformers keeps the one before the step.
         """
         step = max(float(state.get(STEP, 1)), 1.0)

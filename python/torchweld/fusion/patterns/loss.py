@@ -142,7 +142,7 @@ class LossHead(Weld):
                 else self.welded_from.forward(self, x)
             )
         target, options = weld_loss
-        # The loss is float32, as that of logits.float() is.
+        # The loss is float32, as with logits.float().
         keeps = x.dtype.itemsize != 2 or torch.is_autocast_enabled(x.device.type)
         with nullcontext() if keeps else torch.autocast(x.device.type, x.dtype):
             return functional.linear_cross_entropy(

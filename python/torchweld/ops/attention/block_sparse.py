@@ -423,8 +423,8 @@ OP = Op(
             "grad_sinks": 3.0,
             "grad_bias": 3.0,
         },
-        # The error of a rounded y, of up to sqrt(8) roundings, over that of a weight's gradient,
-        # which eager rounds once.
+        # The error of a rounded y, of up to sqrt(8) roundings, over the error of a weight's
+        # gradient, which eager rounds once.
         eager={"grad_bias": 8**0.5},
     ),
     small=0,

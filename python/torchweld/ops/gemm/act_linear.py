@@ -120,7 +120,7 @@ def _gradient_of_z(
 
 
 def _is_batched(x: torch.Tensor) -> bool:
-    """Whether vmap runs on x: torch.func's, or that of batched gradients."""
+    """Whether vmap runs on x: torch.func's, or the one behind is_grads_batched."""
     functorch = torch._C._functorch
     return functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)
 

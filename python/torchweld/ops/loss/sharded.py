@@ -38,7 +38,7 @@ def take_classes(own: Classes, target: torch.Tensor) -> torch.Tensor:
 
 
 def take_weights(own: Classes, how: How) -> How:
-    """Take the weights of this device's classes. The sum of weights stays that of all classes."""
+    """Take the weights of this device's classes. The sum of weights still covers all classes."""
     if how.weight is None:
         return how
     return how._replace(weight=how.weight[own.begin : own.begin + own.size])

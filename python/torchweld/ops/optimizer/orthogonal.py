@@ -111,7 +111,7 @@ def orthogonalize(
 ) -> None:
     """Overwrite matrices of one shape by nearly orthogonal ones, times a scale.
 
-    The norm is taken before anything is rounded to `dtype`, that of the products.
+    The norm is taken before anything is rounded to `dtype`, the dtype of the products.
     """
     rows, columns = matrices[0].shape
     if rows == 0 or columns == 0:

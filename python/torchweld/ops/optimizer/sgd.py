@@ -1,4 +1,4 @@
-"""The step of SGD, with or without momentum; with ratios it is that of LARS."""
+"""The step of SGD, with or without momentum; with ratios, the step of LARS."""
 
 from __future__ import annotations
 

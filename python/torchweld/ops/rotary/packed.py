@@ -44,7 +44,7 @@ def rotary_embedding_packed_(
         sin: like cos.
         position_ids: as in `rotary_embedding`.
         heads: the number of heads of queries.
-        key_heads: that of keys, and of values; None: `heads`.
+        key_heads: the number of heads of keys, and of values; None: `heads`.
         interleaved: as in `rotary_embedding`.
         rotary_dim: as in `rotary_embedding`.
         proportional: as in `rotary_embedding`.
