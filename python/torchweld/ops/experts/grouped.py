@@ -237,9 +237,10 @@ _PACKED = torch.contiguous_format
 class _Sums:
     """The sums over one expert's chunks of a gradient of each of its parameters."""
 
-    def __init__(self, gradients: _Gradients, chunks: int) -> None:
-        self.gradients, self.several = gradients, chunks > 1
+    def __init__(self, gradients: _Gradients, at: int, expert: _Expert, chunks: int) -> None:
+        self.gradients, self.at, self.expert, self.several = gradients, at, expert, chunks > 1
         self.made: dict[str, torch.Tensor] = {}
+        self.in_place: set[str] = set()  # sums that are parts of the gradients themselves
 
     def add(self, name: str, part: torch.Tensor) -> None:
         """Add a chunk's part; several are added in float32."""
@@ -251,16 +252,28 @@ class _Sums:
         """Add left.t() @ right."""
         if name in self.made and left.dtype is self.made[name].dtype:
             self.made[name].addmm_(left.t(), right)
+        elif (to := self._find(name, left.dtype)) is not None:
+            self.made[name] = torch.mm(left.t(), right, out=to)
+            self.in_place.add(name)
         else:
             self.add(name, gemm.weight_gradient(left, right))
 
-    def write(self, at: int, expert: _Expert) -> None:
+    def _find(self, name: str, kind: torch.dtype) -> torch.Tensor | None:
+        """This expert's part of a gradient, if a GEMM of this dtype can write to it."""
+        part: torch.Tensor = getattr(self.gradients, name)[self.at]
+        mixed = self.expert.form.interleaved and name == "gate_up"
+        return (
+            None if mixed or part.dtype is not kind or kind.itemsize == 2 else self.expert.lay(part)
+        )
+
+    def write(self) -> None:
         """Write the sums to the gradients, in the layout of the parameters."""
-        form = expert.form
         for name, total in self.made.items():
-            to = getattr(self.gradients, name)[at]
-            to = expert.lay(to) if to.ndim == 2 else to
-            if form.interleaved and name.startswith("gate_up"):
+            if name in self.in_place:
+                continue
+            to = getattr(self.gradients, name)[self.at]
+            to = self.expert.lay(to) if to.ndim == 2 else to
+            if self.expert.form.interleaved and name.startswith("gate_up"):
                 to[::2], to[1::2] = total.chunk(2)
             else:
                 to.copy_(total)
@@ -295,7 +308,7 @@ def _backward(
                 if one is not None:
                     one[at].zero_()
             continue
-        kind, sums = expert.gate_up.dtype, _Sums(gradients, len(chunks))
+        kind, sums = expert.gate_up.dtype, _Sums(gradients, at, expert, len(chunks))
         for chunk in chunks:
             taken = _Taken(
                 grad[chunk.tokens].to(kind),
@@ -304,7 +317,7 @@ def _backward(
                 kept[chunk.rows].to(kind) if len(kept) else None,
             )
             _add_chunk(gradients, sums, needs, expert, chunk, taken)
-        sums.write(at, expert)
+        sums.write()
     return (
         None if gradients.x is None else gradients.x.to(x.dtype).view(x.shape),
         gradients.gate_up,
