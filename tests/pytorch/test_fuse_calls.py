@@ -499,7 +499,7 @@ class CallsFunctions(nn.Module):
     [
         (Weightless, "Weightless", "it has no weight"),
         (CallsFunctions, "rms_norm", "call torchweld.functional"),
-        (SomeExperts, "SomeExperts", "its 4 experts' weights are stacked"),
+        (SomeExperts, "SomeExperts", "does not take rows, indices and weights"),
     ],
 )
 def test_what_is_left_is_said(make: Callable[[], nn.Module], what: str, words: str) -> None:
