@@ -402,7 +402,8 @@ def _differentiate_launches(call: _Call, streams: Streams, plus_one: bool) -> It
         **call.options,
         HEADS=call.heads_of_tile(streams[0][0]),
         K_HEADS=call.heads_of_tile(streams[1][0]),
-        STAGES=2,
+        # Columns that are not rotated take the registers that loads ahead would need.
+        STAGES=1 if call.tile["REST"] else 2,
         PLUS_ONE=plus_one,
         **call.tile,
     )._replace(spreads=True)
