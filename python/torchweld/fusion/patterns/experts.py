@@ -84,10 +84,9 @@ def find_experts(module: torch.nn.Module, view: View) -> Iterator[Proposal | Lef
         yield Left(module, what, found)
         return
     kind = in_words((found.activation, found.approximate))
-    inner = dict(module.named_children())  # the activation, which is not called any more
-    settings = {"form": found, "inner": tuple(inner)}
-    change = Change(module, Experts, f"on the CPU experts_mlp ({kind})", settings)
-    yield Proposal(module, what, (change,), module, inner=tuple(inner.values()), tried=True)
+    # The activation may be welded, too: the module's own forward calls it, which serves a GPU.
+    change = Change(module, Experts, f"on the CPU experts_mlp ({kind})", {"form": found})
+    yield Proposal(module, what, (change,), module, tried=True)
 
 
 def find_form(module: Any) -> Form | str:
