@@ -465,7 +465,7 @@ def main() -> None:
     parser.add_argument("--emulator", action="store_true", help="the CUDA kernels on the CPU")
     parser.add_argument("--planted", action="store_true", help="the emulator's own test kernels")
     parser.add_argument("--no-cuda", action="store_true", help="CPU libraries only")
-    parser.add_argument("--isa", default="", help="CPU kernels in addition to the baseline; default: all")
+    parser.add_argument("--isa", default="", help="CPU kernels besides the baseline; default: all")
     options = parser.parse_args()
     try:
         if options.emulator:
