@@ -1,5 +1,8 @@
 """The exceptions that torchweld raises."""
 
+import difflib
+import re
+
 
 class ArgumentError(ValueError, RuntimeError):
     """An argument was not acceptable. The message names it, its value and what is accepted.
@@ -9,7 +12,9 @@ class ArgumentError(ValueError, RuntimeError):
     """
 
     def __init__(self, function: str, argument: str, got: object, accepted: str) -> None:
-        super().__init__(f"{function}: {argument} is {got}; accepted: {accepted}")
+        super().__init__(
+            f"{function}: {argument} is {got}; accepted: {accepted}{_suggest(str(got), accepted)}"
+        )
         self.function = function
         self.argument = argument
 
@@ -35,3 +40,12 @@ class CollectiveError(RuntimeError):
     def __init__(self, function: str, why: str) -> None:
         super().__init__(f"{function}: {why}")
         self.function = function
+
+
+def _suggest(got: str, accepted: str) -> str:
+    """A question with the accepted name that is spelled most like the given string, if any."""
+    given = re.fullmatch(r"'(\w+)'", got)
+    close = (
+        difflib.get_close_matches(given[1].lower(), re.findall(r"\w+", accepted)) if given else []
+    )
+    return f"; did you mean {close[0]!r}?" if close else ""

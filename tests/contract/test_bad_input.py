@@ -375,3 +375,13 @@ def test_explain_names_the_choice_and_the_reasons() -> None:
         assert torchweld.explain("rms_norm", torch.ones(512, 512), [512]).chosen == "eager"
     with pytest.raises(torchweld.ArgumentError, match="layer_norm, linear_act, linear_batch_norm"):
         torchweld.explain("norm", X)
+
+
+@pytest.mark.parametrize(
+    ("given", "suggested"), [("Gelu", "gelu"), ("sillu", "silu"), ("zzz", None), ("", None)]
+)
+def test_a_misspelt_name_is_answered(given: str, suggested: str | None) -> None:
+    with pytest.raises(torchweld.ArgumentError) as caught:
+        torchweld.functional.bias_act(torch.ones(4), activation=given)
+    said = f"; did you mean {suggested!r}?"
+    assert str(caught.value).endswith(said if suggested else "identity")
