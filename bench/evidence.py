@@ -241,7 +241,7 @@ def list_rivals(record: dict[str, Any]) -> list[Result]:
 
 
 def hash_cpu_sources(names: Iterable[str], folder: Path) -> dict[str, str]:
-    """The hash of the CPU kernels' sources by op; a block depends on those of every op."""
+    """The hash of the CPU kernels' sources by op; a block depends on every op's sources."""
     hashes = {
         name: sources_hash(op, "cpu", folder)
         for name, op in PROVEN.items()

@@ -1,7 +1,7 @@
 """Records evidence on a GPU that may be available for only minutes: `torchweld bench --record`.
 
-Steps follow each other: the contract of the kernels, their times beside eager, attention and GEMMs
-beside rivals, optimizers, whole models. Each has a share of the minutes, and what it does not use
+Steps run in this order: the kernels' contract, their times against eager, attention and GEMMs
+against rivals, optimizers, whole models. Each step has a share of the minutes, and its unused time
 goes to the next. Every row is written at once, so that a killed run leaves what it has.
 """
 
@@ -72,7 +72,7 @@ class Record:
         }
 
     def add_outcome(self, op: str, backend: str, how: str, fault: str | None) -> None:
-        """Count a pass or a fault. The first of a run replaces those of earlier runs."""
+        """Count a pass or a fault. A run's first outcome replaces the outcomes of earlier runs."""
         with self._lock:
             outcomes = self._proof(op, backend)["outcomes"]
             if (op, backend, how) not in self._begun:
@@ -245,8 +245,8 @@ def list_steps(
     return [
         (CONTRACT, 0.25, []),
         (COMPILING, 0.45, list_jobs(ops, once)),
-        ("ops beside eager", 0.65, list_jobs([n for n in ops if n not in RIVALS], plan)),
-        ("attention and GEMMs beside rivals", 0.75, beside),
+        ("ops against eager", 0.65, list_jobs([n for n in ops if n not in RIVALS], plan)),
+        ("attention and GEMMs against rivals", 0.75, beside),
         ("optimizers", 0.85, list_jobs(rules, step, "float32", quick=True)),
         ("whole models", 1.0, models),
         ("ops in float32", 1.0, list_jobs(ops, plan, "float32")),

@@ -70,8 +70,8 @@ def cpu_name() -> str:
 
 # --- Conditions for CPU times, the same for every contender ---------------------------------------
 
-# By default glibc maps every large block anew, and its pages fault in one by one. That takes longer
-# than a norm. A training process reuses its blocks.
+# By default glibc maps every large block again, and its pages fault in one by one. That takes
+# longer than a norm. A training process reuses its blocks.
 RESIDENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**32),
     "MALLOC_TRIM_THRESHOLD_": str(2**33),

@@ -18,7 +18,7 @@ from torchweld.table import Table, progress
 
 
 def compiled(model: nn.Module) -> nn.Module:
-    """torch.compile's module, of which torch's annotation says only that it can be called."""
+    """torch.compile's module; torch annotates it only as a callable."""
     made = torch.compile(model)
     assert isinstance(made, nn.Module)
     return made

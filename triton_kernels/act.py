@@ -10,13 +10,13 @@ bias_act, 2 units: a program has one tile of 2048 elements, two 16-byte loads a 
     TB/s at 800 ns. The bias comes from L1 and L2.
 bias_act_backward, 3 units: a program walks a chunk of rows in one tile of columns and keeps their
     sums for grad_bias in registers, which it writes once. At bf16 8192 x 16384 on 132 processors
-    that is 66 chunks of 124 rows: 4.3 MB of partial sums beside 805 MB. They are added in a fixed
+    that is 66 chunks of 124 rows: 4.3 MB of partial sums for 805 MB. They are added in a fixed
     order: no atomics, the same bits every run. The next rows arrive in shared memory meanwhile.
 gated_act, 3 units, and its backward pass, 5, use tiles like bias_act's. gate and up may be the
     halves of one GEMM's result; they are read in place.
 
-An element takes about 20 operations (erf) of float32: 8192 x 16384 are 2.7 GFLOP, 0.1 ms at half an
-H200's rate, beside 0.11 ms for its 537 MB. The tanh form is cheaper.
+An element takes about 20 float32 operations (erf): 8192 x 16384 are 2.7 GFLOP, 0.1 ms at half an
+H200's rate, against 0.11 ms for its 537 MB. The tanh form is cheaper.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.

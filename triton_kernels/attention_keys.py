@@ -2,8 +2,8 @@
 
 A program has a tile of keys. Of the four products for a tile of queries, two give weights and their
 gradients, and two add to the sums of keys and of values. Both sums fit the registers up to heads of
-64, and nearly at 128 on sm_90. For wider heads one launch has the sums of keys and another one
-those of values: five products instead of four.
+64, and nearly at 128 on sm_90. For wider heads one launch has the sums of keys and another one the
+sums of values: five products instead of four.
 
 What else decides, on an H200 with heads of 128 and blocks of 128, in ms: scores are computed once
 for both sums, and calls without conditions have no loop for them, whose registers the other loop
@@ -14,9 +14,9 @@ Long lines. A program walks a line of blocks for all query heads that share its 
 column at 16k tokens is as long as the rest of a window of 128 tokens, and 32 heads that share one
 key head have 64 programs for 132 processors. Lines are therefore divided into pieces, over heads
 and blocks. All pieces together are at most `extras` more than there are lines: half of the lines,
-which divides those above twice the mean, or as many as it takes to give every processor two
-programs. Each piece but those of undivided lines writes float32 sums, and `attention_key_sums` adds
-up the pieces of a line in their order.
+which divides lines above twice the mean, or as many as it takes to give every processor two
+programs. Each piece of a divided line writes float32 sums, and `attention_key_sums` adds up the
+pieces of a line in their order.
 
 The cost of a piece: with heads of d its sums take 16 d bytes a key to write and to read. At 3.3
 TB/s, those take as long as 3200 d operations at 660 TFLOP/s, the products with 320 queries. A piece
@@ -274,7 +274,7 @@ def attention_key_gradients(
             )  # fmt: skip
             partner = coming
         if CAUSAL or masks_ptr is not None:
-            # No loads run ahead: they would not fit the registers beside two sums and conditions.
+            # No prefetch: with two sums and conditions it would not fit the registers.
             partner = partner_of((entries_ptr, checked), from_checked * BLOCK, ROWS, BLOCK)
             for start in tl.range(from_checked * BLOCK, checked[3] * BLOCK, ROWS, num_stages=1):
                 coming = partner_of((entries_ptr, checked), start + ROWS, ROWS, BLOCK)

@@ -41,7 +41,7 @@ def head_rows(ptr, row, stride, inside, width, WIDTH: tl.constexpr, FITS: tl.con
 
 @triton.jit
 def own_rows(ptr, rows, stride, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr):
-    """[ROWS, WIDTH] of adjacent rows from `ptr` on, of which `rows` are there; zeros outside.
+    """Load `rows` adjacent rows from `ptr` on into [ROWS, WIDTH]; zeros outside.
 
     Places within a tile take half of the registers of 64-bit addresses.
     """
@@ -54,7 +54,7 @@ def own_rows(ptr, rows, stride, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, 
 
 @triton.jit
 def store_own_rows(ptr, value, rows, stride, width, WIDTH: tl.constexpr):
-    """Store adjacent rows from `ptr` on, of which `rows` are there."""
+    """Store the first `rows` rows as adjacent rows from `ptr` on."""
     row, column = tl.arange(0, value.shape[0]), tl.arange(0, WIDTH)
     present = (row < rows)[:, None] & (column < width)[None, :]
     value = value.to(ptr.dtype.element_ty)

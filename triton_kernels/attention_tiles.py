@@ -20,9 +20,9 @@ Tiles = tuple[Tile, ...]
 class Choice(NamedTuple):
     """A kernel's tiles for blocks of 128 and for smaller ones.
 
-    The first that is no longer than a block is the rule's. One of 64 rows after it, and the
-    `further` ones for light calls, are timed beside it at first use. `heavy` are those for calls
-    with random numbers, biases or bits of masks, which take registers.
+    The rule's tile is the first one that is no longer than a block. A tile of 64 rows after it, and
+    the `further` tiles for light calls, are timed against it at first use. `heavy` tiles serve
+    calls with random numbers, biases or mask bits, which take registers.
     """
 
     light: Tiles

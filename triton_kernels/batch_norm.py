@@ -6,13 +6,13 @@ tiles, with its activations.
 A unit below is rows x width elements, once over DRAM.
 
 normalize_act, 2 units: a tile of 2048 elements a program, as in bias_act. Per-column values come
-    from L2: 16 bytes a column beside 4 x ROWS bytes of bf16, and ROWS >= 4 rows share them.
+    from L2: 16 bytes a column for 4 x ROWS bytes of bf16, and ROWS >= 4 rows share them.
 column_statistics, 1 unit: a program walks a chunk of rows in one tile of columns. Each lane keeps a
     running mean and sum of squares (Welford), and lanes are combined at the end (Chan). This is as
     accurate as two passes, without reading x again and without a reduction an iteration. A chunk
     writes 8 bytes a column once. Chunks are combined in a fixed order, relative to the first one's
     mean: no atomics, the same bits every run. At bf16 8192 x 16384 on 132 processors that is 66
-    chunks of 124 rows: 8.7 MB beside 268.
+    chunks of 124 rows: 8.7 MB for 268 MB.
 normalize_act_backward, 3 units, or 2 if grad_x is left to a later pass: a chunk of rows a program,
     both column sums in registers. batch_norm_act_grad_x, 3 units: the same walk.
 

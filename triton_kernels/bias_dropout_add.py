@@ -15,7 +15,7 @@ Backward, 2 units: grad_y is read, grad_x written; only the read remains if grad
     program walks a chunk of rows in one tile of columns and keeps their sums for grad_bias in
     registers, which it writes once. The chunks are added in a fixed order: no atomics, the same
     bits every run. At bf16 32768 x 4096 on 132 processors that is 264 chunks: 4.3 MB of partial
-    sums beside 537 MB. The next rows arrive in shared memory meanwhile.
+    sums for 537 MB. The next rows arrive in shared memory meanwhile.
 
 Philox costs about 10 instructions an element: 134 million elements are 1.3e9, 42 million warp
 instructions, which 132 multiprocessors issue in 0.05 ms at 4 a cycle and 1.6 GHz. That is a quarter

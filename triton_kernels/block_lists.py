@@ -290,9 +290,9 @@ def piece_of(lines_ptr, index, lines, heads, extras, least, EVEN: tl.constexpr):
 
 @triton.jit
 def part_of(walk, low, high, before):
-    """The entries `low` to `high` of walks of which this is one, `before` entries after the first.
+    """Clip this walk to entries [low, high) of the concatenated walks; `before` entries precede it.
 
-    The result is the number of the first entry, and the walk up to the last.
+    Returns the number of the first entry, and the walk up to the last.
     """
     first, split, gap, total = walk
     start = tl.minimum(tl.maximum(low - before, 0), total)

@@ -184,7 +184,7 @@ class Call(NamedTuple):
         extras: int = 0,
         programs: int | None = None,
     ) -> Launch:
-        """A launch of a kernel with its own arguments and those of every kernel.
+        """A launch of a kernel with its own arguments and the arguments of every kernel.
 
         Lines have `extras` pieces beyond their first ones.
         """
@@ -432,7 +432,7 @@ def _key_contests(
     grad_k: torch.Tensor | None,
     grad_v: torch.Tensor | None,
 ) -> tuple[list[Contest], list[Launch]]:
-    """Those of the gradients of k and v; one of the two may not be wanted."""
+    """Contests and launches for the gradients of k and v; one of the two may not be wanted."""
     options, lists, (batch, key_heads, keys, _) = call.options, call.columns, call.k.shape
     block, planes = options["BLOCK"], batch * key_heads
     plain = call.q.dtype.itemsize == 2 and not call.is_biased()

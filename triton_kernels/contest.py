@@ -1,4 +1,4 @@
-"""A launch with several tiles, of which the fastest serves.
+"""A launch with several tiles; the fastest one serves.
 
 The first tile is the rule's. It serves until torchweld.dispatch.tile_question, which asks the
 engine, is connected: so in ahead-of-time compiles.

@@ -8,7 +8,7 @@ Forward, 4 units, 8 bytes an element at bf16: x and residual are read, z and y w
     _forward holds whole rows (width <= 16384): 32 bytes of x a thread and as much of the residual,
     at bf16 16 columns in at most 64 registers. Four programs of 8 warps, 64 KiB of loads, are then
     in flight on a multiprocessor; an H200 needs about 30 KiB for 4.8 TB/s at 800 ns. y uses z
-    before it is rounded; the statistics for the backward pass are those of the rounded z. The
+    before it is rounded; statistics for the backward pass are taken from the rounded z. The
     floor at bf16 32768 x 4096 is 1.07 GB, 0.25 ms at the 4.3 TB/s of a copy.
 
     _forward_wide goes over a row twice and draws twice, 2 units more. L2 serves them: 256 KiB a

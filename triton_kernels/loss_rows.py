@@ -74,7 +74,7 @@ def _is_ignored(target_ptr, row, targets):
 
 @triton.jit
 def _load(ptr, column, width, MASKED: tl.constexpr):
-    """Elements of a row in float32; those of a whole tile need no mask.
+    """Load elements of a row in float32; a whole tile needs no mask.
 
     A mask of an odd width would have Triton load one element at a time.
     """

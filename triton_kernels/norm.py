@@ -22,7 +22,7 @@ Backward, 3 units and the partials: grad_y and x are read, grad_x written.
     grad_weight and grad_bias, stay in registers: 16 columns a thread, hence width <= 8192. The next
     rows arrive in shared memory meanwhile (cp.async, STAGES), 32 KiB or more in flight. Each chunk
     writes its sums once, 8 bytes a column, see chunks.py. At bf16 32768 x 4096 that is 264 chunks,
-    17 MB written and read beside 805 MB; at 4096 x 1024 4 MB beside 25 MB, which L2 holds.
+    17 MB written and read for 805 MB; at 4096 x 1024 4 MB for 25 MB, which L2 holds.
 
     Wider rows do not fit: neither the row nor its parameter sums. _sum_columns then takes tiles of
     columns, and writes the tile's two sums of every row instead of grad_x. _grad_x_wide computes

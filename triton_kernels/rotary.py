@@ -359,7 +359,7 @@ def _rotate_launch(
     rounded: str,
     transposed: bool,
 ) -> Launch:
-    """`streams` are those of x and k: the input, the result, the weight and rstd, or None."""
+    """`streams`, for x and k: the input, the result, the weight and rstd, or None."""
     every: list[Any] = []
     for source, result, weight, rstd in streams:
         every += [source, result, weight, rstd, *call.heads(source), *call.strides(source)]
@@ -381,7 +381,7 @@ def _rotate_launch(
 
 
 def _differentiate_launches(call: _Call, streams: Streams, plus_one: bool) -> Iterator[Launch]:
-    """`streams` are those of x and k: gradient, input, result, weight, rstd, weight's gradient."""
+    """`streams`, for x and k: gradient, input, result, weight, rstd, weight's gradient."""
     tiles = [call.tiles(stream[0]) for stream in streams]
     gradients = [stream[-1] for stream in streams]
     wanted = any(gradient is not None for gradient in gradients)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import triton
-import triton.language as tl  # noqa: F401 - the interpreter needs it beside a kernel's parts
+import triton.language as tl  # noqa: F401 - the interpreter looks it up in the module of a kernel's parts
 
 # The factors and divisors of `place`. Triton specialises on a value of 1, which saves a division,
 # but not on alignment, since they are not addresses.

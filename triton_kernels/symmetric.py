@@ -2,7 +2,7 @@
 
 A program computes a tile on or below the diagonal and also stores its transpose. A product of n x m
 matrices takes n^2 m operations, not 2 n^2 m; tiles on the diagonal are computed in full, so that at
-n = 2048 there are 136 of 256. On an H200, in ms beside torch.bmm, which is cuBLAS: 4 of 2048 x 2048
+n = 2048 there are 136 of 256. On an H200, in ms against torch.bmm's (cuBLAS): 4 of 2048 x 2048
 0.081 of 0.094, 4096 x 4096 0.118 of 0.176, 8192 x 8192 0.91 of 1.40; with an added matrix, which
 bmm first copies, 0.087 of 0.119, 0.128 of 0.196 and 1.00 of 1.62. At 1024 rows it is slower.
 

@@ -47,7 +47,7 @@ def check_beside(
 ) -> None:
     """Refuse tensors of another shape, or of a dtype that is neither x's nor float32.
 
-    `narrow` also admits 16-bit tensors beside float32.
+    `narrow` also admits 16-bit tensors for float32 x.
     """
     dtypes = {dtype or x.dtype, torch.float32}
     if narrow and len(dtypes) == 1:

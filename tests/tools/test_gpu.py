@@ -62,9 +62,9 @@ def test_the_steps_have_every_kernel_and_rival() -> None:
     assert {job.op for job in steps["whole models"]} == {*BLOCKS}
     ops = {name for name, _ in kernels if name in OPS}
     assert {job.op for job in steps[gpu.COMPILING]} == ops
-    rivals = {job.op: set(job.plan.rivals) for job in steps["attention and GEMMs beside rivals"]}
+    rivals = {job.op: set(job.plan.rivals) for job in steps["attention and GEMMs against rivals"]}
     assert rivals == {"block_sparse_attention": {*DENSE, "flex"}, "linear_act": {"gemm"}}
-    assert steps["ops beside eager"][0].op == "layer_norm"
+    assert steps["ops against eager"][0].op == "layer_norm"
     assert steps["optimizers"][0].op == "adam"
     assert "bitsandbytes" in steps["optimizers"][0].plan.rivals
 
