@@ -68,7 +68,7 @@ def test_ddp() -> None:
 
 
 def _fsdp2(rank: int) -> None:
-    """Gradients leave during the backward, also those of rules with collectives."""
+    """Gradients leave during the backward pass, also for rules with collectives."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 

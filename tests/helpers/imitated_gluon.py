@@ -276,7 +276,7 @@ class _Program:
 
 
 def _language(program: _Program) -> dict[str, Any]:
-    """The names that a kernel finds: `gl`, and those of the module for Hopper."""
+    """The names that a kernel finds: `gl`, and the Hopper module's names."""
 
     def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *given: _registers(function(*given))

@@ -39,7 +39,7 @@ def count_sent(optimizer: Any) -> int:
 
 
 def count_written(optimizer: Any) -> int:
-    """Those of them that something has written since, their gradients or parameters."""
+    """Count the host's buckets with gradients or parameters written since."""
     buckets = optimizer._store.list_on_host() if isinstance(optimizer, optim.Offload) else []
     return sum(any(m.sent is not None for m in b.members) and not b.is_sent() for b in buckets)
 

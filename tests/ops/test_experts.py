@@ -1,4 +1,4 @@
-"""experts_mlp: forms with kinks, routings, and what it saves, beside the contract."""
+"""experts_mlp beyond the contract: forms with kinks, routings, and what it saves."""
 
 from __future__ import annotations
 

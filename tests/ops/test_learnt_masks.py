@@ -12,7 +12,7 @@ from conftest import Target
 from oracle import incoming
 from torchweld import functional
 
-# A learnt mask, its shape; those of T5 and Swin broadcast over the batch.
+# Shapes of learnt masks; T5's and Swin's masks broadcast over the batch.
 LEARNT = {"whole": (2, 3, 40, 64), "heads": (3, 40, 64), "keys": (64,), "queries": (2, 1, 40, 1)}
 
 
@@ -20,7 +20,7 @@ LEARNT = {"whole": (2, 3, 40, 64), "heads": (3, 40, 64), "keys": (64,), "queries
 @pytest.mark.parametrize("shape", LEARNT)
 @pytest.mark.targets("softmax_dropout", not_at=("interpreter",))
 def test_a_learnt_mask(target: Target, dtype: torch.dtype, shape: str, scale: float) -> None:
-    """Numbers, dtypes and blank rows are those of a mask that requires no gradient."""
+    """Numbers, dtypes and blank rows match a mask that requires no gradient."""
     for mask_dtype in {dtype, torch.float32 if dtype.itemsize == 2 else dtype}:
         _check(target, dtype, shape, scale, mask_dtype)
 
@@ -48,7 +48,7 @@ def _check(
     assert [t.dtype for t in (y, grad_x, grad_mask)] == [x.dtype, x.dtype, mask.dtype]
     assert exact_y.isfinite().all()
     unit = torch.finfo(dtype).eps / 2
-    # Results are rounded once; the gradients' terms too, if they are those of 16-bit scores. The
+    # Results are rounded once; gradient terms too, if they come from 16-bit scores. The
     # float32 arithmetic has an exponent of up to 100 and sums of 64 terms.
     arithmetic = 2**-24 * 500
     rms = (y - exact_y).square().mean().sqrt()

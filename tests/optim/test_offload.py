@@ -327,7 +327,7 @@ def _with_hooks(optimizer: Any, seen: list[tuple[str, Any]], prefix: str) -> Any
 
 
 def test_hooks_on_states_run_as_on_torch_optimizers() -> None:
-    """Also those of the optimizer that was taken over, inside the others."""
+    """Also the original optimizer's hooks, inside Offload's."""
 
     def make(params: Any) -> Any:
         return optim.AdamW(params, **ADAMW)

@@ -339,7 +339,7 @@ def test_a_forked_process_has_no_thread(moment: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("whole", [False, True], ids=["step", "step in a function"])
 def test_a_compiled_step_is_left_out_of_graphs(whole: bool) -> None:
-    """The numbers are those of the step itself, and gradients leave as early."""
+    """The numbers equal the step's own, and gradients leave as early."""
 
     torch.compiler.reset()
     model = small_model()

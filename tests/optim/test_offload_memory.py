@@ -16,7 +16,7 @@ from torchweld.optim.offload._machine import SimulatedTransfers
 from torchweld.optim.offload.policy import MARGIN
 
 COUNT = 256 * 1024  # parameters of one large matrix
-# Bytes for each: what AdamW keeps beside a parameter (docs/optimizers.md), by dtype and codec.
+# Bytes of AdamW's states per parameter (docs/optimizers.md), by dtype and codec.
 STATES: list[tuple[torch.dtype, dict[str, Any], float]] = [
     (torch.float32, {}, 8),
     (torch.bfloat16, {"master_weights": True}, 12),

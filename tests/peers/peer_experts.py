@@ -86,7 +86,7 @@ def test_models(name: str, way: str) -> None:
     ],
 )
 def test_forms(family: str, cls: str, form: Any) -> None:
-    """Of experts as large as those of the default configuration, without memory for them."""
+    """The forms of experts as large as in the default configuration, on fake memory."""
     module = getattr(transformers.models, family)
     experts = getattr(getattr(module, f"modeling_{family}"), f"{cls}Experts")
     wanted = [name for name in (f"{cls}Config", f"{cls}TextConfig") if hasattr(module, name)]

@@ -460,7 +460,7 @@ def test_a_gated_mlp_with_a_norm_inside_is_another_one() -> None:
 
 
 class SomeExperts(nn.Module):
-    """As those of Mixtral and its siblings in transformers."""
+    """Like the experts of Mixtral and its siblings in transformers."""
 
     def __init__(self) -> None:
         super().__init__()

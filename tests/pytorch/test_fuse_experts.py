@@ -1,4 +1,4 @@
-"""fuse() on experts with stacked weights, written as those of transformers."""
+"""fuse() on experts with stacked weights, written as in transformers."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class ExpertsMLP(torch.nn.Module):
     ) -> torch.Tensor:
         """The weighted sum over the experts of each token, [*, in_features].
 
-        `indices` and `weights` are [*, k], such as those of `functional.route`.
+        `indices` and `weights` are [*, k], as `functional.route` returns them.
         """
         return functional.experts_mlp(
             input,

@@ -41,7 +41,7 @@ class Question:
     prepare: Callable[[str], Callable[[], Any]] | None = None
     # Whether a correct contender serves in a mode that forbids timing.
     serves_untimed: bool = True
-    # The memory that a trial allocates beside the inputs.
+    # The memory that a trial allocates in addition to the inputs.
     bytes: int = 0
 
     def names(self) -> list[str]:

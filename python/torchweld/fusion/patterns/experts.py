@@ -1,4 +1,4 @@
-"""Experts of a mixture with stacked weights, such as those of transformers."""
+"""Mixture-of-experts modules with stacked weights, such as transformers' experts."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def _is_near(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 def _keeps_dtype(small: Any, form: Form) -> bool:
-    """Whether the result has the class's dtype beside router weights of another one."""
+    """Whether the result keeps the class's dtype with router weights of another dtype."""
     parameters = {name: p.detach().bfloat16() for name, p in small._parameters.items()}
     narrow = copy.copy(small)
     vars(narrow)["_parameters"] = parameters

@@ -95,7 +95,7 @@ class _Expert:
         return factor.t() if self.form.transposed else factor
 
     def concatenate(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of all gates, then those of all ups."""
+        """The rows of all gates, then the rows of all ups."""
         return torch.cat([rows[::2], rows[1::2]]) if self.form.interleaved else rows
 
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:

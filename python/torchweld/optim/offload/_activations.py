@@ -43,7 +43,7 @@ class Buffers:
         return all(buffer.is_free for buffer in self._buffers)
 
     def take(self, nbytes: int) -> Buffer:
-        """Return the smallest free buffer with room, but none of which less than half is needed."""
+        """Return the smallest free buffer that fits, of at most twice the size."""
         fits = [b for b in self._buffers if b.is_free and nbytes <= b.memory.nbytes <= 2 * nbytes]
         if not fits:
             with explain_memory_errors("activations", nbytes):

@@ -376,7 +376,7 @@ class Offload(torch.optim.Optimizer):
                     bucket.move(home)
 
     def relieve(self) -> None:
-        """Move all states to the host and measure anew; call it after an OutOfMemoryError."""
+        """Move all states to the host and measure again; call it after an OutOfMemoryError."""
         self.synchronize()
         self._placement.forget()
         self._activations.keep(0)
