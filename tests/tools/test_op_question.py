@@ -62,7 +62,8 @@ def test_right_kernels_pass(
     judge = Judge(question.exact(), question.trusted())
     assert judge.find_fault(question.run("cpu")) is None
     sample = op.take_sample(inputs, 24)
-    assert sample[0].shape[:-1].numel() <= 24 or op.check_only
+    has_rows = op.sharding.columns(*inputs) < inputs[0].ndim  # else they are taken together
+    assert sample[0].shape[:-1].numel() <= 24 or op.check_only or not has_rows
     assert torch.equal(torch.get_rng_state(), before)
     assert all(v.grad is None for v in inputs if isinstance(v, torch.Tensor))
 

@@ -62,6 +62,7 @@ def _make_step() -> Callable[[], Any]:
 
 
 X, WEIGHT, COLUMNS = _leaf(256, 512), _leaf(512, 512), _leaf(512)
+ENCODER_LAYER = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
 LAYOUT = BlockLayout.sliding_window(128, 3, block=32)
 WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
     "rms_norm": (_train(lambda x, w: functional.rms_norm(x, (512,), w), X, COLUMNS), 4, 3),
@@ -88,7 +89,7 @@ WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
         13,
     ),
     "fuse, an encoder": (
-        lambda: torchweld.fuse(nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128), 2)),
+        lambda: torchweld.fuse(nn.TransformerEncoder(ENCODER_LAYER, 2)),
         600,
         14,
     ),
