@@ -51,6 +51,7 @@ WARPS = dict.fromkeys(
 MAY_SPILL = {
     # Only in rows of more than 65536 numbers of 16 bits.
     "dropout_add_norm._forward_wide on sm_100": 16,
+    "dropout_add_norm._forward_wide of views on sm_100": 8,
     "attention_bias.attention_bias_gradient on sm_90": 16,
     "attention_forward.attention_forward on sm_90": 8,
     "attention_keys.attention_key_gradients on sm_80": 32,
