@@ -92,7 +92,7 @@ def test_losses(scores: str, masked: bool) -> None:
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_derivatives(scores: str) -> None:
-    """Of the weights and both losses, first and second."""
+    """First and second derivatives of the weights and both losses."""
     logits = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
 
     def function(logits: torch.Tensor) -> Any:

@@ -6,7 +6,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,6 +18,7 @@ from torchweld.fusion.patterns.activation import in_words
 from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Change, Weld, read_parameters
+from torchweld.ops.experts.grouped import Form
 
 # Names of the parameters, as transformers has them.
 _FIRST, _LAST = ("gate_up_proj", "up_proj"), "down_proj"
@@ -25,19 +26,6 @@ _FIRST, _LAST = ("gate_up_proj", "up_proj"), "down_proj"
 _EXPERTS, _HIDDEN, _WIDTH, _TOKENS = 3, 6, 8, 16
 # Candidates compute something else or the same up to a rounding to float32.
 _NEAR = 1e-5
-
-
-class Form(NamedTuple):
-    """How a module's experts compute; the fields are named as experts_mlp's arguments."""
-
-    activation: str
-    approximate: str
-    gated: bool
-    interleaved: bool
-    transposed: bool
-    weights_first: bool
-    limit: float | None
-    up_offset: float
 
 
 def run_experts(

@@ -72,7 +72,7 @@ class GatedProduct(Weld):
 def find_gated_product(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
     """A module whose forward multiplies the result of an activation by something."""
     inner = unwrap(forward_of(module))
-    # Rotary attention and norms with gates have welds of their own, and experts' weights none.
+    # Rotary attention, norms with gates and experts have welds of their own.
     own = [p for p in module._parameters.values() if p is not None]
     others = rotates(inner) or any(p.ndim == 3 for p in own) or (own and not module._modules)
     if is_welded(module) or inner is None or others:
@@ -100,18 +100,22 @@ def find_gated_product(module: torch.nn.Module, view: View) -> Iterator[Proposal
 
 def _find_gates(forward: Any, kinds: dict[str, tuple[str, str]]) -> tuple[Gate, ...]:
     """The activations of a forward's products, in the order of its source."""
-    _, function = parse(forward)
-    products = _Products(function.args.args[0].arg, unwrap(forward).__globals__, kinds)
-    products.visit(function)
-    return tuple(products.gates)
+    return _replace_products(forward, kinds)[2]
 
 
 def _rewrite(forward: Any, gates: tuple[Gate, ...]) -> Callable[..., Any]:
-    tree, function = parse(forward)
     kinds = {gate.module: gate[1:] for gate in gates if gate.module is not None}
+    return compile_like(forward, *_replace_products(forward, kinds)[:2])
+
+
+def _replace_products(
+    forward: Any, kinds: dict[str, tuple[str, str]]
+) -> tuple[ast.Module, ast.FunctionDef, tuple[Gate, ...]]:
+    """The forward's tree with `weld_multiply` for its products, and their activations."""
+    tree, function = parse(forward)
     products = _Products(function.args.args[0].arg, unwrap(forward).__globals__, kinds)
     products.visit(function)
-    return compile_like(forward, tree, function)
+    return tree, function, tuple(products.gates)
 
 
 class _Products(ast.NodeTransformer):
