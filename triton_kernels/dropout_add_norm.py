@@ -276,8 +276,8 @@ def _gradients_wide(
 # The widest rows that fit the registers without a spill, aligned ones and others, which are loaded
 # one element at a time: the addresses take registers too.
 _WIDEST_FORWARD_ROW, _WIDEST_UNALIGNED_ROW = 16384, 8192
-# Columns per iteration for wider rows.
-_WIDE_FORWARD_BLOCK = 4096
+# Columns per iteration for wider rows: with 4096, dropout and loads of one element spilled.
+_WIDE_FORWARD_BLOCK = 2048
 
 
 def _forward_launch(

@@ -99,7 +99,9 @@ def _linear_act(
         for quarter in tl.static_range(2):
             part = halves(right if half else left)[quarter]
             column = (
-                first_column + (2 * half + quarter) * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)
+                column_tile * COLUMNS  # 32 bits, which take half of the registers
+                + (2 * half + quarter) * (COLUMNS // 4)
+                + tl.arange(0, COLUMNS // 4)
             )
             _finish(
                 part, first_row + row, column, rows, columns, bias_ptr, y_ptr, z_ptr, ACTIVATION

@@ -49,9 +49,6 @@ WARPS = dict.fromkeys(
 # Bytes that a thread may spill. Where a launch on sm_90 sums keys and values, an H200 is faster
 # with them; nearly all are outside the loop over blocks without conditions.
 MAY_SPILL = {
-    # Only in rows of more than 65536 numbers of 16 bits.
-    "dropout_add_norm._forward_wide on sm_100": 16,
-    "dropout_add_norm._forward_wide of views on sm_100": 8,
     "attention_bias.attention_bias_gradient on sm_90": 16,
     "attention_forward.attention_forward on sm_90": 8,
     "attention_keys.attention_key_gradients on sm_80": 32,
