@@ -15,8 +15,11 @@ struct RowMap {
   int64_t stride[kDims] = {};
   int64_t offset = 0;
 
-  int64_t operator()(int64_t row) const {
+  TW_HD int64_t operator()(int64_t row) const {
     int64_t at = offset;
+#if defined(__CUDACC__)
+#pragma unroll 1  // else the optimizers' kernels spill
+#endif
     for (int d = dims - 1; d > 0; --d) {
       const int64_t above = row / size[d];
       at += (row - above * size[d]) * stride[d];
