@@ -185,7 +185,8 @@ def test_tied_parameters_are_named() -> None:
     ("config", "message"),
     [
         ({"optimizer": {"lr": 1e-3}}, "optimizer is .*; accepted: a name, or a table"),
-        ({"optimizer": "muon"}, "optimizer is 'muon'; accepted: one of adam"),
+        ({"optimizer": "rprop"}, "optimizer is 'rprop'; accepted: one of adam"),
+        ({"optimizer": "muon", "data": "zero1"}, "'muon'; accepted: another with zero1"),
         ({"optimizer": "one_bit_adam", "data": "zero2"}, "one_bit_adam exchanges whole gradients"),
         ({"optimizer": "one_bit_adam"}, "with no arguments; .*: missing .* 'freeze_step'"),
         (

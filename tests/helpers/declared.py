@@ -50,6 +50,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adafactor": {"lr": 3e-3},
     "adamw8bit": _ADAM,
     "lars": {"lr": 1e-1},
+    "muon": {"lr": 1e-2, "ns_dtype": torch.float32},
     "one_bit_adam": _ADAM | {"freeze_step": 10},
     "one_bit_lamb": _ADAM | {"freeze_step": 10},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,24 @@ def test_only_errors_of_a_models_code_are_read(name: str) -> None:
         assert caught.value is error
     for other in (Exception("no"), RuntimeError("no"), IndexError(3), NotImplementedError()):
         assert probe.read_refusal(other) == f"it did not run: {type(other).__name__}"
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, Exception])
+def test_what_a_handler_raises_passes(kind: type[Exception]) -> None:
+    """Whatever its class: a scheduler's handler often raises a RuntimeError of its own."""
+
+    def handle(number: int, frame: Any) -> None:
+        raise kind("time is over")
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with pytest.raises(kind) as caught:
+            signal.raise_signal(signal.SIGUSR1)
+        with pytest.raises(kind, match="time is over"):
+            probe.read_refusal(caught.value)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert probe.read_refusal(caught.value).startswith(f"it did not run: {kind.__name__}")
 
 
 def test_each_trial_reads_its_errors() -> None:

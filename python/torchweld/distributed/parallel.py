@@ -7,7 +7,7 @@ parallel = dict(ring=2, tensor=dict(size=2), data="zero3", optimizer="adamw8bit"
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from torchweld import optim
 from torchweld.distributed import grid
 from torchweld.distributed.plan import sequence_plan, tp_plan
 from torchweld.distributed.stashing import RULES
-from torchweld.distributed.zero import RowSharded, zero2, zero3
+from torchweld.distributed.zero import RowSharded, unwrapped, zero2, zero3
 from torchweld.errors import ArgumentError
 
 DATA = ("ddp", "zero1", "zero2", "zero3")
@@ -37,6 +37,7 @@ OPTIMIZERS = {
     "lamb": "LAMB",
     "lars": "LARS",
     "lion": "Lion",
+    "muon": "Muon",
     "one_bit_adam": "OneBitAdam",
     "one_bit_lamb": "OneBitLAMB",
     "sgd": "SGD",
@@ -160,6 +161,9 @@ class Parallel:
             if offload != "none":
                 accepted = f"'none' with {name}, which exchanges gradients in its step"
                 raise ArgumentError("Parallel", "offload", repr(offload), accepted)
+        if optimizer["name"] == "muon" and data == "zero1":
+            accepted = "another with zero1, whose optimizer steps rows: Muon needs whole matrices"
+            raise ArgumentError("Parallel", "optimizer", "'muon'", accepted)
         if mode != "1d":
             _check_grid(mode, size, depth, pipeline * ring * replicas, data, sequence, optimizer)
         elif depth != 1:
@@ -236,17 +240,35 @@ class Parallel:
             )
         return model
 
-    def make_optimizer(self, model: torch.nn.Module, mesh: DeviceMesh) -> Any:
+    def make_optimizer(
+        self, model: torch.nn.Module, mesh: DeviceMesh, matrices: Collection[str]
+    ) -> Any:
         """Make the declared optimizer; ZeRO-1 shards its states by rows."""
         make = self.optimizer_factory()
         if self.data == "zero1" and self.replicas > 1:
             return RowSharded(model.parameters(), make, mesh["data"])
-        return make(model.parameters())
+        return make(self.group_parameters(model, matrices))
 
     def optimizer_factory(self) -> Callable[[Any], Any]:
         """Return a function from parameters to the declared optimizer, without offload."""
         name, settings = self.optimizer
         return partial(getattr(optim, OPTIMIZERS[name]), **dict(settings))
+
+    def find_matrices(self, model: torch.nn.Module) -> Collection[str]:
+        """The hidden matrices that Muon steps, by name. A stage does not show what is a head."""
+        if self.optimizer[0] != "muon":
+            return ()
+        groups = optim.muon_groups(model, verbose=False)
+        return {name for g in groups if "rule" not in g for name, _ in g["params"]}
+
+    def group_parameters(self, model: torch.nn.Module, matrices: Collection[str]) -> Any:
+        """The optimizer's parameters: with Muon, AdamW steps all but `matrices`."""
+        if self.optimizer[0] != "muon":
+            return model.parameters()
+        names = [name for name, _ in model.named_parameters()]
+        hidden = [name for name in names if unwrapped(name) in matrices]
+        rest = [name for name in names if name not in hidden]
+        return optim.muon_groups(model, include=hidden, exclude=rest, verbose=False)
 
 
 def _check_grid(

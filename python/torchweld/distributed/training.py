@@ -121,6 +121,7 @@ class Training:
         self.own = range(replica * each, (replica + 1) * each)
         example = tuple(self.slice(x.to(device)) for x in example)
         self._numbers = parallel.assign_stages(self.mesh.get_local_rank("pipeline"))
+        self._matrices = parallel.find_matrices(model)
         parts = [self._make_part(model, number) for number in self._numbers]
         flow = self._find_flow(parts, example) if parallel.pipeline > 1 else {}
         inputs = flow[self._numbers[0]] if flow else example
@@ -196,7 +197,7 @@ class Training:
         return schedule(local_stages, len(self.own), loss_fn=self._loss_fn)
 
     def _make_optimizer(self) -> Any:
-        optimizer = self.parallel.make_optimizer(self.model, self.mesh)
+        optimizer = self.parallel.make_optimizer(self.model, self.mesh, self._matrices)
         if self.parallel.offload == "none":
             return optimizer
         if isinstance(optimizer, RowSharded):
@@ -224,7 +225,7 @@ class Training:
         several = len(self.own) > 1 and p.pipeline == 1 and p.data in ("zero2", "zero3")
         return memory_estimate(
             model,
-            p.optimizer_factory()(model.parameters()),
+            p.optimizer_factory()(p.group_parameters(model, self._matrices)),
             *(strategy, count),
             rank=rank,
             example=example if len(parts) == 1 else None,

@@ -142,7 +142,7 @@ class RowSharded:
         shards = dict(zip(map(id, self._parameters), self._shards, strict=True))
         root = torch.nn.Module()
         for name, p in model.named_parameters():
-            *path, own = (key for key in name.split(".") if key not in _WRAPPERS)
+            *path, own = unwrapped(name).split(".")
             if id(p) not in shards:
                 continue
             at = root
@@ -161,6 +161,11 @@ class RowSharded:
 
 # What wrappers add to names: DDP, activation checkpoints and torch.compile.
 _WRAPPERS = ("module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+def unwrapped(name: str) -> str:
+    """A parameter's name in the user's model."""
+    return ".".join(key for key in name.split(".") if key not in _WRAPPERS)
 
 
 def _view_at_least_1d(t: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import re
+import signal
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -219,10 +220,10 @@ _REFUSALS = (
 def read_refusal(error: Exception) -> str:
     """Say why a module does not run in a trial, in one short line.
 
-    Other errors are raised again: a timeout of a signal's handler, or a lack of memory.
+    Other errors are raised again: whatever a signal's handler raised, or a lack of memory.
     """
     refuses = isinstance(error, _REFUSALS) or type(error) is Exception
-    if not refuses or is_out_of_memory(error):
+    if not refuses or is_out_of_memory(error) or _was_raised_by_handler(error):
         raise error
     text = str(error)
     if missing := re.search(r"missing \d+ required [^:]*: (.*)", text):
@@ -230,6 +231,13 @@ def read_refusal(error: Exception) -> str:
     if isinstance(error, CannotCopyError):
         return text
     return f"it did not run: {type(error).__name__}{_find_place(error)}"
+
+
+def _was_raised_by_handler(error: Exception) -> bool:
+    """Whether the handler of a signal raised it, as for a timeout."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {getattr(handler, "__code__", None) for handler in handlers if callable(handler)}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _find_place(error: Exception) -> str:
