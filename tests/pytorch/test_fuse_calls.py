@@ -494,9 +494,21 @@ class CallsFunctions(nn.Module):
         return functional.rms_norm(self.fc(x), (64,), self.scale)
 
 
+class ChannelsFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
+        self.eps = 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        last = x.permute(0, 2, 3, 1)
+        return functional.layer_norm(last, (8,), self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
+
+
 @pytest.mark.parametrize(
     ("make", "what", "words"),
     [
+        (ChannelsFirst, "ChannelsFirst", "it normalises the channels of"),
         (Weightless, "Weightless", "it has no weight"),
         (CallsFunctions, "rms_norm", "call torchweld.functional"),
         (SomeExperts, "SomeExperts", "does not take rows, indices and weights"),

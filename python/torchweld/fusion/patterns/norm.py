@@ -134,12 +134,18 @@ def _looks_like_norm(module: torch.nn.Module) -> bool:
     return same_shape and 1 <= len(parameters) <= 2 and parameters[0].ndim == 1 and not buffered
 
 
-def _normalises(module: torch.nn.Module) -> bool:
-    """Whether a multiple of a row gives the same result as the row, as in norms."""
+def _takes_channels_first(module: torch.nn.Module) -> bool:
+    """Whether a module normalises dimension 1 of images, and takes no rows."""
+    width = next(module.parameters()).shape[0]
+    return not _normalises(module, (3, width)) and _normalises(module, (2, width, 3, 2))
+
+
+def _normalises(module: torch.nn.Module, shape: tuple[int, ...] = ()) -> bool:
+    """Whether a multiple of x gives the same result as x, as in norms. By default x has rows."""
     try:
         copy = Twin(module, torch.device("cpu"), torch.float32).module
         width = next(copy.parameters(), torch.empty(_WIDTH)).shape[0]
-        x = 10 * torch.randn(3, width, generator=torch.Generator().manual_seed(0))
+        x = 10 * torch.randn(shape or (3, width), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             y, scaled = copy(x), copy(4 * x)
     except Exception as error:
@@ -186,6 +192,10 @@ def _propose_other(module: torch.nn.Module, what: str, view: View) -> Iterator[P
         rule = view.ask_once("rule", module, lambda: _find_rule(module, device))
     except CannotCopyError as error:
         yield Left(module, what, str(error))
+        return
+    if view.ask_once("channels first", module, lambda: _takes_channels_first(module)):
+        reason = "it normalises the channels of [N, C, H, W]; our norms are over the last dimension"
+        yield Left(module, what, reason)
         return
     x = probe.values((2, 5, *weight.shape), device)
     for gate, centered, offset, eps in itertools.product(
