@@ -146,6 +146,8 @@ def test_a_layer_of_a_pair_takes_its_other_arguments(layers: tuple[nn.Module, nn
 
 
 class ChannelsFirst(nn.Module):
+    """As in ConvNeXt."""
+
     """Over the last dimension, but over the second of four."""
 
     def __init__(self) -> None:
@@ -495,6 +497,8 @@ class CallsFunctions(nn.Module):
 
 
 class ChannelsFirst(nn.Module):
+    """As in ConvNeXt."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
@@ -502,7 +506,8 @@ class ChannelsFirst(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         last = x.permute(0, 2, 3, 1)
-        return functional.layer_norm(last, (8,), self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
+        y = functional.layer_norm(last, (8,), self.weight, self.bias, self.eps)
+        return y.permute(0, 3, 1, 2)
 
 
 @pytest.mark.parametrize(
