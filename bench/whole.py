@@ -17,14 +17,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import gelu, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 import torchweld
+from torchweld import functional
 from torchweld.bench import training
 from torchweld.bench.training import Learner
 from torchweld.optim import AdamW
 
 EAGER, COMPILED, LIGER, FUSED, BOTH = "eager", "compiled", "liger", "fused", "fused, compiled"
+OPS = "fused, residuals by hand"
 Build = Callable[[bool], nn.Module]  # on the current device; of a few numbers if `tiny`
 
 
@@ -49,15 +51,33 @@ class GPTLayer(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
         self.drop_in, self.drop = nn.Dropout(p), nn.Dropout(p)
+        self.act = nn.GELU(approximate="tanh")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.drop_in(self.attend(x))
+        return x + self.drop(self.down(self.act(self.up(self.norm(x)))))
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
         split = (*x.shape[:2], 3, self.heads, x.shape[-1] // self.heads)
         q, k, v = self.qkv(self.norm_in(x)).view(split).permute(2, 0, 3, 1, 4)
         p = self.p if self.training else 0.0
         attended = scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
-        x = x + self.drop_in(self.out(attended.transpose(1, 2).reshape(x.shape)))
-        hidden = gelu(self.up(self.norm(x)), approximate="tanh")
-        return x + self.drop(self.down(hidden))
+        return self.out(attended.transpose(1, 2).reshape(x.shape))
+
+
+class ByHand(GPTLayer):
+    """The same layer written with our ops, whose residuals `fuse` does not see."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        p, norm = self.p if self.training else 0.0, self.norm
+        h, x = functional.dropout_add_layer_norm(
+            *(self.attend(x), x, norm.weight, norm.bias), eps=norm.eps, return_residual=True, p=p
+        )
+        up, down = self.up, self.down
+        h = functional.mlp(
+            *(h, up.weight, up.bias, down.weight, down.bias), activation="gelu", approximate="tanh"
+        )
+        return functional.bias_dropout_add(h, None, x, p=p)
 
 
 class OnStates(nn.Module):
@@ -122,7 +142,7 @@ _1B |= {"num_attention_heads": 32, "num_key_value_heads": 8}
 _8B = {"hidden_size": 4096, "intermediate_size": 14336}
 _8B |= {"num_attention_heads": 32, "num_key_value_heads": 8}
 MODELS = {
-    "gpt_layer": Whole(_gpt_layer, 8, 2048, _ALL, learns=False),
+    "gpt_layer": Whole(_gpt_layer, 8, 2048, (*_ALL, OPS), learns=False),
     "gpt2_355m": Whole(_gpt2, 8, 1024, _ALL, autocast=True),
     "llama_1b": Whole(
         partial(_llama, layers=16, words=128256, tied=True, **_1B),
@@ -148,6 +168,11 @@ class _NoStep:
         pass
 
 
+def _by_hand(model: nn.Module) -> nn.Module:
+    model.layer.__class__ = ByHand  # type: ignore[assignment]
+    return torchweld.fuse(model)
+
+
 def _liger(model: nn.Module) -> nn.Module:
     patches = importlib.import_module("liger_kernel.transformers.monkey_patch")
     patches._apply_liger_kernel_to_instance(model=model.model)
@@ -160,6 +185,7 @@ _MAKE: dict[str, Callable[[nn.Module], nn.Module]] = {
     COMPILED: training.compiled,
     FUSED: torchweld.fuse,
     BOTH: lambda model: training.compiled(torchweld.fuse(model)),
+    OPS: _by_hand,
     LIGER: _liger,
 }
 
@@ -177,7 +203,7 @@ def learners(name: str, device: str, *, tiny: bool = False) -> list[Learner]:
     for way in sorted(whole.ways, key=[*_MAKE].index):
         try:
             contender = _MAKE[way](copy.deepcopy(model))
-            ours = way in (FUSED, BOTH)
+            ours = way in (FUSED, BOTH, OPS)
             learner = Learner(
                 *(way, contender, _optimizer(whole, contender, ours)),
                 lambda m, _: m(input_ids=ids, labels=ids),
