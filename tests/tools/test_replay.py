@@ -16,6 +16,7 @@ from conftest import PLACES, running_at
 from oracle import Results, run
 from torchweld import triton_kernels
 from torchweld.dispatch import replay
+from torchweld.dispatch.autograd import Differentiable, make_ready
 from torchweld.registry import OPS, Op, TensorSpec, materialize
 from torchweld.triton_kernels import launch
 
@@ -47,7 +48,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     monkeypatch.setattr(replay.Plan, "run", count)
     for name in REPLAYED & OPS.keys():  # as if no call had been made
-        for step in OPS[name].kernels["triton"].steps:
+        steps = OPS[name].kernels["triton"].steps
+        for step in (steps.forward, steps.backward):
             monkeypatch.setattr(step, "_plans", {})
     with running_at(PLACE, monkeypatch):
         yield ran
@@ -56,7 +58,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def _run_with_plans(op: Op, inputs: Sequence[Any]) -> Results:
     """As by a short way, which has found the kernel."""
     kernel = op.kernels["triton"]
-    return run(op, [*inputs], lambda *inputs: kernel.function.apply(kernel.steps, *inputs))
+    ready = make_ready(Differentiable.of(op), kernel.steps, inputs)
+    return run(op, [*inputs], lambda *inputs: kernel.function.apply(ready, *inputs))
 
 
 def _forward(op: Op, inputs: Sequence[Any]) -> Any:

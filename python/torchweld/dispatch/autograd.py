@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_compiling
@@ -76,6 +76,23 @@ def make_unaliased(result: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten._unsafe_view(result, result.shape)
 
 
+class Ready(NamedTuple):
+    """Both directions of a kernel, and what a node needs to know of all calls like one call."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    unsaved: Collection[str] = ()
+    same: Sequence[bool] = ()
+
+
+def make_ready(op: Differentiable, steps: Ready, inputs: Sequence[Any]) -> Ready:
+    """What a node takes for calls like the one with these inputs."""
+    return steps._replace(
+        unsaved=op.unsaved(*inputs) if op.unsaved else (),
+        same=[is_so(*inputs) for _, is_so in op.same_gradient.values()],
+    )
+
+
 # By the node's name: torch 2.10 cannot compile a function with these objects in its closure.
 _NODES: dict[str, tuple[Differentiable, Any]] = {}
 
@@ -85,9 +102,9 @@ def autograd_function(
 ) -> type[torch.autograd.Function]:
     """Make one class for each backend, so that a backward pass runs on its forward pass's backend.
 
-    `kernel` has `forward`, `backward` and `backend`. The node's first argument has the same two, in
-    a form that is ready for calls like this one, or is None. `returned` are the results that the
-    node returns, by default the public ones; only public results get a gradient.
+    `kernel` has `forward`, `backward` and `backend`. The node's first argument is Ready for calls
+    like this one, or None. `returned` are the results that the node returns, by default the public
+    ones; only public results get a gradient.
     """
     node = f"{op.name}_{kernel.backend}"
     _NODES[node] = (op, kernel)
@@ -97,9 +114,12 @@ def autograd_function(
     # The class needs its name at creation: torch derives the names of its nodes, seen in grad_fn
     # and in the profiler, from it immediately.
     methods = {name: staticmethod(scope[name]) for name in ("forward", "backward")}
-    return types.new_class(
+    made = types.new_class(
         node, (torch.autograd.Function,), exec_body=lambda namespace: namespace.update(methods)
     )
+    # The engine calls this; torch's own looks for vjp() first, in two more Python calls.
+    made._backward_cls.apply = scope["backward"]
+    return made
 
 
 def _write_node(node: str, op: Differentiable, returned: Sequence[str]) -> str:
@@ -114,18 +134,26 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str]) -> str:
     tensors = [name for name in inputs if "Tensor" in types_of[name]]
     saved = [name for name in (*tensors, *results) if name in wanted]
     same = {name: source for name, (source, _) in op.same_gradient.items()}
+    flags = [f"_{name}_same" for name in same]
     given = ", ".join(inputs)
-    kept = {"_steps": "_steps"}  # by name in the backward pass
+    kept = {"_ready": "_ready"}  # by name in the backward pass
     kept |= {name: name for name in inputs if name not in tensors and name in wanted}
     kept |= {f"{name}_dtype": f"{name}.dtype" for name in tensors if f"{name}_dtype" in wanted}
-    kept |= {f"_{name}_same": f"_op.same_gradient['{name}'][1]({given})" for name in same}
+    kept |= {flag: flag for flag in flags}
     beside = returned[len(op.public) :]
     to_save = [f"None if '{n}' in _unsaved else {n}" if op.unsaved else n for n in saved]
     forward = [
-        f"def forward(_ctx, _steps, {given}):",
-        f"_op, _kernel = _NODES['{node}']",
-        f"{', '.join(results)} = (_kernel if _steps is None else _steps).forward({given})",
-        f"_unsaved = _op.unsaved({given})" if op.unsaved else "",
+        f"def forward(_ctx, _ready, {given}):",
+        "if _ready is None:",
+        f"    _op, _kernel = _NODES['{node}']",
+        "    _run = _kernel.forward",
+        f"    _unsaved = _op.unsaved({given})" if op.unsaved else "",
+        *(f"    _{name}_same = _op.same_gradient['{name}'][1]({given})" for name in same),
+        "else:",
+        "    _run = _ready.forward",
+        "    _unsaved = _ready.unsaved" if op.unsaved else "",
+        f"    {_tuple(flags)} = _ready.same" if flags else "",
+        f"{', '.join(results)} = _run({given})",
         f"_ctx.save_for_backward({', '.join(to_save)})",
         f"_ctx.kept = {_tuple(kept.values())}",
         "_ctx.late = None",
@@ -147,12 +175,12 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str]) -> str:
         f"{_tuple(['_', *(f'need_{name}' for name in inputs)])} = _ctx.needs_input_grad",
         *(f"_{name}_wanted = need_{name}" for name in (*same, *lenders)),
         *_lend(same, lenders),
-        f"_op, _kernel = _NODES['{node}']",
         "_is_eager = not is_compiling()",
         "if _is_eager and torch.is_grad_enabled():",  # its graph gives second derivatives
-        f"    {_tuple(gradients)} = as_tuple(_op.eager_backward({', '.join(wanted)}))",
+        f"    _run = _NODES['{node}'][0].eager_backward",
+        f"    {_tuple(gradients)} = as_tuple(_run({', '.join(wanted)}))",
         "else:",
-        "    _run = (_kernel if _steps is None else _steps).backward",
+        f"    _run = (_NODES['{node}'][1] if _ready is None else _ready).backward",
         f"    {', '.join(gradients)} = _run({', '.join(wanted)})",
         f"_made = {_tuple(['None', *_write_gradients(inputs, gradients, same, lenders)])}",
         "if _is_eager and torch._C._autograd._get_current_graph_task_keep_graph():",

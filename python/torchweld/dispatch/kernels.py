@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.compiler import is_compiling
 
 from torchweld.dispatch.autograd import (
     Differentiable,
+    Ready,
     as_tuple,
     autograd_function,
     exports_a_derivative,
+    make_ready,
     wants_gradient,
 )
 from torchweld.dispatch.library import define_differentiable, define_overload, make_step
@@ -34,13 +36,6 @@ def _overloads(op: Op, backend: str) -> tuple[Any, Any]:
     )
 
 
-class Steps(NamedTuple):
-    """Both directions of a kernel."""
-
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-
-
 class Kernel:
     """An implementation of an op: its two overloads and their autograd function."""
 
@@ -49,8 +44,9 @@ class Kernel:
         results = op.forward_signature.results
         self._public_at = [results.index(name) for name in op.public]
         self._results = len(results)
-        self.steps = Steps(make_step(forward), make_step(backward))
-        self.function = autograd_function(Differentiable.of(op), self)
+        self.steps = Ready(make_step(forward), make_step(backward))
+        self._op = Differentiable.of(op)
+        self.function = autograd_function(self._op, self)
         # torch's apply without its search for wrappers of transforms, in which eager serves.
         base: Any = super(torch.autograd.Function, self.function)
         self._apply = base.apply
@@ -81,7 +77,8 @@ class Kernel:
         """
         if wants_gradient(*inputs):
             places = [f"r[{at}]" for at in range(len(self._public_at))]
-            return self._apply, [self.steps], places if len(places) > 1 else ["r"]
+            ready = make_ready(self._op, self.steps, inputs)
+            return self._apply, [ready], places if len(places) > 1 else ["r"]
         places = [f"r[{at}]" for at in self._public_at]
         return self.steps.forward, [], places if self._results > 1 else ["r"]
 
