@@ -6,6 +6,7 @@
 
 libtorchweld_cpu.so         bindings; registers the CPU ops with torch
 libtorchweld_cpu_<isa>.so   CPU kernels, one library per instruction set
+libtorchweld_python.so      calls the bindings from Python, if Python's headers are found
 libtorchweld_cuda.so        bindings and CUDA kernels, if nvcc 12.1 or newer is found
 
 The build needs only torch's headers. At run time the stable ABI's symbols come from the loaded
@@ -172,8 +173,8 @@ def compiled(source: Path, command: str, flags: str) -> list[Object]:
     return [Object(source, command, f"{flags} -DTW_RULE={rule}", rule) for rule in rules()]
 
 
-def _bindings(command: str, flags: str) -> list[Object]:
-    sources = sorted((CSRC / "bind").glob("*.cpp"))
+def _bindings(command: str, flags: str, folder: str = "bind") -> list[Object]:
+    sources = sorted((CSRC / folder).glob("*.cpp"))
     if "-DTW_CUDA" in flags:  # only ops with a CUDA kernel; the others use Triton
         sources = [s for s in sources if (CSRC / "cuda" / s.name).with_suffix(".cu").exists()]
     sources += sorted((CSRC / "bind" / "compat").glob("*.cpp"))
@@ -201,6 +202,15 @@ def cpu_libraries(isa: str = "", sanitize: str = "") -> list[Library]:
         objects = kernels(sorted((CSRC / "cpu").glob("*.cpp")), "cxx", flags)
         libraries.append(Library(f"torchweld_cpu_{variant}", tuple(objects)))
     return libraries
+
+
+def python_library() -> Library | None:
+    """What calls the bindings from Python, by an API that all Pythons with a GIL have."""
+    headers = sysconfig.get_path("include")
+    if not (Path(headers) / "Python.h").exists() or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return None
+    objects = _bindings("cxx", f"-isystem {headers} {hide_path(Path(headers))}", "python")
+    return Library("torchweld_python", tuple(objects), "-ltorch_cpu")
 
 
 def kernels(sources: list[Path], command: str, flags: str) -> list[Object]:
@@ -426,7 +436,7 @@ def build(out: Path = LIB, *, sanitize: str = "", cuda: bool = True, isa: str = 
         if set(wanted) <= set(there):
             print(f"torchweld: {', '.join(there)} were built elsewhere from the same sources")
             return
-    libraries = cpu_libraries(isa, sanitize)
+    libraries = [*cpu_libraries(isa, sanitize), *filter(None, [python_library()])]
     if cuda and nvcc():
         libraries.append(cuda_library())
         _say_how_long()

@@ -2,7 +2,10 @@
 // passes the handles from dlopen.
 #include <dlfcn.h>
 
+#include <map>
+
 #include "bind/launch.h"
+#include "core/dispatch.h"
 
 // dlsym moved into libc with glibc 2.34. Its old version keeps the library loadable on older
 // systems.
@@ -21,7 +24,15 @@ void use_cpu_kernels(int64_t selected, int64_t baseline) {
   baseline_kernels = reinterpret_cast<void*>(baseline);
 }
 
+// Filled while the library is loaded.
+std::map<std::string, Boxed>& kept_kernels() {
+  static std::map<std::string, Boxed> kept;
+  return kept;
+}
+
 }  // namespace
+
+void keep_kernel(const char* overload, Boxed kernel) { kept_kernels()[overload] = kernel; }
 
 void* cpu_symbol(const char* name, bool baseline) {
   void* kernels = baseline ? baseline_kernels : selected_kernels;
@@ -36,3 +47,10 @@ STABLE_TORCH_LIBRARY_IMPL(torchweld, CompositeExplicitAutograd, m) {
 }
 
 }  // namespace torchweld
+
+// The address of an overload's boxed kernel; null without one. For csrc/python.
+TW_EXPORT void* torchweld_find_kernel(const char* overload) {
+  const auto& kept = torchweld::kept_kernels();
+  const auto found = kept.find(overload);
+  return found == kept.end() ? nullptr : reinterpret_cast<void*>(found->second);
+}

@@ -12,6 +12,35 @@
 
 #include "bind/tensor.h"
 
+namespace torchweld {
+
+using Boxed = void (*)(StableIValue*, uint64_t, uint64_t);
+
+#if !defined(TW_CUDA)
+// Keeps a kernel for torchweld_find_kernel.
+void keep_kernel(const char* overload, Boxed kernel);
+#endif
+
+// Registers kernels with torch.
+struct Implementations {
+  torch::stable::detail::StableLibrary& library;
+  void impl(const char* overload, Boxed kernel) const {
+    library.impl(overload, kernel);
+#if !defined(TW_CUDA)
+    keep_kernel(overload, kernel);
+#endif
+  }
+};
+
+}  // namespace torchweld
+
+#define TW_IMPLEMENT(m)                                      \
+  static void implement(const torchweld::Implementations&);  \
+  STABLE_TORCH_LIBRARY_IMPL(torchweld, TW_DEVICE, library) { \
+    implement(torchweld::Implementations{library});          \
+  }                                                          \
+  static void implement(const torchweld::Implementations& m)
+
 #if defined(TW_CUDA)
 
 #include <cuda_runtime.h>
@@ -21,9 +50,9 @@
 #define TW_OVERLOAD(op) op ".cuda"
 
 #if defined(TW_EMULATED)  // tests/emulator runs the CUDA kernels on CPU tensors
-#define TW_IMPLEMENT(m) STABLE_TORCH_LIBRARY_IMPL(torchweld, CPU, m)
+#define TW_DEVICE CPU
 #else
-#define TW_IMPLEMENT(m) STABLE_TORCH_LIBRARY_IMPL(torchweld, CUDA, m)
+#define TW_DEVICE CUDA
 #endif
 
 // torch's headers declare this function only if torch itself was built with CUDA.
@@ -71,7 +100,7 @@ void launch(cudaError_t (*kernel)(const Args&, cudaStream_t), const Args& args, 
   const torchweld::Symbol<Result(__VA_ARGS__)> name { #name }
 #define TW_KERNEL(name, Args) TW_FUNCTION(void, name, const torchweld::Args&, int64_t, int64_t)
 #define TW_OVERLOAD(op) op ".cpu"
-#define TW_IMPLEMENT(m) STABLE_TORCH_LIBRARY_IMPL(torchweld, CPU, m)
+#define TW_DEVICE CPU
 
 namespace torchweld {
 

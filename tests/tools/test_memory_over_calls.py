@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="mallinfo2 and VmRSS are glibc's and Linux's"
 )
 CALLS = 100
+DIRECT = [op.name for op in OPS.values() if "cpu" in getattr(op, "kernels", {})]
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {},
     "AdamW8bit": {"class": "AdamW", "state_dtype": "8bit"},
@@ -91,6 +92,20 @@ def make_call(name: str) -> Callable[[], Any]:
     return run
 
 
+def make_direct_call(name: str) -> Callable[[], Any]:
+    """The same as a later call of a short way makes it."""
+    op = OPS[name]
+    problem = Case(op, op.tiny, torch.float32, "cpu").draw()
+    leaves = list(problem.leaves().values())
+    function, first, _ = op.kernels["cpu"].make_ready(problem.inputs)
+
+    def run() -> None:
+        results = as_tuple(function(*first, *problem.inputs))[: len(op.public)]
+        torch.autograd.grad(results, leaves, [torch.ones_like(y) for y in results])
+
+    return run
+
+
 def make_step(name: str) -> Callable[[], Any]:
     """A step of an optimizer on a matrix."""
     settings = dict(OPTIMIZERS[name])
@@ -110,6 +125,8 @@ def count_all() -> dict[str, float]:
     with torchweld.use_backend("cpu", "eager"):
         for name in OPS:
             kept[name] = count_bytes_kept(make_call(name))
+        for name in DIRECT:
+            kept[f"{name}, direct"] = count_bytes_kept(make_direct_call(name))
         for name in OPTIMIZERS:
             kept[name] = count_bytes_kept(make_step(name))
     return kept
@@ -158,7 +175,7 @@ def walk(which: str, threads: int) -> list[int]:
 def test_a_call_keeps_no_native_memory() -> None:
     """The smallest block of glibc has 32 bytes; a leaked one in each call counts as much."""
     kept = json.loads(fresh.run_file(__file__, "count"))
-    assert set(kept) == {*OPS, *OPTIMIZERS}
+    assert set(kept) == {*OPS, *(f"{name}, direct" for name in DIRECT), *OPTIMIZERS}
     assert {name: n for name, n in kept.items() if n >= 24} == {}
 
 

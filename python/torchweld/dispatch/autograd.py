@@ -114,12 +114,12 @@ def autograd_function(
     # The class needs its name at creation: torch derives the names of its nodes, seen in grad_fn
     # and in the profiler, from it immediately.
     methods = {name: staticmethod(scope[name]) for name in ("forward", "backward")}
-    made = types.new_class(
+    made: Any = types.new_class(
         node, (torch.autograd.Function,), exec_body=lambda namespace: namespace.update(methods)
     )
     # The engine calls this; torch's own looks for vjp() first, in two more Python calls.
     made._backward_cls.apply = scope["backward"]
-    return made
+    return made  # type: ignore[no-any-return]
 
 
 def _write_node(node: str, op: Differentiable, returned: Sequence[str]) -> str:

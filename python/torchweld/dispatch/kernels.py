@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torchweld.dispatch.autograd import (
     make_ready,
     wants_gradient,
 )
+from torchweld.dispatch.direct import make_direct
 from torchweld.dispatch.library import define_differentiable, define_overload, make_step
 from torchweld.registry import Op
 
@@ -69,18 +71,33 @@ class Kernel:
             return results[self._public_at[0]]
         return tuple([results[i] for i in self._public_at])
 
+    @functools.cached_property
+    def _direct(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Both steps without torch's dispatcher, for calls that a short way has compared."""
+        if self.backend != "cpu":
+            return self.steps[:2]
+        both = (self.forward, self.steps.forward), (self.backward, self.steps.backward)
+        forward, backward = [make_direct(*one) for one in both]
+        return forward, backward
+
     def make_ready(self, inputs: Sequence[Any]) -> tuple[Callable[..., Any], list[Any], list[str]]:
         """What serves later calls like this one.
 
         It is a function, what it takes before the inputs, and where the public results are in `r`,
         all that it returns.
         """
+        forward, backward = self.steps[:2] if any(map(_is_lazy, inputs)) else self._direct
         if wants_gradient(*inputs):
             places = [f"r[{at}]" for at in range(len(self._public_at))]
-            ready = make_ready(self._op, self.steps, inputs)
+            ready = make_ready(self._op, Ready(forward, backward), inputs)
             return self._apply, [ready], places if len(places) > 1 else ["r"]
         places = [f"r[{at}]" for at in self._public_at]
-        return self.steps.forward, [], places if self._results > 1 else ["r"]
+        return forward, [], places if self._results > 1 else ["r"]
+
+
+def _is_lazy(value: Any) -> bool:
+    """Whether the dispatcher first computes a tensor's numbers: -x, or zeros without memory."""
+    return isinstance(value, torch.Tensor) and (value.is_neg() or value._is_zerotensor())
 
 
 def _fake_forward(op: Op) -> Callable[..., Any]:

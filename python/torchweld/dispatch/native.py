@@ -56,8 +56,8 @@ def _load_cpu() -> str:
     isa = os.environ.get(ISA_VARIABLE) or supported[0]
     if isa not in supported:
         raise OSError(f"{ISA_VARIABLE} is {isa!r}; accepted on this machine: {supported}")
-    handles = [_open(f"torchweld_cpu_{name}")._handle for name in (isa, BASELINE)]
-    _open("torchweld_cpu")
+    handles = [open_library(f"torchweld_cpu_{name}")._handle for name in (isa, BASELINE)]
+    open_library("torchweld_cpu")
     torch.ops.torchweld.use_cpu_kernels(*handles)
     return isa
 
@@ -75,11 +75,12 @@ def _is_whole(path: Path) -> bool:
     return path.stat().st_size >= offset + size * count
 
 
-def _open(library: str) -> ctypes.CDLL:
+def open_library(library: str, kind: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
+    """Open a library that exists; `kind` is PyDLL if its functions take Python's objects."""
     path = _path(library)
     if not _is_whole(path):
         raise OSError(f"{path} is truncated or not a library; reinstall torchweld")
-    return ctypes.CDLL(str(path))
+    return kind(str(path))
 
 
 def read_cuda_driver() -> int:
@@ -95,7 +96,7 @@ def read_cuda_driver() -> int:
 def _load_cuda() -> None:
     """Load the CUDA library, unless its kernels would fail under this driver."""
     global cuda_built_with, cuda_architectures
-    library = _open("torchweld_cuda")
+    library = open_library("torchweld_cuda")
     library.torchweld_cuda_architectures.restype = ctypes.c_char_p
     cuda_architectures = library.torchweld_cuda_architectures().decode()
     built_with: int = library.torchweld_cuda_version()
@@ -135,13 +136,14 @@ def _runs(architecture: str, capability: tuple[int, int]) -> bool:
     return built_for <= capability and (same_major or (match[4] is not None and not match[3]))
 
 
-def _try(library: str, load: Callable[[], T], hint: str) -> T | None:
+def try_library(library: str, load: Callable[[], T], hint: str) -> T | None:
+    """What `load` returns; None if it fails or the library does not exist, which is recorded."""
     if not _path(library).exists():
         missing[library] = f"{_path(library)} does not exist: {hint}"
         return None
     try:
         return load()
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, AttributeError) as error:
         missing[library] = f"{error}"
         return None
 
@@ -149,13 +151,13 @@ def _try(library: str, load: Callable[[], T], hint: str) -> T | None:
 def load() -> None:
     """Load the libraries that exist."""
     global cpu_isa
-    cpu_isa = _try(
+    cpu_isa = try_library(
         "torchweld_cpu", _load_cpu, "it was built without a C++ compiler; install g++ and reinstall"
     )
     if torch.version.cuda is None:
         missing["torchweld_cuda"] = "this torch is a build without CUDA"
         return
-    _try(
+    try_library(
         "torchweld_cuda",
         _load_cuda,
         "it was built without nvcc; install the CUDA toolkit and reinstall",

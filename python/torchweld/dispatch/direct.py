@@ -1,0 +1,117 @@
+"""Calls a CPU kernel without torch's dispatcher, which takes half of a small call's time.
+
+A short way (way.py) has compared all that the dispatcher would look at. `make_direct` returns a
+function of libtorchweld_python.so, which calls the kernel itself; arguments that need the
+dispatcher, and a library that does not load here or fails its test, leave the overload in place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchweld.dispatch import native
+from torchweld.dispatch.alike import PLAIN, modes
+
+LIBRARY = "torchweld_python"
+# The letters of csrc/python/direct.cpp.
+_KINDS = {
+    "Tensor": "T",
+    "List[int]": "L",
+    "float": "F",
+    "int": "I",
+    "bool": "B",
+    "str": "S",
+    "ScalarType": "D",
+}
+# torch's numbers of the kernels' dtypes.
+_DTYPES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}
+
+
+def make_direct(overload: Any, twin: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that does what `twin` does with the overload of a CPU kernel."""
+    make = _load()
+    return twin if make is None else make(overload, twin)
+
+
+@functools.cache
+def _load() -> Callable[..., Any] | None:
+    """What makes direct calls; None, with the reason in native.missing, where they cannot be."""
+    make = native.try_library(LIBRARY, _open, "it was built without Python's headers")
+    if make is not None and not _is_right(make):
+        native.missing[LIBRARY] = "its calls and those of torch's dispatcher differ"
+        return None
+    return make
+
+
+def _open() -> Callable[..., Any]:
+    if native.cpu_isa is None or not getattr(sys, "_is_gil_enabled", lambda: True)():
+        raise OSError("it needs the CPU kernels, and Python's global lock")
+    cpu, library = native.open_library("torchweld_cpu"), native.open_library(LIBRARY, ctypes.PyDLL)
+    cpu.torchweld_find_kernel.argtypes = [ctypes.c_char_p]
+    cpu.torchweld_find_kernel.restype = ctypes.c_void_p
+    prepare, make_call = library.torchweld_prepare, library.torchweld_make_call
+    for function in (prepare, make_call):
+        function.argtypes, function.restype = [ctypes.py_object], ctypes.py_object
+    example = torch.ones(3)
+    transforms: Any = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
+    wrap: Any = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs  # type: ignore[attr-defined]
+    size = torch._C.TensorBase.__basicsize__  # type: ignore[attr-defined]
+    questions = modes, transforms, "is_neg", "_is_zerotensor"
+    told = (*PLAIN, example, example._cdata, size, wrap, *questions, _DTYPES)
+    if prepare(told) is None:
+        raise OSError("this torch's tensors are not where the library looks for them")
+
+    def make(overload: Any, twin: Callable[..., Any]) -> Any:
+        schema = overload._schema
+        name = f"{schema.name.removeprefix('torchweld::')}.{schema.overload_name}"
+        address = cpu.torchweld_find_kernel(name.encode())
+        kinds = "".join(_find_letter(argument) for argument in schema.arguments)
+        return make_call((address, kinds, len(schema.returns), twin)) if address else twin
+
+    return make
+
+
+def _find_letter(argument: Any) -> str:
+    kind = str(argument.real_type)
+    inner = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("O") else kind
+    inner = "List[int]" if inner == "List[int" else inner
+    is_gradient = inner == "Tensor" and argument.name.startswith("grad_")
+    letter = "G" if is_gradient else _KINDS[inner]
+    return letter if inner == kind else letter.lower()
+
+
+def _is_right(make: Callable[..., Any]) -> bool:
+    """Whether calls with all kinds of arguments have the dispatcher's results."""
+    ops = torch.ops.torchweld
+    x = torch.linspace(-1, 1, 24).reshape(3, 8).bfloat16()
+    seed, row = torch.tensor([3]), torch.ones(8)
+    given = (x, x.float(), [8], row, None, 0.5, 1e-5, seed, (6, 8), (3, 0), False)
+    act = (x, row.bfloat16(), "gelu", "none")
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (ops.dropout_add_layer_norm.cpu, given),
+        (ops.bias_act.cpu, act),
+    ]
+    z, _, mean, rstd = ops.dropout_add_layer_norm.cpu(*given)
+    back = (None, z, z, *given[2:10], mean, rstd, torch.bfloat16, True, True, True, False)
+    calls.append((ops.dropout_add_layer_norm_backward.cpu, back))
+
+    def refuse(*_: Any) -> None:
+        raise TypeError("it was not called")
+
+    with torch.no_grad():
+        for overload, inputs in calls:
+            try:
+                found = make(overload, refuse)(*inputs)
+            except (TypeError, RuntimeError):
+                return False
+            wanted = overload(*inputs)
+            pairs = zip(found, wanted, strict=True) if type(found) is tuple else [(found, wanted)]
+            if not all(a.dtype is b.dtype and torch.equal(a, b) for a, b in pairs):
+                return False
+    return True
