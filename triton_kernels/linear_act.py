@@ -30,7 +30,8 @@ weight in L2, not 1 + 132.
 
 From sm_90 on, `linear_act_persistent.py` has a second form: it loads by descriptors (TMA), and its
 programs loop over tiles, so that an epilogue overlaps the next tile's first loads. Which form and
-tile are fastest is timed too.
+tile are fastest is timed too. On sm_90 `linear_act_roles.py` has a third form, whose warps have
+roles: the end of a tile overlaps the products of the next one.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
@@ -46,6 +47,8 @@ import triton.language as tl
 from .act import _kind, activate
 from .launch import Launch, launch, run
 from .linear_act_persistent import CAPABILITY, fits, persistent_launch
+from .linear_act_roles import roles_launch
+from .linear_act_roles import runs_on as has_roles
 from .tensors import aligned, check_beside, contiguous, load_parameter, store
 from .tile import Tile, halves, tile_in_band
 
@@ -129,6 +132,8 @@ _TILES = {
         Tile(64, 128, 64, 4, 3),
         Tile(128, 256, 64, 8, 3, persistent=True),
         Tile(128, 128, 64, 8, 4, persistent=True),
+        Tile(128, 256, 64, 8, 3, roles=True),
+        Tile(128, 128, 64, 8, 5, roles=True),
         _LAST,
     ),
     4: (Tile(128, 128, 32, 8, 3), _LAST),
@@ -153,7 +158,10 @@ def contenders(x: torch.Tensor, weight: torch.Tensor) -> list[int]:
         and fits(x.reshape(-1, inner), weight)
         and columns * size % 16 == 0
     )
-    return [i for i, t in enumerate(every[:-1]) if by_descriptors or not t.persistent]
+    # Tiles with roles have not been proven on a GPU: they run only where they are named.
+    return [
+        i for i, t in enumerate(every[:-1]) if not t.roles and (by_descriptors or not t.persistent)
+    ]
 
 
 def precision() -> str:
@@ -185,6 +193,9 @@ def _linear_act_launch(
 ) -> Launch:
     (rows, inner), columns = x.shape, weight.shape[0]
     as_matrices = y.view(rows, columns), None if z is None else z.view(rows, columns)
+    row_major = weight if weight.stride(1) == 1 else weight.t()
+    if tile.roles and has_roles(x.device) and fits(x, row_major, *as_matrices):
+        return roles_launch(x, weight, bias, *as_matrices, kind, tile)
     if tile.persistent and fits(x, weight, *as_matrices):
         return persistent_launch(x, weight, bias, *as_matrices, kind, tile)
     return launch(
@@ -246,7 +257,7 @@ def aot_cases() -> Iterator[tuple[str, Launch]]:
         return name, _linear_act_launch(x, weight, weight[0], y, y, kind, tile, precision)
 
     for tile in tiles(torch.bfloat16):
-        if tile != _LAST:
+        if tile != _LAST and not tile.roles:
             yield case(torch.bfloat16, 4096, "gelu", tile, "ieee")
     yield case(torch.bfloat16, 4095, "gelu_tanh", _LAST, "ieee")
     yield case(torch.float32, 4096, "gelu", tiles(torch.float32)[0], "tf32")

@@ -13,7 +13,8 @@ import triton.language as tl
 class Tile(NamedTuple):
     """The part of y that a program computes at a time: rows x columns, by `inner` products.
 
-    `persistent` programs take one tile after another, by descriptors.
+    `persistent` programs take one tile after another, by descriptors; so do those whose warps have
+    `roles`.
     """
 
     rows: int
@@ -22,9 +23,10 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     persistent: bool = False
+    roles: bool = False
 
     def __str__(self) -> str:
-        how = ", persistent" if self.persistent else ""
+        how = ", persistent" if self.persistent else ", with roles" if self.roles else ""
         return f"{self.rows} x {self.columns} x {self.inner} by {self.warps} warps{how}"
 
 

@@ -5,7 +5,8 @@ NaN at once and arrives only when somebody waits for its barrier; a wgmma reads 
 shared memory, and a copy to global memory its source, only when somebody waits for it. So a wait
 that is missing shows in the result, and one for what never comes is a dead lock, which is found at
 once: no partition runs. Shared memory that threads wrote is refused by TMA and wgmma before a
-fence.
+fence. One partition, a different one from program to program, goes on after a wait only when all
+others wait, so that they overwrite what it should have read before.
 
 Layouts are ignored: whether they fit, the compiler says.
 """
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from triton.language import constexpr
 
 
 class ProtocolError(AssertionError):
@@ -30,12 +32,18 @@ def round_to_bfloat16(x: np.ndarray) -> np.ndarray:
     return rounded.astype(np.uint32).view(np.float32)
 
 
+_ROUND: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "bfloat16": round_to_bfloat16,
+    "float16": lambda x: x.astype(np.float16),
+    "float32": lambda x: x,
+}
+
+
 class _Registers(np.ndarray):
     """A tensor in registers."""
 
     def to(self, kind: Any) -> Any:
-        values = np.asarray(self)
-        return _registers(round_to_bfloat16(values) if kind == "bfloat16" else values)
+        return _registers(_ROUND[kind](np.asarray(self)))
 
 
 def _registers(x: Any) -> _Registers:
@@ -45,14 +53,22 @@ def _registers(x: Any) -> _Registers:
 class _Memory:
     """A part of shared memory; `unfenced` has the threads whose writes only threads see yet."""
 
-    def __init__(self, values: np.ndarray, unfenced: set[int]) -> None:
-        self.values, self.unfenced = values, unfenced
+    def __init__(self, values: np.ndarray, unfenced: set[int], dtype: str) -> None:
+        self.values, self.unfenced, self.dtype = values, unfenced, dtype
+
+    def _view(self, values: np.ndarray) -> _Memory:
+        return _Memory(values, self.unfenced, self.dtype)
 
     def index(self, at: int) -> _Memory:
-        return _Memory(self.values[int(at)], self.unfenced)
+        return self._view(self.values[int(at)])
 
     def permute(self, order: Sequence[int]) -> _Memory:
-        return _Memory(self.values.transpose(order), self.unfenced)
+        return self._view(self.values.transpose(order))
+
+    def as_parts(self, shape: Sequence[int]) -> _Memory:
+        """A matrix as parts of its columns, which is how a swizzled one lies in memory."""
+        parts, rows, columns = shape
+        return self._view(self.values.reshape(rows, parts, columns).transpose(1, 0, 2))
 
     def load(self, layout: Any) -> _Registers:
         return _registers(self.values.copy())
@@ -109,8 +125,10 @@ class Descriptor:
 
     layout = None
 
-    def __init__(self, values: np.ndarray, block: tuple[int, int], size: int = 2) -> None:
-        self.values, self.block, self.size = values, block, size
+    def __init__(
+        self, values: np.ndarray, block: tuple[int, int], dtype: str = "bfloat16", size: int = 2
+    ) -> None:
+        self.values, self.block, self.dtype, self.size = values, block, dtype, size
 
     def part(self, at: Sequence[int]) -> np.ndarray:
         (row, column), (rows, columns) = map(int, at), self.block
@@ -148,13 +166,13 @@ class _Program:
             _one(barrier).take(arrivals, moved)
             self._wake()
             if self.queue("products") or self.queue("stores"):
-                self._let_others_run()
+                # What is under way here may still read what others write: let them.
+                self._stay(lambda: self.waiting + self.staying >= self.alive)
 
-    def _let_others_run(self) -> None:
-        """Return when all others wait: what is under way here may still read what they write."""
+    def _stay(self, until: Callable[[], bool]) -> None:
         self.staying += 1
         self.idle.notify_all()
-        self.idle.wait_for(lambda: self.dead or self.waiting + self.staying >= self.alive)
+        self.idle.wait_for(lambda: self.dead or until())
         self.staying -= 1
 
     def _wake(self) -> None:
@@ -179,6 +197,8 @@ class _Program:
                     self.idle.notify_all()
                     raise ProtocolError("a dead lock: every partition waits")
                 self.changed.wait()
+            if self.queue("is late"):
+                self._stay(lambda: self.waiting + 1 >= self.alive)
 
     # TMA
 
@@ -187,7 +207,9 @@ class _Program:
         target.values[...] = np.nan
 
         def arrive() -> None:
-            target.values[...] = source.part(at)
+            inside = source.part(at)
+            target.values[...] = 0
+            target.values[tuple(map(slice, inside.shape))] = inside
             barrier.take(0, -target.values.size * source.size)
 
         with self.changed:
@@ -199,7 +221,8 @@ class _Program:
             raise ProtocolError("a copy of shared memory begins before a fence")
 
         def store() -> None:
-            target.part(at)[...] = source.values
+            inside = target.part(at)
+            inside[...] = source.values[tuple(map(slice, inside.shape))]
 
         self.queue("stores").append(store)
 
@@ -243,7 +266,7 @@ class _Program:
     def allocate(self, kind: Any, shape: Sequence[int], layout: Any) -> Any:
         if layout == "barrier":
             return _Barriers(shape[0])
-        memory = _Memory(np.full(shape, np.nan, np.float32), set())
+        memory = _Memory(np.full(shape, np.nan, np.float32), set(), kind)
         self.unfenced.append(memory.unfenced)
         return memory
 
@@ -252,7 +275,8 @@ class _Program:
     def specialize(self, parts: Sequence[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
         faults: list[BaseException] = []
 
-        def run(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        def run(late: bool, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+            self.queue("is late").extend([True] * late)
             try:
                 function(*arguments)
                 if self.queue("products") or self.queue("stores"):
@@ -265,7 +289,10 @@ class _Program:
                 self._wake()
                 self.idle.notify_all()
 
-        threads = [threading.Thread(target=run, args=part) for part in parts]
+        threads = [
+            threading.Thread(target=run, args=(self.number % len(parts) == i, *part))
+            for i, part in enumerate(parts)
+        ]
         self.alive = len(threads)
         for thread in threads:
             thread.start()
@@ -279,7 +306,7 @@ def _language(program: _Program) -> dict[str, Any]:
     """The names that a kernel finds: `gl`, and the Hopper module's names."""
 
     def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: _registers(function(*given))
+        return np.errstate(over="ignore")(lambda *given: _registers(function(*given)))
 
     def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Any:
         if np.ndim(pointer.at) == 0:
@@ -300,12 +327,17 @@ def _language(program: _Program) -> dict[str, Any]:
     gl = types.SimpleNamespace(
         constexpr=object,
         bfloat16="bfloat16",
+        float16="float16",
         float32="float32",
         int64="int64",
         allocate_shared_memory=program.allocate,
         static_range=range,
         program_id=lambda axis: program.number,
         num_programs=lambda axis: program.programs,
+        num_warps=lambda: 4,
+        cdiv=lambda a, b: -(-a // b),
+        minimum=min,
+        abs=elementwise(np.abs),
         load=load,
         store=store,
         warp_specialize=program.specialize,
@@ -339,8 +371,13 @@ def _language(program: _Program) -> dict[str, Any]:
     )
     return {
         "gl": gl,
+        "tl": gl,
         "mbarrier": mbarrier,
         "tma": tma,
+        "copy_in": program.copy_in,
+        "copy_out": program.copy_out,
+        "wait_for_stores": program.wait_for_stores,
+        "reinterpret": lambda memory, dtype, shape, layout: memory.as_parts(shape),
         "warpgroup_mma": program.multiply,
         "warpgroup_mma_wait": lambda num_outstanding=0, deps=(): program.wait_for_products(
             num_outstanding, deps
@@ -349,14 +386,21 @@ def _language(program: _Program) -> dict[str, Any]:
     }
 
 
+def _imitate(names: dict[str, Any], language: dict[str, Any], known: dict[int, Any]) -> Any:
+    """A module's names with the language's replaced, in its own kernels and those they call."""
+    if id(names) not in known:
+        known[id(names)] = found = names | language
+        for name, value in names.items():
+            if isinstance(value, constexpr):
+                found[name] = value.value
+            elif hasattr(value, "fn") and name not in language:
+                code, others = value.fn.__code__, value.fn.__globals__
+                scope = _imitate(others, language, known)
+                found[name] = types.FunctionType(code, scope, name, value.fn.__defaults__)
+    return known[id(names)]
+
+
 def run(module: types.ModuleType, name: str, programs: int, *arguments: Any) -> None:
     """Run a kernel of a module that has the usual names of Gluon, program by program."""
     for number in range(programs):
-        names = vars(module) | _language(_Program(number, programs))
-        for each, value in vars(module).items():
-            if hasattr(value, "fn"):
-                function = value.fn
-                names[each] = types.FunctionType(
-                    function.__code__, names, each, function.__defaults__
-                )
-        names[name](*arguments)
+        _imitate(vars(module), _language(_Program(number, programs)), {})[name](*arguments)

@@ -38,6 +38,7 @@ NEVER_UNALIGNED = {
     "chunks._add_chunks": "reads and writes only tensors that were allocated for it",
     "linear_act._linear_act": "reads copies of such views",
     "linear_act_persistent._linear_act_persistent": "reads descriptors: such views have none",
+    "linear_act_roles.linear_act_roles": "reads descriptors: such views have none",
     "symmetric._symmetric": "reads descriptors: such views have none",
     "attention_forward.attention_forward": "reads copies of such views",
     "attention_backward.attention_deltas": "reads copies of such views",
@@ -111,9 +112,11 @@ class Compile:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
+        from triton.experimental.gluon._runtime import GluonASTSource
 
         target = GPUTarget("cuda", capability, 32)
-        source = ASTSource(self.launch.kernel, *self.signature)
+        kernel = self.launch.kernel
+        source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, *self.signature)
         return triton.compile(source, target=target, options=self.options)
 
     def run(self, capability: int) -> dict[str, int]:

@@ -45,7 +45,7 @@ WARPS = dict.fromkeys(
         "symmetric._symmetric",
     ),
     8,
-)
+) | {"linear_act_roles.linear_act_roles": 12}
 # Bytes that a thread may spill. Where a launch on sm_90 sums keys and values, an H200 is faster
 # with them; nearly all are outside the loop over blocks without conditions.
 MAY_SPILL = {
@@ -54,6 +54,8 @@ MAY_SPILL = {
     "attention_keys.attention_key_gradients on sm_80": 32,
     "attention_keys.attention_key_gradients on sm_90": 384,
     "attention_keys.attention_key_gradients on sm_100": 24,
+    # Constants of the warps that finish, stored once, before these warps get their registers.
+    "linear_act_roles.linear_act_roles on sm_90": 16,
 }
 # And under Triton 3.6, for which tiles were not chosen.
 PINNED = TORCH >= (2, 13)

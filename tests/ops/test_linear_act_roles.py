@@ -1,0 +1,144 @@
+"""linear_act's Gluon kernel under an imitation of Hopper: its numbers and its protocol."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import imitated_gluon
+from imitated_gluon import Descriptor, Pointer, ProtocolError, round_to_bfloat16
+from torchweld.ops.activation import common as activations
+from torchweld.triton_kernels import linear_act_roles
+
+pytestmark = pytest.mark.lane
+
+ROWS, COLUMNS, INNER, PART = 128, 128, 64, 64
+# Ragged in every direction; programs with two tiles and with one, and with fewer steps than slots.
+SIZES = ((300, 200, 200), (130, 136, 40))
+
+
+def _error(
+    module: types.ModuleType,
+    kind: str = "gelu",
+    sizes: tuple[int, int, int] = SIZES[0],
+    dtype: str = "bfloat16",
+    *,
+    transposed: bool = False,
+    bias: bool = True,
+    save_z: bool = True,
+) -> float:
+    """The largest error of y and z, in units of what the roundings of z and y allow."""
+    rows, columns, inner = sizes
+    numbers = np.random.default_rng(0)
+
+    def round_(values: np.ndarray) -> np.ndarray:
+        if dtype == "bfloat16":
+            return round_to_bfloat16(values)
+        return values.astype(np.float16).astype(np.float32)
+
+    x, weight = (round_(numbers.standard_normal((n, inner))) for n in (rows, columns))
+    added = numbers.standard_normal(columns).astype(np.float32) if bias else np.zeros(columns)
+    y, z = (np.full((rows, columns), np.nan, np.float32) for _ in range(2))
+    factor = (weight.T, (INNER, COLUMNS)) if transposed else (weight, (COLUMNS, INNER))
+    imitated_gluon.run(
+        module,
+        "linear_act_roles",
+        4,
+        Descriptor(x, (ROWS, INNER), dtype),
+        Descriptor(*factor, dtype),
+        Pointer(added) if bias else None,
+        Descriptor(y, (ROWS, PART), dtype),
+        Descriptor(z, (ROWS, PART), dtype) if save_z else None,
+        *(rows, columns, inner, kind, transposed, 2, ROWS, COLUMNS, INNER, 3, 4, 104),
+    )
+    sums = x.astype(np.float64) @ weight.T.astype(np.float64)
+    exact_z = torch.from_numpy(sums + added)
+    name, _, approximate = kind.partition("_")
+    known = activations.ACTIVATIONS[name, approximate or "none"]
+    exact_y = known.function(exact_z)
+    # The products' sum is rounded before the bias is added, then z or y is.
+    unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
+    slope = 1.13 if name == "gelu" else 1.0
+    in_z = unit * torch.from_numpy(np.abs(sums)) + 1e-5 * math.sqrt(inner)
+    allowed = 1.01 * slope * in_z + 1.01 * unit * exact_y.abs() + 1e-6
+    worst = ((torch.from_numpy(y) - exact_y).abs() / allowed).nan_to_num(math.inf).max()
+    if save_z:
+        error = (torch.from_numpy(z) - exact_z).abs() / (1.01 * in_z + 1.01 * unit * exact_z.abs())
+        worst = torch.maximum(worst, error.nan_to_num(math.inf).max())
+    return float(worst)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("save_z", [True, False])
+def test_numbers(sizes: tuple[int, int, int], dtype: str, save_z: bool) -> None:
+    for bias, transposed in ((True, False), (False, True)):
+        found = _error(
+            linear_act_roles, "gelu", sizes, dtype, transposed=transposed, bias=bias, save_z=save_z
+        )
+        assert found <= 1
+
+
+@pytest.mark.parametrize("kind", ["gelu_tanh", "relu", "sigmoid"])
+def test_other_activations(kind: str) -> None:
+    assert _error(linear_act_roles, kind) <= 1
+
+
+FETCH = """            slot = (step + STAGES - 1) % STAGES
+            place = _fetch(factors, slots, ready, slot, place, sizes, TRANSPOSED, BAND, ROWS,
+                           COLUMNS, INNER)  # fmt: skip
+"""
+WAIT = "            total = warpgroup_mma_wait(1, deps=(total,))\n"
+FAULTS = {
+    "no wait for a copy": ("mbarrier.wait(ready.index(slot), (step // STAGES) & 1)", "pass"),
+    "the other phase": ("(step // STAGES) & 1)", "(step // STAGES) & 1 ^ 1)"),
+    "too few bytes": ("(ROWS + COLUMNS) * INNER * 2", "COLUMNS * INNER * 2"),
+    "a slot is filled before its product": (WAIT, WAIT.replace("(1,", "(2,")),
+    "the wrong slot is filled": ("(step + STAGES - 1) % STAGES", "step % STAGES"),
+    "no wait for the last product": ("total = warpgroup_mma_wait(0, deps=(total,))", "pass"),
+    "no wait for the tile before": ("mbarrier.wait(taken, (done & 1) ^ 1)", "pass"),
+    "waits for a tile that never was": ("(taken, (done & 1) ^ 1)", "(taken, done & 1)"),
+    "no fence after a tile is dropped": (
+        "        fence_async_shared()\n        mbarrier.arrive(dropped",
+        "        mbarrier.arrive(dropped",
+    ),
+    "no wait for a tile": ("mbarrier.wait(dropped, done & 1)", "pass"),
+    "two arrivals": ("mbarrier.arrive(taken, count=1)", "mbarrier.arrive(taken, count=2)"),
+    "no fence before a store": ("            fence_async_shared()\n", ""),
+    "y is overwritten on its way": ("            wait_for_stores(0)\n", ""),
+    "z is overwritten on its way": ("wait_for_stores(1)", "pass"),
+    "no wait for the last stores": ("    wait_for_stores(0)\n\n\n", "\n\n"),
+    "a count of two": ("mbarrier.init(taken, count=1)", "mbarrier.init(taken, count=2)"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = FAULTS[fault]
+    text = Path(linear_act_roles.__file__).read_text()
+    assert text.count(before) == 1, fault
+    path = tmp_path / "planted.py"
+    path.write_text(text.replace(before, after))
+    name = f"{linear_act_roles.__package__}.planted"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    try:
+        error = _error(module)
+    except (ProtocolError, TypeError, AttributeError):
+        return
+    assert error > 1
