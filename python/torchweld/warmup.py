@@ -14,9 +14,9 @@ CALLS = 3
 def warmup(fn: Callable[[], Any]) -> None:
     """Call `fn` a few times, so that capturing or timing it finds everything ready.
 
-    A kernel is compiled, checked and timed at its first use on a GPU. None of this is possible
-    during a capture, so kernels that were never tried are not captured. On a GPU the calls run on a
-    side stream, as capturing requires, and have finished when this returns. Calls have their usual
+    A kernel is compiled and checked at its first use on a GPU. Neither is possible during a
+    capture, so kernels that were never tried are not captured. On a GPU the calls run on a side
+    stream, as capturing requires, and have finished when this returns. Calls have their usual
     effects: an optimizer step inside `fn` changes the parameters.
 
         torchweld.warmup(lambda: model(x).sum().backward())

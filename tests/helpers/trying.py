@@ -26,21 +26,18 @@ class Trials:
     engine: Engine
     ms: dict[str, float] = field(default_factory=dict)
     timed: list[list[str]] = field(default_factory=list)  # the contenders of each trial
-    run: Callable[[Mapping[str, Callable[[], Any]]], None] | None = None  # before they are timed
 
     def take_times(self, calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
         self.timed.append(list(calls))
-        if self.run is not None:
-            self.run(calls)
         return {name: self.ms[name] for name in calls}
 
     def answers(self) -> list[Answer]:
         return [entry.answer for entry in self.engine.entries()]
 
 
-def try_on_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path, **ms: float) -> Trials:
+def try_on_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Trials:
     """Try CPU tensors as a GPU's, with answers of their own."""
-    trials = Trials(Engine(Store(folder / "answers.json"), CONDITIONS), ms)
+    trials = Trials(Engine(Store(folder / "answers.json"), CONDITIONS))
     monkeypatch.setattr(choice, "is_on_gpu", lambda x: not torch.compiler.is_compiling())
     monkeypatch.setattr(asking, "engine_for", lambda device: trials.engine)
     monkeypatch.setattr(asking, "take_times", trials.take_times)

@@ -22,8 +22,7 @@ from trying import Trials, try_on_cpu
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trials:
-    """The test sets the milliseconds that a clock would find."""
-    return try_on_cpu(monkeypatch, tmp_path, cpu=1.0, eager=2.0)
+    return try_on_cpu(monkeypatch, tmp_path)
 
 
 def _bare_calls() -> dict[str, tuple[BareOp, tuple[Any, ...]]]:

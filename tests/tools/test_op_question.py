@@ -1,9 +1,9 @@
-"""The trial at first use: CPU kernels stand for a GPU's, and made-up times for its clock."""
+"""The check at first use: CPU kernels stand for a GPU's."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,7 @@ LAYER_NORM = OPS["layer_norm"]
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trials:
-    """The test sets the milliseconds that a clock would find."""
-    return try_on_cpu(monkeypatch, tmp_path, cpu=1.0, eager=2.0)
+    return try_on_cpu(monkeypatch, tmp_path)
 
 
 def test_sizes_that_are_small_for_the_cpu_are_tried_on_a_gpu() -> None:
@@ -63,7 +62,7 @@ def test_right_kernels_pass(
     assert judge.find_fault(question.run("cpu")) is None
     sample = op.take_sample(inputs, 24)
     has_rows = op.sharding.columns(*inputs) < inputs[0].ndim  # else they are taken together
-    assert sample[0].shape[:-1].numel() <= 24 or op.check_only or not has_rows
+    assert sample[0].shape[:-1].numel() <= 24 or op.has_dense_reference or not has_rows
     assert torch.equal(torch.get_rng_state(), before)
     assert all(v.grad is None for v in inputs if isinstance(v, torch.Tensor))
 
@@ -89,18 +88,6 @@ def test_a_planted_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "at its first use here: wrong result: y is off by" in reasons["cpu"]
 
 
-@pytest.mark.parametrize(("ms", "chosen"), [(1.0, "cpu"), (3.0, EAGER)])
-def test_a_planted_slow_kernel_is_not_chosen(ms: float, chosen: str, trials: Trials) -> None:
-    trials.ms["cpu"] = ms
-    given = (torch.randn(1024, 2048), [2048], None, None, 1e-5)
-    assert choice.choose(LAYER_NORM, given) == chosen
-    trials.ms["cpu"] = 4.0 - ms  # found once
-    assert choice.choose(LAYER_NORM, given) == chosen
-    # Another class: a gradient is wanted.
-    wanted = (given[0].clone().requires_grad_(), *given[1:])
-    assert choice.choose(LAYER_NORM, wanted) == ("cpu" if chosen == EAGER else EAGER)
-
-
 @pytest.mark.usefixtures("trials")
 def test_a_kernel_that_raises_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*inputs: Any) -> Any:
@@ -123,17 +110,22 @@ def test_a_transform_leaves_no_verdict() -> None:
 
 
 @pytest.mark.usefixtures("trials")
-@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("wrong", [False, True])
 def test_a_compiled_graph_takes_what_is_proven(
-    slow: bool, trials: Trials, monkeypatch: pytest.MonkeyPatch
+    wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At trace time, on numbers of its own; or from what served such calls before."""
     monkeypatch.setattr(choice, "is_on_gpu", lambda x: True)
-    trials.ms["cpu"] = 3.0 if slow else 1.0
     ran = []
     kernel = LAYER_NORM.kernels["cpu"]
     forward = kernel.forward
-    monkeypatch.setattr(kernel, "forward", lambda *given: (ran.append(1), forward(*given))[1])
+
+    def run(*given: Any) -> Any:
+        ran.append(1)
+        y, *rest = forward(*given)
+        return y + wrong, *rest
+
+    monkeypatch.setattr(kernel, "forward", run)
     traced = []
 
     @torch.compile(fullgraph=True, backend="eager")
@@ -143,9 +135,10 @@ def test_a_compiled_graph_takes_what_is_proven(
         return x + 1
 
     before = torch.get_rng_state()
-    chosen(torch.randn(1024, 2048))
+    with pytest.warns(RuntimeWarning, match="off by") if wrong else nullcontext():
+        chosen(torch.randn(1024, 2048))
     del before
-    assert set(traced) == {EAGER if slow else "cpu"}
+    assert set(traced) == {EAGER if wrong else "cpu"}
     assert ran
     tried = len(ran)
     torch.compiler.reset()
@@ -153,37 +146,51 @@ def test_a_compiled_graph_takes_what_is_proven(
     assert len(ran) == tried, "it is tried once"
 
 
+def _refuse(dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
+    """Plant a kernel that fails for a dtype."""
+    kernel = LAYER_NORM.kernels["cpu"]
+    forward = kernel.forward
+
+    def run(x: torch.Tensor, *rest: Any) -> Any:
+        if x.dtype is dtype:
+            raise RuntimeError("no kernel image")
+        return forward(x, *rest)
+
+    patch.setattr(kernel, "forward", run)
+
+
 @pytest.mark.usefixtures("trials")
 @pytest.mark.parametrize(("kept_as", "chosen"), [(torch.float32, EAGER), (torch.bfloat16, "cpu")])
 def test_a_compiled_graph_takes_what_served_its_dtype(
-    kept_as: torch.dtype, chosen: str, trials: Trials, monkeypatch: pytest.MonkeyPatch
+    kept_as: torch.dtype, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At another size, too; a verdict on another dtype says nothing, and the op is tried."""
-    trials.ms["cpu"] = 3.0
     given = (torch.randn(1024, 512, dtype=kept_as), [512], None, None, 1e-5)
-    assert choice.choose(LAYER_NORM, given) == EAGER
-    trials.ms["cpu"] = 1.0
+    with monkeypatch.context() as patch:
+        _refuse(kept_as, patch)
+        with pytest.warns(RuntimeWarning, match="no kernel image"):
+            assert choice.choose(LAYER_NORM, given) == EAGER
     assert op_question.choose_while_compiling("layer_norm", None, torch.float32, "fwd") == chosen
 
 
-@pytest.mark.usefixtures("trials")
-def test_dtypes_are_tried_apart(trials: Trials) -> None:
-    """A verdict on bfloat16 says nothing of float16, which has a trial and a verdict of its own."""
+def test_dtypes_are_tried_apart(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verdict on float16 says nothing of bfloat16, which has a trial and a verdict of its own."""
     given = {
         dtype: (torch.randn(1024, 2048, dtype=dtype), [2048], None, None, 1e-5)
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
     }
-    for dtype, (ms, chosen) in zip(given, ((3.0, EAGER), (1.0, "cpu"), (3.0, EAGER)), strict=True):
-        trials.ms["cpu"] = ms
-        assert choice.choose(LAYER_NORM, given[dtype]) == chosen
+    _refuse(torch.float16, monkeypatch)
+    with pytest.warns(RuntimeWarning, match="no kernel image"):
+        chosen = [choice.choose(LAYER_NORM, each) for each in given.values()]
+    assert chosen == ["cpu", EAGER, "cpu"]
     kept = {entry.kind["dtype"]: entry.answer for entry in trials.engine.entries()}
     assert kept.keys() == {str(dtype).removeprefix("torch.") for dtype in given}
     assert len({op_question.class_of(LAYER_NORM, each) for each in given.values()}) == 3
-    assert all(answer.why == "time" for answer in kept.values())
+    assert all(answer.why == "check" for answer in kept.values())
 
 
 def test_a_linear_layers_class_has_its_features() -> None:
-    """Both GEMMs of layers that widen the same rows differently take a time of their own."""
+    """GEMMs that widen the same rows differently are checked apart; the rows may vary."""
     x, op = torch.randn(8, 64), OPS["linear_act"]
 
     def of(features: int, rows: int = 8) -> tuple[tuple[Any, ...], str]:
@@ -193,7 +200,7 @@ def test_a_linear_layers_class_has_its_features() -> None:
     for at in (0, 1):
         assert of(256)[at] != of(1024)[at]
         assert of(256)[at] == of(256)[at]
-        assert of(256)[at] != of(256, 2)[at]
+        assert of(256)[at] == of(256, 2)[at]
 
 
 @pytest.mark.usefixtures("trials")
@@ -258,10 +265,8 @@ CONTEXTS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_a_first_use_inside_a_checkpoint(name: str, trials: Trials) -> None:
     """The trial's own saved tensors are not the checkpoint's, which would call the op again."""
-    begin = time.monotonic()
     found = _train(CONTEXTS[name])
-    assert time.monotonic() - begin < asking.PATIENCE / 2, "it waited for its own lock"
-    assert trials.timed, "it was tried"
+    assert trials.answers(), "it was tried"
     with torchweld.use_backend("cpu"):
         torch.testing.assert_close(found, _train(lambda block: block))
 
@@ -310,10 +315,10 @@ def test_modes_and_hooks_of_the_caller_see_no_trial(
         return packed, seen.elements, len(functions.called), flops.get_total_flops()
 
     cold = watch()
-    assert len(trials.timed) == 1
+    assert len(trials.answers()) == 1
     forget(monkeypatch)
     warm = watch()
-    assert len(trials.timed) == 1
+    assert len(trials.answers()) == 1
     assert cold == warm
 
 
@@ -325,7 +330,7 @@ def test_a_trial_in_inference_mode(trials: Trials) -> None:
         torchweld.functional.layer_norm(x, [2048])
     x.requires_grad_()
     torchweld.functional.layer_norm(x, [2048]).sum().backward()
-    assert len(trials.timed) == 2
+    assert len(trials.answers()) == 2
     assert [answer.backend for answer in trials.answers()] == ["cpu"] * 2
 
 
@@ -409,7 +414,7 @@ def test_a_compiled_attention_takes_a_kernel(
     """What stands for its arguments is what a kernel can serve."""
     name = ATTENTION.name
     assert op_question.choose_while_compiling(name, None, dtype, direction) == "cpu"
-    assert not trials.timed
+    assert [answer.why for answer in trials.answers()] == ["check"]
 
 
 @pytest.mark.targets(composites=True)
@@ -419,59 +424,3 @@ def test_what_stands_in_while_compiling_is_served_by_every_kernel(op: Op) -> Non
     assert all(
         op.why_refused(backend, given) is None for backend in op.backends if backend != "cuda"
     )
-
-
-# --- Times ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("train", [False, True])
-def test_the_clock_times_the_op_alone(train: bool, trials: Trials) -> None:
-    """No random numbers are drawn in it, and the first run of each call is not timed."""
-    drawn: list[str] = []
-
-    class Drawn(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            drawn.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    def watch(calls: Any) -> None:
-        with Drawn():
-            for call in calls.values():
-                call()
-
-    trials.run = watch
-    x = torch.randn(1024, 2048, requires_grad=train)
-    assert choice.choose(LAYER_NORM, (x, [2048], None, None, 1e-5)) == "cpu"
-    assert any("layer_norm" in name for name in drawn)
-    assert not any("rand" in name or "empty" in name for name in drawn)
-    assert any("backward" in name for name in drawn) == train
-
-
-def test_a_size_between_two_that_agree_is_not_timed(trials: Trials) -> None:
-    for rows in (64, 4096, 512):
-        given = (torch.randn(rows, 256), [256], None, None, 1e-5)
-        assert choice.choose(LAYER_NORM, given) == "cpu"
-    assert len(trials.timed) == 2
-
-
-def test_the_parts_of_a_composite_are_chosen_before_it_is_timed(
-    trials: Trials, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inner: list[str] = []
-
-    def fused(backend: str, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        given = (torch.randn(256, 512), [512], None, None, 1e-5)
-        inner.append(choice.choose(LAYER_NORM, given))
-        return linear_act.reference(x, *rest)
-
-    linear_act = OPS["linear_act"]
-    monkeypatch.setitem(linear_act.__dict__, "fused", fused)
-    x, w = torch.randn(300, 64), torch.randn(128, 64)
-    choice.choose(linear_act, (x, w, None, "gelu", "none"))
-    assert inner
-    assert set(inner) == {EAGER}
-    assert [sorted(names) for names in trials.timed] == [["cpu", EAGER]] * 2
-    assert choice.choose(LAYER_NORM, (torch.randn(256, 512), [512], None, None, 1e-5)) == "cpu"
-    assert len(trials.timed) == 2

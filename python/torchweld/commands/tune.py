@@ -1,8 +1,8 @@
 """`torchweld tune`: finds the answers that first uses on this GPU would need, beforehand.
 
 Every op is called at a few of its declared shapes, and every optimizer takes a step, so that their
-kernels are checked as at a first use, and timed. The answers go into the user's cache, and on
-request into a file that other machines with this GPU can read: a container with an empty cache.
+kernels are checked as at a first use, and their tiles are timed. The answers go into the user's
+cache, and on request into a file for other machines with this GPU: containers with an empty cache.
 """
 
 from __future__ import annotations
@@ -106,8 +106,7 @@ def ask(name: str, device: str = "cuda") -> None:
 def _call(op: Op, case: Case, train: bool) -> None:
     inputs = materialize(case.arguments, case.dtype, case.device, requires_grad=train)
     with torch.set_grad_enabled(train):
-        if choose(op, inputs) != EAGER and op.check_only:
-            # Nothing was timed, so that the kernels have not asked about their tiles yet.
+        if choose(op, inputs) != EAGER:  # a kernel's call asks about its tiles
             results = as_tuple(call(op, *inputs))
             if train:
                 torch.autograd.backward(results, [torch.ones_like(result) for result in results])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.judge import ROWS
 from torchweld.dispatch.engine.question import Answer, Question, Results
 from torchweld.dispatch.recorder import leave_open
-from torchweld.registry import EAGER, OPS, Composite, Op, cost, materialize
+from torchweld.registry import EAGER, OPS, Composite, Op, materialize
 from torchweld.registry.constant import assume_constant_result
 from torchweld.registry.op import why_not_now
 
@@ -74,7 +74,7 @@ def class_of(op: Op, inputs: Sequence[Any]) -> tuple[Any, ...]:
     kind = "cuda" if x.is_cuda else x.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     width = x.size(-1) if x.ndim else 1
-    alike = [op.name, x.get_device(), autocast, width, x.numel().bit_length(), train]
+    alike = [op.name, x.get_device(), autocast, width, train]
     for at in op.tensors_at:
         if (t := inputs[at]) is None:
             alike.append(None)
@@ -91,7 +91,7 @@ def class_of(op: Op, inputs: Sequence[Any]) -> tuple[Any, ...]:
 def make_question(op: Op, inputs: Sequence[Any]) -> Question:
     """The question for a call with these inputs."""
     x, runs = inputs[0], _Runs(op, inputs)
-    _, _, autocast, width, bits, _, *rest = class_of(op, inputs)
+    _, _, autocast, width, _, *rest = class_of(op, inputs)
     direction = find_direction(inputs)
     contenders = [b for b in op.backends if op.why_not(b, inputs) is None]
     return Question(
@@ -103,15 +103,12 @@ def make_question(op: Op, inputs: Sequence[Any]) -> Question:
             "autocast": _word(autocast),
             "arguments": [_word(value) for value in rest],
         },
-        size=bits,
         device=x.device,
         baseline=EAGER,
         contenders=contenders,
         run=lambda backend: runs.results(backend, runs.sample()),
         trusted=lambda: runs.results(EAGER, runs.sample()),
         exact=lambda: runs.results(EAGER, [_widen(value) for value in runs.sample()]),
-        prepare=None if op.check_only else runs.prepare,
-        bytes=0 if op.check_only else 2 * cost.traffic(op, inputs, direction).total,
     )
 
 
@@ -120,15 +117,13 @@ def _word(value: Any) -> Any:
 
 
 class _Runs:
-    """Runs of an op on a sample of a call's inputs, and on the inputs themselves."""
+    """Runs of an op on a sample of a call's inputs."""
 
     def __init__(self, op: Op, inputs: Sequence[Any]) -> None:
         self._op, self._inputs = op, inputs
         self._train = find_direction(inputs) == "full"
         self._cast_to = self._autocast_dtype()
         self.sample = functools.cache(self._draw_sample)
-        self._whole = functools.cache(self._take_whole)
-        self._flowing: list[torch.Tensor] = []
 
     def _autocast_dtype(self) -> torch.dtype | None:
         """The dtype in which autocast computes this op; None if it has no rule for it."""
@@ -143,9 +138,6 @@ class _Runs:
         rows = _ROWS_BEHIND_GEMMS if isinstance(self._op, Composite) else ROWS
         return [_make_leaf(v, self._cast_to) for v in self._op.take_sample(self._inputs, rows)]
 
-    def _take_whole(self) -> list[Any]:
-        return [_make_leaf(value, self._cast_to) for value in self._inputs]
-
     def results(self, backend: str, inputs: Sequence[Any]) -> Results:
         """Results and gradients by name, detached from the user's graph."""
         with torch.set_grad_enabled(self._train):
@@ -158,23 +150,6 @@ class _Runs:
             flowing = [_draw_gradient(result) for result in results]
             gradients = torch.autograd.grad(results, list(filter(_is_leaf, inputs)), flowing)
         return by_name | {f"grad_{n}": g for n, g in zip(leaves, gradients, strict=True)}
-
-    def prepare(self, backend: str) -> Callable[[], Any]:
-        """Make a call of only the op, on all rows; incoming gradients are drawn once, untimed."""
-        inputs = self._whole()
-        leaves = list(filter(_is_leaf, inputs))
-
-        def forward() -> Any:
-            with torch.no_grad():
-                return _run(self._op, backend, inputs)
-
-        def both() -> Any:
-            with torch.enable_grad():
-                results = as_tuple(_run(self._op, backend, inputs))
-                self._flowing = self._flowing or [_draw_gradient(result) for result in results]
-                return torch.autograd.grad(results, leaves, self._flowing)
-
-        return both if self._train else forward
 
 
 def _run(op: Op, backend: str, inputs: Sequence[Any]) -> Any:

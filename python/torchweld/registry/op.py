@@ -97,9 +97,8 @@ class Op:
     sample: Callable[[Sequence[Any], int], Sequence[Any]] | None = None
     # Stand-in arguments while compiling, when sizes may be symbolic. None: some of `sized`.
     arguments_while_compiling: tuple[Any, ...] | None = None
-    # Whether a correct kernel serves on a GPU untimed, since eager is known to be slower, or its
-    # memory grows with the square of a size.
-    check_only: bool = False
+    # Whether the reference's memory grows with the square of a size: benchmarks judge a sample.
+    has_dense_reference: bool = False
     # Device type -> the dtype in which eager computes and returns under autocast, if it has a rule.
     autocast: dict[str, torch.dtype] = field(default_factory=dict)
     forward_signature: Signature = field(init=False)

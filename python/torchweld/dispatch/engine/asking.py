@@ -1,8 +1,7 @@
 """Answers questions: looks an answer up, or finds it by a trial at first use and stores it.
 
-A trial checks the contenders against exact results on a sample, then times the correct ones and
-the baseline on the call's own inputs. It holds a lock, so that processes that share a cache try
-each question only once, in turn, and agree.
+A trial checks the contenders against exact results on a sample. The first correct one serves:
+their order is declared. Only tiles are timed, on the call's own inputs, where the mode asks for it.
 """
 
 from __future__ import annotations
@@ -26,16 +25,13 @@ from torchweld.dispatch.engine.question import Answer, Key, Question, describe
 from torchweld.dispatch.engine.store import Entry, Store
 
 # off: the baseline serves. kept: stored answers are used as well. check: contenders are checked at
-# first use, and the first correct one serves: their order is declared, from records of GPUs. time:
-# the correct ones are also timed, as `torchweld tune` does.
+# first use. time: tiles are also timed, as `torchweld tune` does.
 VARIABLE = "TORCHWELD_TUNE"
 MODES = ("off", "kept", "check", "time")
 # Milliseconds of device time that timing a question may take.
 BUDGET = 30.0
 # The factor by which a contender must beat the baseline: more than two runs of one call differ.
 LEAD = 1.02
-# How long a process waits for another one's trial, in seconds.
-PATIENCE = 30.0
 # A trial must not take more than this part of the free memory.
 MEMORY_PART = 0.5
 
@@ -53,11 +49,9 @@ mode = read_mode(os.environ)
 # Backends by the mode and the class of the call. Calls that match no recent one (recent.py) are
 # looked up here.
 _served: dict[tuple[str, Hashable], str] = {}
-# Held during a trial. Meanwhile the baseline serves every other question, from any thread: autograd
-# has its own. Questions that the trial's own thread asks are answered before anything is timed.
-_trial = threading.Lock()
-_trial_thread = 0
-_met_in_trial: list[Question] = []
+# Held during a trial. Meanwhile the baseline serves the questions of other threads, such as
+# autograd's; questions that the trial's own thread asks have trials of their own.
+_trial = threading.RLock()
 
 
 def pick(call_class: Hashable, make: Callable[[], Question]) -> tuple[str, bool]:
@@ -93,18 +87,16 @@ class Engine:
         self.file = kept.file
         self._for_now: dict[str, Answer] = {}  # not stored: given for lack of memory, for example
         self._said: set[str] = set()
-        self._waited: set[str] = set()
 
     def ask(self, question: Question, how: str | None = None) -> Answer | None:
         """The answer; None if the baseline serves this call and the next one may ask again.
 
         Errors in contenders do not propagate.
         """
-        global _trial_thread
         how = how or mode
         if how == "off":
             return _default(question, how)
-        if (known := self._known(question, how)) is not None:
+        if (known := self.known(question)) is not None:
             return known
         if how == "kept" or (how == "check" and not question.serves_untimed):
             return _default(question, how)
@@ -114,26 +106,16 @@ class Engine:
             self._say_once(f"{question}: nothing is tried while a graph is captured")
             return None
         if not _trial.acquire(blocking=False):
-            if threading.get_ident() == _trial_thread:
-                _met_in_trial.append(question)
             return None
         try:
-            _trial_thread = threading.get_ident()
-            return self._try_alone(question, how)
+            return self._try(question, how)
         finally:
-            _met_in_trial.clear()
             _trial.release()
 
     def known(self, question: Question) -> Answer | None:
         """The stored answer for this question, if its backend is among those that can serve."""
         answer = self.find(question.kind, question.size)
         return answer if answer is not None and answer.backend in question.names() else None
-
-    def _known(self, question: Question, how: str) -> Answer | None:
-        """The stored answer, unless it is to be timed and was only checked."""
-        answer = self.known(question)
-        untimed = answer is not None and answer.why == "check" and question.prepare is not None
-        return None if how == "time" and untimed else answer
 
     def find(self, kind: Key, size: int) -> Answer | None:
         """The stored answer for a kind at this size, or the one that its neighbours agree on."""
@@ -155,21 +137,6 @@ class Engine:
     def entries(self) -> list[Entry]:
         """Every stored answer for this device and software."""
         return self._store.entries(self._conditions)
-
-    def _try_alone(self, question: Question, how: str) -> Answer | None:
-        """Try the question, or take the answer of a process that has tried it meanwhile."""
-        name = str(question)
-        try:
-            with self._store.lock(0.0 if name in self._waited else PATIENCE):
-                if (known := self._known(question, how)) is not None:
-                    return known
-                return self._try(question, how)
-        except TimeoutError:
-            self._waited.add(name)
-            self._say_once(f"{name}: another process has been trying for {PATIENCE:g} s")
-            return None
-        except OSError:  # the file cannot be written: each process tries for itself
-            return self._try(question, how)
 
     def _try(self, question: Question, how: str) -> Answer:
         right: list[str] = []
@@ -231,13 +198,12 @@ class Engine:
     ) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
         """Make the calls to be timed and run each once; also return the faults of failing calls.
 
-        A call that runs out of memory is left out, even the baseline's. Questions that the calls
-        ask themselves are answered now, so that each call is timed in its final form.
+        A call that runs out of memory is left out, even the baseline's. The first run answers the
+        questions that a call asks itself, so that it is timed in its final form.
         """
         assert question.prepare is not None
         calls: dict[str, Callable[[], Any]] = {}
         faults: dict[str, str] = {}
-        _met_in_trial.clear()
         for name in (question.baseline, *names):
             try:
                 call = question.prepare(name)
@@ -250,10 +216,6 @@ class Engine:
                     raise
                 faults[name] = in_a_line(error)
                 self._warn_of_fault(name, question, faults[name])
-        met, _met_in_trial[:] = list(_met_in_trial), []
-        for asked in met:
-            if self.known(asked) is None:
-                self._try(asked, mode)
         return calls, faults
 
     def _warn_of_fault(self, name: str, question: Question, reason: str) -> None:

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 # The folder; without it, torchweld in the user's cache.
 VARIABLE = "TORCHWELD_CACHE"
-_POLL_SECONDS = 0.01
 
 
 def find_folder() -> Path:
@@ -61,22 +59,9 @@ def write(file: Path, content: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def hold_lock(file: Path, seconds: float | None = None) -> Iterator[None]:
-    """Hold a lock across processes; TimeoutError if another holds it for longer than `seconds`.
-
-    The system releases the lock when the process ends, even if it crashes.
-    """
+def hold_lock(file: Path) -> Iterator[None]:
+    """Hold a lock across processes; the system releases it even if the process crashes."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    end = None if seconds is None else time.monotonic() + seconds
     with file.open("a") as held:
-        while end is not None:
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    raise TimeoutError(f"{file} is held by another process") from None
-                time.sleep(_POLL_SECONDS)
-        else:
-            fcntl.flock(held, fcntl.LOCK_EX)
+        fcntl.flock(held, fcntl.LOCK_EX)
         yield

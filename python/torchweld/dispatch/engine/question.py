@@ -69,9 +69,6 @@ class Answer(NamedTuple):
             return None
         if backend in self.faults:
             return f"at its first use here: {self.faults[backend]}"
-        if backend in self.ms and self.backend in self.ms:
-            times = f"{self.ms[backend]:.3f} ms, {self.backend}: {self.ms[self.backend]:.3f} ms"
-            return f"timed at its first use here: {times}"
         return f"{self.backend} serves, by {self.why}"
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,15 +49,12 @@ class Store:
         kind = _as_kept(kind)
         return {e.size: e.answer for e in self.entries(conditions) if e.kind == kind}
 
-    def lock(self, seconds: float) -> AbstractContextManager[None]:
-        """Lock out other processes; TimeoutError if one holds the lock for `seconds`."""
-        return files.hold_lock(self.file.with_suffix(".lock"), seconds)
-
     def add(self, entry: Entry) -> None:
-        """Keep an answer; the caller holds the lock."""
+        """Keep an answer."""
         entry = entry._replace(conditions=_as_kept(entry.conditions), kind=_as_kept(entry.kind))
         self._memory[_identity(entry)] = entry
-        with contextlib.suppress(OSError):  # otherwise only this process has the answer
+        # Where the file cannot be written, only this process has the answer.
+        with contextlib.suppress(OSError), files.hold_lock(self.file.with_suffix(".lock")):
             by_identity = {_identity(e): e for e in self._entries_of(self.file)}
             write(self.file, [*(by_identity | {_identity(entry): entry}).values()])
 

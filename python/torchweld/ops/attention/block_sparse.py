@@ -400,7 +400,7 @@ OP = Op(
     sized=sized,
     sample=take_sample,
     arguments_while_compiling=benchmark_window(1024)[0],
-    check_only=True,  # the reference is dense: its memory grows with the square of the tokens
+    has_dense_reference=True,
     flops=flops,
     sources={
         "cpu": ("csrc/cpu/block_sparse.cpp", "csrc/cpu/block_sparse_few.cpp"),
