@@ -54,17 +54,22 @@ def _fetch(factors, slots, ready, slot, place, sizes, TRANSPOSED: gl.constexpr,
     """Start to copy the factors of a step, if there is one; returns the place of the next step."""
     tile, k, row, column = place
     rows, columns, inner, tiles = sizes
+    x, weight, up = factors
+    x_slots, weight_slots = slots
     if tile < tiles:
         if k == 0:
             row_tile, column_tile = tile_in_band(tile, rows, columns, BAND, ROWS, COLUMNS)
             row, column = row_tile * ROWS, column_tile * COLUMNS
         arrived = ready.index(slot)
-        mbarrier.expect(arrived, (ROWS + COLUMNS) * INNER * 2)
-        copy_in(factors[0], [row, k], arrived, slots[0].index(slot))
-        if TRANSPOSED:
-            copy_in(factors[1], [k, column], arrived, slots[1].index(slot))
+        mbarrier.expect(arrived, (ROWS + (COLUMNS if up is None else 2 * COLUMNS)) * INNER * 2)
+        copy_in(x, [row, k], arrived, x_slots.index(slot))
+        if up is not None:
+            copy_in(weight, [column, k], arrived, weight_slots.index(2 * slot))
+            copy_in(up, [column, k], arrived, weight_slots.index(2 * slot + 1))
+        elif TRANSPOSED:
+            copy_in(weight, [k, column], arrived, weight_slots.index(slot))
         else:
-            copy_in(factors[1], [column, k], arrived, slots[1].index(slot))
+            copy_in(weight, [column, k], arrived, weight_slots.index(slot))
     k += INNER
     if k >= inner:
         k = 0
@@ -76,16 +81,22 @@ def _fetch(factors, slots, ready, slot, place, sizes, TRANSPOSED: gl.constexpr,
 def _multiply(factors, slots, dropping, barriers, sizes, TRANSPOSED: gl.constexpr,
               BAND: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
               INNER: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    WIDTH: gl.constexpr = COLUMNS if factors[2] is None else 2 * COLUMNS
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, COLUMNS, 16]
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, WIDTH, 16]
     )
     ready, dropped, taken = barriers
     inner, tiles = sizes[2:]
+    fetched = slots
+    if factors[2] is not None:
+        weight_layout: gl.constexpr = factors[1].layout
+        halves = reinterpret(slots[1], dropping.dtype, [2 * STAGES, COLUMNS, INNER], weight_layout)
+        fetched = slots[0], halves
     place = gl.program_id(0), 0, 0, 0
     for first in gl.static_range(STAGES - 1):
-        place = _fetch(factors, slots, ready, first, place, sizes, TRANSPOSED, BAND, ROWS, COLUMNS,
-                       INNER)  # fmt: skip
-    total = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+        place = _fetch(factors, fetched, ready, first, place, sizes, TRANSPOSED, BAND, ROWS,
+                       COLUMNS, INNER)  # fmt: skip
+    total = gl.zeros([ROWS, WIDTH], gl.float32, layout)
     step, done = 0, 0
     for _ in range(gl.program_id(0), tiles, gl.num_programs(0)):
         for k in range(0, inner, INNER):
@@ -98,7 +109,7 @@ def _multiply(factors, slots, dropping, barriers, sizes, TRANSPOSED: gl.constexp
             # Now the product before this one has read its slot, which is the next to be filled.
             total = warpgroup_mma_wait(1, deps=(total,))
             slot = (step + STAGES - 1) % STAGES
-            place = _fetch(factors, slots, ready, slot, place, sizes, TRANSPOSED, BAND, ROWS,
+            place = _fetch(factors, fetched, ready, slot, place, sizes, TRANSPOSED, BAND, ROWS,
                            COLUMNS, INNER)  # fmt: skip
             step += 1
         total = warpgroup_mma_wait(0, deps=(total,))
@@ -110,32 +121,39 @@ def _multiply(factors, slots, dropping, barriers, sizes, TRANSPOSED: gl.constexp
 
 
 @gluon.jit
-def _finish(y, z, dropping, finishing, bias_ptr, barriers, sizes, ACTIVATION: gl.constexpr,
-            BAND: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
+def _finish(y, z, z_up, dropping, finishing, bias_ptr, barriers, sizes, IS_GATED: gl.constexpr,
+            ACTIVATION: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
+            COLUMNS: gl.constexpr):  # fmt: skip
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     part_layout: gl.constexpr = y.layout
+    PARTS: gl.constexpr = COLUMNS // _PART
     dropped, taken = barriers
     rows, columns, tiles = sizes
-    parts = reinterpret(dropping, y.dtype, [COLUMNS // _PART, ROWS, _PART], part_layout)
+    shape: gl.constexpr = [2 * PARTS if IS_GATED else PARTS, ROWS, _PART]
+    parts = reinterpret(dropping, y.dtype, shape, part_layout)
     done = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row_tile, column_tile = tile_in_band(tile, rows, columns, BAND, ROWS, COLUMNS)
         mbarrier.wait(dropped, done & 1)
-        for part in range(COLUMNS // _PART):
+        for part in range(PARTS):
             corner = [row_tile * ROWS, column_tile * COLUMNS + part * _PART]
             sums = parts.index(part).load(layout).to(gl.float32)
             if bias_ptr is not None:
                 column = corner[1] + gl.arange(0, _PART, gl.SliceLayout(0, layout))
                 bias = gl.load(bias_ptr + column, mask=column < columns, other=0)
                 sums += bias.to(gl.float32)[None, :]
-            result = activate(sums, ACTIVATION).to(y.dtype)
+            result = activate(sums, ACTIVATION)
+            if IS_GATED:
+                result *= parts.index(PARTS + part).load(layout).to(gl.float32)
             wait_for_stores(0)
-            finishing.store(result)
-            if z is not None:
+            finishing.store(result.to(y.dtype))
+            if z is not None and bias_ptr is not None:
                 parts.index(part).store(sums.to(y.dtype))
             fence_async_shared()
             if z is not None:
                 copy_out(z, corner, parts.index(part))
+            if z_up is not None:
+                copy_out(z_up, corner, parts.index(PARTS + part))
             copy_out(y, corner, finishing)
         if z is not None:
             wait_for_stores(1)
@@ -145,14 +163,17 @@ def _finish(y, z, dropping, finishing, bias_ptr, barriers, sizes, ACTIVATION: gl
 
 
 @gluon.jit(do_not_specialize=["rows"])
-def linear_act_roles(x, weight, bias_ptr, y, z, rows, columns, inner, ACTIVATION: gl.constexpr,
-                     TRANSPOSED: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
-                     COLUMNS: gl.constexpr, INNER: gl.constexpr, STAGES: gl.constexpr,
-                     FINISHING: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
-    WEIGHT: gl.constexpr = [STAGES, INNER, COLUMNS] if TRANSPOSED else [STAGES, COLUMNS, INNER]
+def linear_act_roles(x, weight, up, bias_ptr, y, z, z_up, rows, columns, inner,
+                     ACTIVATION: gl.constexpr, TRANSPOSED: gl.constexpr, BAND: gl.constexpr,
+                     ROWS: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr,
+                     STAGES: gl.constexpr, FINISHING: gl.constexpr,
+                     REGISTERS: gl.constexpr):  # fmt: skip
+    """activate(x weight^T + bias) in tiles of COLUMNS, times x up^T if `up` is given."""
+    WIDTH: gl.constexpr = COLUMNS if up is None else 2 * COLUMNS
+    FACTOR: gl.constexpr = [STAGES, INNER, WIDTH] if TRANSPOSED else [STAGES, WIDTH, INNER]
     x_slots = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, INNER], x.layout)
-    weight_slots = gl.allocate_shared_memory(x.dtype, WEIGHT, weight.layout)
-    dropping = gl.allocate_shared_memory(x.dtype, [ROWS, COLUMNS], y.layout)
+    weight_slots = gl.allocate_shared_memory(x.dtype, FACTOR, weight.layout)
+    dropping = gl.allocate_shared_memory(x.dtype, [ROWS, WIDTH], y.layout)
     finishing = gl.allocate_shared_memory(x.dtype, [ROWS, _PART], y.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     dropped = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -165,11 +186,11 @@ def linear_act_roles(x, weight, bias_ptr, y, z, rows, columns, inner, ACTIVATION
     tiles = gl.cdiv(rows, ROWS) * gl.cdiv(columns, COLUMNS)
     gl.warp_specialize(
         [
-            (_multiply, ((x, weight), (x_slots, weight_slots), dropping, (ready, dropped, taken),
-                         (rows, columns, inner, tiles), TRANSPOSED, BAND, ROWS, COLUMNS, INNER,
-                         STAGES)),
-            (_finish, (y, z, dropping, finishing, bias_ptr, (dropped, taken),
-                       (rows, columns, tiles), ACTIVATION, BAND, ROWS, COLUMNS)),
+            (_multiply, ((x, weight, up), (x_slots, weight_slots), dropping,
+                         (ready, dropped, taken), (rows, columns, inner, tiles), TRANSPOSED, BAND,
+                         ROWS, COLUMNS, INNER, STAGES)),
+            (_finish, (y, z, z_up, dropping, finishing, bias_ptr, (dropped, taken),
+                       (rows, columns, tiles), up is not None, ACTIVATION, BAND, ROWS, COLUMNS)),
         ],
         [FINISHING],
         [REGISTERS],
@@ -197,20 +218,28 @@ def roles_launch(
     z: torch.Tensor | None,
     kind: str,
     tile: Tile,
+    up: torch.Tensor | None = None,
+    z_up: torch.Tensor | None = None,
 ) -> Launch:
-    """The launch for matrices that fit; y and z are matrices too."""
+    """The launch for matrices that fit; y, z and z_up are matrices too.
+
+    With `up`, whose product multiplies the activation, z and z_up are both products or None.
+    """
     (rows, inner), columns = x.shape, weight.shape[0]
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
     transposed = weight.stride(1) != 1
+    stored = tile.rows, _PART.value
     block = (tile.inner, tile.columns) if transposed else (tile.columns, tile.inner)
     return launch(
         linear_act_roles,
         min(tiles, processors(x.device)),
         _descriptor(x, tile.rows, tile.inner),
         _descriptor(weight.t() if transposed else weight, *block),
+        None if up is None else _descriptor(up, *block),
         bias,
-        _descriptor(y, tile.rows, _PART.value),
-        None if z is None else _descriptor(z, tile.rows, _PART.value),
+        _descriptor(y, *stored),
+        None if z is None else _descriptor(z, *stored),
+        None if z_up is None else _descriptor(z_up, *stored),
         *(rows, columns, inner),
         ACTIVATION=kind,
         TRANSPOSED=transposed,
@@ -241,6 +270,10 @@ def aot_cases(capability: int) -> Iterator[tuple[str, Launch]]:
             case = f"{kind} {tiles[0]}, {'y' if z is None else 'y and z'}"
             yield case, roles_launch(x, x, x[0], x, z, kind, tiles[0])
     yield f"gelu {tiles[1]}, y and z", roles_launch(x, x, x[0], x, x, "gelu", tiles[1])
+    narrow = tiles[0]._replace(columns=128)
+    for z in (x, None):
+        case = f"silu {narrow}, gated, {'y' if z is None else 'y and both products'}"
+        yield case, roles_launch(x, x, None, x, z, "silu", narrow, x, z)
     wide = x[0].float()
     yield f"gelu {tiles[0]}, wide bias", roles_launch(x, x, wide, x, x, "gelu", tiles[0])
     yield f"gelu {tiles[0]}, no bias", roles_launch(x, x, None, x, x, "gelu", tiles[0])

@@ -65,8 +65,10 @@ class _Memory:
     def permute(self, order: Sequence[int]) -> _Memory:
         return self._view(self.values.transpose(order))
 
-    def as_parts(self, shape: Sequence[int]) -> _Memory:
-        """A matrix as parts of its columns, which is how a swizzled one lies in memory."""
+    def reinterpret(self, shape: Sequence[int]) -> _Memory:
+        """Matrices of other rows, or one as parts of its columns, as a swizzled one's lie."""
+        if self.values.ndim == 3:
+            return self._view(self.values.reshape(shape))
         parts, rows, columns = shape
         return self._view(self.values.reshape(rows, parts, columns).transpose(1, 0, 2))
 
@@ -377,7 +379,7 @@ def _language(program: _Program) -> dict[str, Any]:
         "copy_in": program.copy_in,
         "copy_out": program.copy_out,
         "wait_for_stores": program.wait_for_stores,
-        "reinterpret": lambda memory, dtype, shape, layout: memory.as_parts(shape),
+        "reinterpret": lambda memory, dtype, shape, layout: memory.reinterpret(shape),
         "warpgroup_mma": program.multiply,
         "warpgroup_mma_wait": lambda num_outstanding=0, deps=(): program.wait_for_products(
             num_outstanding, deps

@@ -55,9 +55,11 @@ def _error(
         4,
         Descriptor(x, (ROWS, INNER), dtype),
         Descriptor(*factor, dtype),
+        None,
         Pointer(added) if bias else None,
         Descriptor(y, (ROWS, PART), dtype),
         Descriptor(z, (ROWS, PART), dtype) if save_z else None,
+        None,
         *(rows, columns, inner, kind, transposed, 2, ROWS, COLUMNS, INNER, 3, 4, 104),
     )
     sums = x.astype(np.float64) @ weight.T.astype(np.float64)
@@ -93,15 +95,44 @@ def test_other_activations(kind: str) -> None:
     assert _error(linear_act_roles, kind) <= 1
 
 
-FETCH = """            slot = (step + STAGES - 1) % STAGES
-            place = _fetch(factors, slots, ready, slot, place, sizes, TRANSPOSED, BAND, ROWS,
-                           COLUMNS, INNER)  # fmt: skip
-"""
+@pytest.mark.parametrize("save_z", [True, False])
+def test_a_second_product_multiplies(save_z: bool) -> None:
+    numbers = np.random.default_rng(0)
+    rows, columns, inner = SIZES[0]
+    x, gate, up = (
+        round_to_bfloat16(numbers.standard_normal((n, inner))) for n in (rows, columns, columns)
+    )
+    results = [np.full((rows, columns), np.nan, np.float32) for _ in range(3)]
+    y, *saved = (Descriptor(each, (ROWS, PART)) for each in results)
+    factors = (Descriptor(each, (COLUMNS, INNER)) for each in (gate, up))
+    imitated_gluon.run(
+        linear_act_roles,
+        "linear_act_roles",
+        4,
+        *(Descriptor(x, (ROWS, INNER)), *factors, None, y, *(saved if save_z else (None, None))),
+        *(rows, columns, inner, "silu", False, 2, ROWS, COLUMNS, INNER, 3, 4, 104),
+    )
+    x, gate, up = (torch.from_numpy(each).double() for each in (x, gate, up))
+    products = x @ gate.T, x @ up.T
+    rounded = [each.bfloat16().double() for each in products]
+    exact = torch.nn.functional.silu(rounded[0]) * rounded[1]
+    # A product near the middle of two numbers is rounded to either.
+    found = torch.from_numpy(results[0]).double()
+    either = ((found - exact).abs() > 2**-8 * exact.abs()).double().mean()
+    assert either < 0.01
+    torch.testing.assert_close(found, exact, rtol=2.0**-5, atol=1e-3)
+    if save_z:
+        for each, product in zip(results[1:], products, strict=True):
+            torch.testing.assert_close(
+                torch.from_numpy(each).double(), product, rtol=2.0**-8, atol=1e-4
+            )
+
+
 WAIT = "            total = warpgroup_mma_wait(1, deps=(total,))\n"
 FAULTS = {
     "no wait for a copy": ("mbarrier.wait(ready.index(slot), (step // STAGES) & 1)", "pass"),
     "the other phase": ("(step // STAGES) & 1)", "(step // STAGES) & 1 ^ 1)"),
-    "too few bytes": ("(ROWS + COLUMNS) * INNER * 2", "COLUMNS * INNER * 2"),
+    "too few bytes": ("* INNER * 2)\n        copy_in(x,", "* INNER)\n        copy_in(x,"),
     "a slot is filled before its product": (WAIT, WAIT.replace("(1,", "(2,")),
     "the wrong slot is filled": ("(step + STAGES - 1) % STAGES", "step % STAGES"),
     "no wait for the last product": ("total = warpgroup_mma_wait(0, deps=(total,))", "pass"),
