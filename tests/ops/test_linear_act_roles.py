@@ -112,8 +112,8 @@ def test_a_second_product_multiplies(save_z: bool) -> None:
         *(Descriptor(x, (ROWS, INNER)), *factors, None, y, *(saved if save_z else (None, None))),
         *(rows, columns, inner, "silu", False, 2, ROWS, COLUMNS, INNER, 3, 4, 104),
     )
-    x, gate, up = (torch.from_numpy(each).double() for each in (x, gate, up))
-    products = x @ gate.T, x @ up.T
+    wide = torch.from_numpy(x).double()
+    products = [wide @ torch.from_numpy(each).double().T for each in (gate, up)]
     rounded = [each.bfloat16().double() for each in products]
     exact = torch.nn.functional.silu(rounded[0]) * rounded[1]
     # A product near the middle of two numbers is rounded to either.
