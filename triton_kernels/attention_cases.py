@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
-from .attention_tiles import generation_of
+from .attention_checks import distances
+from .attention_roles import forward_launch, key_launch, query_launch, tiles_with_roles
+from .attention_tiles import BOTH, FORWARD, QUERIES, generation_of
 from .block_sparse_attention import (
     Call,
     bias_launch,
     delta_launch,
-    distances,
     forward_contest,
     gradient_contests,
     make_call,
@@ -88,6 +90,21 @@ def aot_cases(capability: int) -> Iterator[tuple[str, Launch]]:
         bias = call.beside[3]
         if bias is not None:
             yield name, bias_launch(call, bias, y, lse, lse)[0]
+        if capability == 90:
+            for launched in _launches_with_roles(call, y, lse):
+                yield name, launched
+
+
+def _launches_with_roles(call: Call, y: torch.Tensor, lse: torch.Tensor) -> Iterator[Launch]:
+    call = call._replace(columns=call.columns._replace(strides=(0, 0)))  # all heads share a layout
+    makes = {
+        FORWARD: partial(forward_launch, call, y, lse),
+        QUERIES: partial(query_launch, call, call.q, y, lse, lse),
+        BOTH: partial(key_launch, call, call.k, call.v, y, lse, lse),
+    }
+    for kernel, make in makes.items():
+        for tile in tiles_with_roles(call, kernel):
+            yield make(tile)
 
 
 def _calls() -> Iterator[tuple[str, Call]]:
@@ -105,6 +122,7 @@ def _calls() -> Iterator[tuple[str, Call]]:
         (64, fp16, 64, {"every": True, "p": 0.1}),
         (64, fp32, 64, {}),
         (128, bf16, 64, {"deep": 64, "causal": True}),
+        (128, fp16, 128, {}),
         (64, bf16, 64, {"bias": "line"}),
         (64, bf16, 64, {"bias": "pairs"}),
         (32, bf16, 64, {"bias": "plane"}),

@@ -29,14 +29,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
+from . import attention_roles
 from .attention_backward import attention_deltas, attention_query_gradient
 from .attention_bias import attention_bias_gradient
+from .attention_checks import check_lists, place_bias, refuse
 from .attention_forward import attention_forward
 from .attention_keys import attention_key_gradients, attention_key_sums
 from .attention_tiles import (
@@ -144,15 +146,27 @@ class Call(NamedTuple):
         own: Sequence[Any],
         results: Sequence[torch.Tensor | None],
         options: Mapping[str, Any] | None = None,
+        roles: Callable[[Tile], Launch] | None = None,
         **place: Any,
     ) -> Contest:
-        """Launches of a kernel with its own arguments and options, one for each of its tiles."""
+        """Launches of a kernel with its own arguments and options, one for each of its tiles.
+
+        `roles` makes the launch of a tile whose warps have roles.
+        """
         call = self._replace(options={**self.options, **(options or {})})
         lists = self.rows if name in (FORWARD, QUERIES) else self.columns
         size = self.q.shape[0] * self.q.shape[1] * lists.lines * lists.tokens
         given = tuple(x is not None for x in (self.sinks, self.rows.table, *self.beside))
         flags = {**call.options, "GROUP": self.group, "DIVIDED": place.get("extras", 0) > 0}
         tiles = tuple(self.tiles(name))
+        if roles is not None:
+            tiles += attention_roles.offered_tiles(self, name, place.get("grad"))
+
+        def start(tile: Tile) -> Launch:
+            if tile.roles:
+                assert roles is not None
+                return roles(tile)
+            return call.launch(kernel, own, tile, **place)
 
         def describe() -> dict[str, Any]:
             tensors = ("sinks", "lists", "masks", "padding", "slopes", "bias", "dropout")
@@ -169,7 +183,7 @@ class Call(NamedTuple):
             describe,
             size.bit_length(),
             tiles,
-            functools.partial(call.launch, kernel, own, **place),
+            start,
             [x for x in results if x is not None],
         )
 
@@ -218,11 +232,6 @@ class Call(NamedTuple):
         )
 
 
-def _refuse(wrong: bool, what: str) -> None:
-    if wrong:
-        raise ValueError(what)
-
-
 def make_call(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -249,22 +258,22 @@ def make_call(
 ) -> Call:
     *place, first_key = offset or (0,)  # the last offset is that of the keys
     check_dropout(q, p, seed, whole, (*place, 0) if offset else offset)
-    _refuse(bool(whole) and (whole or ())[-1] != q.shape[-1], "shard: q lacks columns")
-    _refuse(first_key < 0 or first_key % 8 != 0, "shard: the first key is no eighth one")
-    _refuse(not 1 <= q.dim() <= 4 or q.dim() != k.dim(), "q or k has no fitting dimensions")
+    refuse(bool(whole) and (whole or ())[-1] != q.shape[-1], "shard: q lacks columns")
+    refuse(first_key < 0 or first_key % 8 != 0, "shard: the first key is no eighth one")
+    refuse(not 1 <= q.dim() <= 4 or q.dim() != k.dim(), "q or k has no fitting dimensions")
     sizes, offsets = ((n,) * (4 - q.dim()) for n in (1, 0))
     sizes, offsets = (*sizes, *(whole or q.shape)), (*offsets, *(offset or (0,) * q.dim()))
     q, k, v = _four(q), _four(k), _four(v)
     (batch, heads, queries, width), (_, key_heads, keys, _) = q.shape, k.shape
     deep = v.shape[3]
-    _refuse(max(width, deep) > WIDEST_HEAD, f"heads are wider than {WIDEST_HEAD}")
+    refuse(max(width, deep) > WIDEST_HEAD, f"heads are wider than {WIDEST_HEAD}")
     fits = k.shape[:3] == v.shape[:3] and k.shape[::3] == q.shape[::3]
-    _refuse(not fits, "k or v does not fit q")
+    refuse(not fits, "k or v does not fit q")
     every = (bias, rows, row_entries, columns, column_entries, masks, padding, slopes, sinks)
-    _refuse(any(x.device != q.device for x in (k, v, *every) if x is not None), "several devices")
-    _refuse(k.dtype != q.dtype or v.dtype != q.dtype, "k or v has another dtype than q")
+    refuse(any(x.device != q.device for x in (k, v, *every) if x is not None), "several devices")
+    refuse(k.dtype != q.dtype or v.dtype != q.dtype, "k or v has another dtype than q")
     first_head = 0 if heads == key_heads * group else offsets[1]
-    _refuse(group < 1 or first_head + heads > key_heads * group, "heads of k do not fit q's")
+    refuse(group < 1 or first_head + heads > key_heads * group, "heads of k do not fit q's")
     numbers = (q.dtype, torch.float32)
     for value, shape in (
         (sinks, [(1, heads, 1, 1)]),
@@ -272,14 +281,14 @@ def make_call(
     ):
         if value is not None:
             fits = (1,) * (4 - value.dim()) + value.shape in shape and value.dtype in numbers
-            _refuse(not fits, "sinks or alibi_slopes do not fit q")
+            refuse(not fits, "sinks or alibi_slopes do not fit q")
     if padding is not None:
         fits = padding.shape == (batch, 1, 1, keys) and padding.dtype == torch.bool
-        _refuse(not fits, "key_padding_mask does not fit k")
+        refuse(not fits, "key_padding_mask does not fit k")
     if rows is None:
         block = _DENSE_BLOCK
     else:
-        _check_lists(q, k, rows, row_entries, columns, column_entries, masks, block)
+        check_lists(q, k, rows, row_entries, columns, column_entries, masks, block)
     sloping = (0, 0, offsets[2] - offsets[3])
     if slopes is not None:
         strides = (slopes.stride(0) if slopes.dim() == 4 else 0, slopes.stride(-3))
@@ -289,7 +298,7 @@ def make_call(
     first_number = offsets[0] * number_strides[0] + offsets[1] * number_strides[1] + offsets[2]
     has_masks = masks is not None and masks.shape[0] > 0
     padded, padded_deep = (max(triton.next_power_of_2(n), 16) for n in (width, deep))
-    bias, biasing = _biasing(bias, bias_row, q, k)
+    bias, biasing = place_bias(bias, bias_row, q, k)
     return Call(
         *(q, k, v, contiguous(sinks)),
         _lists(rows, row_entries, queries, keys, block),
@@ -320,64 +329,10 @@ def make_call(
     )
 
 
-def _biasing(
-    bias: torch.Tensor | None, row: int, q: torch.Tensor, k: torch.Tensor
-) -> tuple[torch.Tensor | None, tuple[int | None, ...]]:
-    """Return the bias, and how kernels find its numbers: strides, and the tokens in a row."""
-    if bias is None:
-        return None, (0, 0, 0, None)
-    bias = bias[(None,) * (4 - bias.dim())]
-    (batch, heads, queries, _), keys = q.shape, k.shape[2]
-    fits = bias.shape[0] in (1, batch) and bias.shape[1] in (1, heads)
-    if row:
-        fits = fits and bias.shape[::2] == (1, 1) and bias.shape[3] == distances(queries, keys, row)
-        fits = fits and (row >= keys or queries <= keys) and bias.dtype in (q.dtype, torch.float32)
-        bias = bias.contiguous()
-    else:
-        fits = fits and bias.shape[2:] == (queries, keys) and bias.dtype == q.dtype
-        bias = bias if bias.stride(3) == 1 or keys < 2 else bias.contiguous()
-    _refuse(not fits, "bias does not fit q and k")
-    strides = [
-        0 if n == 1 else stride for n, stride in zip(bias.shape, bias.stride(), strict=True)
-    ][:2]
-    return bias, (*strides, None if row else bias.stride(2), row if 0 < row < keys else None)
-
-
-def distances(queries: int, keys: int, row: int) -> int:
-    """The count of numbers of a bias by distance, for tokens in rows of `row`."""
-    if row >= keys:
-        return max(queries + keys - 1, 0)
-    return 2 * (keys - 1 + (keys - 1) // row * (row - 1)) + 1
-
-
-def _check_lists(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    rows: torch.Tensor,
-    row_entries: torch.Tensor | None,
-    columns: torch.Tensor | None,
-    column_entries: torch.Tensor | None,
-    masks: torch.Tensor | None,
-    block: int,
-) -> None:
-    """Refuse lists that point outside q and k."""
-    every = (rows, row_entries, columns, column_entries, masks)
-    _refuse(any(x is None or x.dtype != torch.int32 for x in every), "lists are not all int32")
-    assert columns is not None
-    assert masks is not None
-    _refuse(block not in (16, 32, 64, 128), "no kernel for the layout's block")
-    for lines, length in ((rows, q.shape[2]), (columns, k.shape[2])):
-        sizes = [(1, n) for n in q.shape[:2]] + [(triton.cdiv(length, block),), (4,)]
-        fits = lines.dim() == 4 and all(n in s for n, s in zip(lines.shape, sizes, strict=True))
-        _refuse(not fits, "the layout's lines do not fit q and k")
-    for entries in (row_entries, column_entries):
-        _refuse(entries is None or entries.shape[1:] != (2,), "the layout's entries are not pairs")
-    _refuse(masks.shape[1:] != (block * max(block // 32, 1),), "masks do not fit the block")
-
-
 def forward_contest(call: Call, y: torch.Tensor, lse: torch.Tensor) -> Contest:
     own = (call.q, call.k, call.v, call.sinks, y, lse)
-    return call.contest(FORWARD, attention_forward, own, (y, lse))
+    roles = functools.partial(attention_roles.forward_launch, call, y, lse)
+    return call.contest(FORWARD, attention_forward, own, (y, lse), roles=roles)
 
 
 def delta_launch(
@@ -416,8 +371,11 @@ def gradient_contests(
     after: list[Launch] = []
     if grad_q is not None:
         own = (grad_q, *saved)
+        roles = functools.partial(attention_roles.query_launch, call, grad_q, *saved[:3])
         contests.append(
-            call.contest(QUERIES, attention_query_gradient, own, (grad_q,), grad=grad_y)
+            call.contest(
+                QUERIES, attention_query_gradient, own, (grad_q,), roles=roles, grad=grad_y
+            )
         )
     if any(grad is not None for grad in grad_kv):
         of_keys, after = _key_contests(call, grad_y, saved, *grad_kv)
@@ -433,7 +391,7 @@ def _key_contests(
     grad_v: torch.Tensor | None,
 ) -> tuple[list[Contest], list[Launch]]:
     """Contests and launches for the gradients of k and v; one of the two may not be wanted."""
-    options, lists, (batch, key_heads, keys, _) = call.options, call.columns, call.k.shape
+    options, lists, (batch, key_heads, _, _) = call.options, call.columns, call.k.shape
     block, planes = options["BLOCK"], batch * key_heads
     plain = call.q.dtype.itemsize == 2 and not call.is_biased()
     wanted = {BOTH: True, KEYS: grad_k is not None, VALUES: grad_v is not None}
@@ -451,6 +409,9 @@ def _key_contests(
     if pieces is not None:
         size = block * (options["WIDTH"] + options["DEEP"])
         partials = saved[1].new_empty(planes * (extras + divided) * size)
+    roles = None
+    if grad_k is not None and grad_v is not None:
+        roles = functools.partial(attention_roles.key_launch, call, grad_k, grad_v, *saved[:3])
     contests = []
     for name in sums:
         own = (None if name == VALUES else grad_k, None if name == KEYS else grad_v)
@@ -465,6 +426,7 @@ def _key_contests(
                     "OF_KEYS": own[0] is not None,
                     "OF_VALUES": own[1] is not None,
                 },
+                roles,
                 grad=grad_y,
                 transposed=True,
                 extras=extras,
@@ -472,19 +434,37 @@ def _key_contests(
         )
     if partials is None:
         return contests, []
-    rows = min(block, _SUMMED_ROWS)
-    summed = launch(
+    after = [_sum_launch(call, grad_k, grad_v, partials, extras, least, per_head=per_head)]
+    if sums == [BOTH]:  # a launch with roles does not divide lines
+        results = [grad for grad in (grad_k, grad_v) if grad is not None]
+        return [contests[0]._replace(after=after, results=results)], []
+    return contests, after
+
+
+def _sum_launch(
+    call: Call,
+    grad_k: torch.Tensor | None,
+    grad_v: torch.Tensor | None,
+    partials: torch.Tensor,
+    extras: int,
+    least: int,
+    *,
+    per_head: bool,
+) -> Launch:
+    """The launch that adds up the pieces of lines."""
+    block, lists = call.options["BLOCK"], call.columns
+    planes, rows = call.k.shape[0] * call.k.shape[1], min(block, _SUMMED_ROWS)
+    return launch(
         attention_key_sums,
-        planes * divided * (block // rows),
-        *(grad_k, grad_v, partials, lists.table, planes, key_heads, call.q.shape[1]),
-        *(call.group, call.first_head, keys, call.q.shape[3], call.v.shape[3]),
+        planes * min(lists.lines, extras) * (block // rows),
+        *(grad_k, grad_v, partials, lists.table, planes, call.k.shape[1], call.q.shape[1]),
+        *(call.group, call.first_head, call.k.shape[2], call.q.shape[3], call.v.shape[3]),
         *(lists.lines, *lists.strides, extras, least),
-        **{name: options[name] for name in ("BLOCK", "WIDTH", "DEEP")},
+        **{name: call.options[name] for name in ("BLOCK", "WIDTH", "DEEP")},
         ROWS=rows,
         PER_HEAD=per_head,
         num_warps=4,
     )
-    return contests, [summed]
 
 
 # --- Called by the registry, with the signatures of the op's schemas ---
@@ -512,7 +492,7 @@ def block_sparse_attention_backward(
     *shared, y, lse, need_q, need_k, need_v, need_sinks, need_bias = arguments
     call = make_call(q, k, v, sinks, bias, *shared)
     grad_y = torch.zeros_like(y) if grad_y is None else grad_y
-    _refuse((grad_y.shape, grad_y.dtype) != (y.shape, q.dtype), "grad_y does not fit y")
+    refuse((grad_y.shape, grad_y.dtype) != (y.shape, q.dtype), "grad_y does not fit y")
     nothing = q.new_empty(0)
     made = torch.empty_like if lse.numel() else torch.zeros_like
     grads = [

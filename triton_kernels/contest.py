@@ -21,9 +21,11 @@ class Tile(NamedTuple):
     taken: int
     warps: int
     stages: int
+    roles: bool = False  # of the warps: one copies, others multiply
 
     def __str__(self) -> str:
-        return f"{self.own} x {self.taken} by {self.warps} warps, {self.stages} stages"
+        words = f"{self.own} x {self.taken} by {self.warps} warps, {self.stages} stages"
+        return f"{words}, with roles" if self.roles else words
 
 
 class Contest(NamedTuple):
@@ -36,9 +38,13 @@ class Contest(NamedTuple):
     tiles: Sequence[Tile]
     launch: Callable[[Tile], Launch]
     results: Sequence[torch.Tensor]  # each launch overwrites them, and reads none of them
+    after: Sequence[Launch] = ()  # what follows a launch whose warps have no roles
+
+    def launches_with(self, tile: Tile) -> list[Launch]:
+        return [self.launch(tile), *(() if tile.roles else self.after)]
 
     def launches(self) -> list[Launch]:
-        return [self.launch(tile) for tile in self.tiles]
+        return [*[self.launch(tile) for tile in self.tiles], *self.after]
 
 
 choose: Callable[[torch.Tensor, Contest], Tile] | None = None
@@ -48,4 +54,4 @@ def run_contest(on: torch.Tensor, contest: Contest) -> None:
     """Run the launch with the tile that serves this class of calls."""
     tiles = contest.tiles
     tile = tiles[0] if choose is None or len(tiles) == 1 else choose(on, contest)
-    run(on, contest.launch(tile))
+    run(on, *contest.launches_with(tile))

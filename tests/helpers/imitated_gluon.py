@@ -13,12 +13,14 @@ Layouts are ignored: whether they fit, the compiler says.
 
 from __future__ import annotations
 
+import sys
 import threading
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from triton.language import constexpr
 
 
@@ -46,24 +48,36 @@ class _Registers(np.ndarray):
         return _registers(_ROUND[kind](np.asarray(self)))
 
 
-def _registers(x: Any) -> _Registers:
-    return np.asarray(x, np.float32).view(_Registers)
+def _registers(x: Any) -> Any:
+    """A tensor: integers as they are, and other numbers as float32. A scalar is Python's."""
+    values = np.asarray(x)
+    if values.ndim == 0:
+        return values.item()
+    return (values if values.dtype.kind in "bi" else values.astype(np.float32)).view(_Registers)
 
 
 class _Memory:
-    """A part of shared memory; `unfenced` has the threads whose writes only threads see yet."""
+    """A part of shared memory.
 
-    def __init__(self, values: np.ndarray, unfenced: set[int], dtype: str) -> None:
+    `unfenced` has, for each part of the allocation, the threads whose writes only threads see yet.
+    """
+
+    def __init__(self, values: np.ndarray, unfenced: Sequence[set[int]], dtype: str) -> None:
         self.values, self.unfenced, self.dtype = values, unfenced, dtype
 
     def _view(self, values: np.ndarray) -> _Memory:
         return _Memory(values, self.unfenced, self.dtype)
 
     def index(self, at: int) -> _Memory:
-        return self._view(self.values[int(at)])
+        is_part = len(self.unfenced) == len(self.values)
+        unfenced = [self.unfenced[int(at)]] if is_part else self.unfenced
+        return _Memory(self.values[int(at)], unfenced, self.dtype)
 
     def permute(self, order: Sequence[int]) -> _Memory:
         return self._view(self.values.transpose(order))
+
+    def reshape(self, shape: Sequence[int]) -> _Memory:
+        return self._view(self.values.reshape(shape))
 
     def reinterpret(self, shape: Sequence[int]) -> _Memory:
         """Matrices of other rows, or one as parts of its columns, as a swizzled one's lie."""
@@ -77,10 +91,11 @@ class _Memory:
 
     def store(self, values: np.ndarray) -> None:
         self.values[...] = values
-        self.unfenced.add(threading.get_ident())
+        for each in self.unfenced:
+            each.add(threading.get_ident())
 
     def read_late(self) -> np.ndarray:
-        if self.unfenced:
+        if any(self.unfenced):
             raise ProtocolError("shared memory is read asynchronously before a fence")
         return np.array(self.values)
 
@@ -123,18 +138,19 @@ class _Product:
 
 
 class Descriptor:
-    """A matrix in global memory that TMA reads and writes in blocks."""
+    """A tensor in global memory that TMA reads and writes in blocks; outside are zeros."""
 
     layout = None
 
     def __init__(
-        self, values: np.ndarray, block: tuple[int, int], dtype: str = "bfloat16", size: int = 2
+        self, values: np.ndarray, block: Sequence[int], dtype: str = "bfloat16", size: int = 2
     ) -> None:
         self.values, self.block, self.dtype, self.size = values, block, dtype, size
 
     def part(self, at: Sequence[int]) -> np.ndarray:
-        (row, column), (rows, columns) = map(int, at), self.block
-        return self.values[row : row + rows, column : column + columns]
+        return self.values[
+            tuple(slice(int(low), int(low) + n) for low, n in zip(at, self.block, strict=True))
+        ]
 
 
 class Pointer:
@@ -219,7 +235,7 @@ class _Program:
             self._wake()
 
     def copy_out(self, target: Descriptor, at: Any, source: _Memory) -> None:
-        if source.unfenced:
+        if any(source.unfenced):
             raise ProtocolError("a copy of shared memory begins before a fence")
 
         def store() -> None:
@@ -243,7 +259,8 @@ class _Program:
         def compute() -> _Registers:
             left = a.read_late() if kept is None else kept
             added = c.value if isinstance(c, _Product) else c
-            return _registers(left @ b.read_late() + (added if use_acc else 0))
+            with np.errstate(invalid="ignore"):  # infinity times zero
+                return _registers(left @ b.read_late() + (added if use_acc else 0))
 
         product = _Product(compute)
         self.queue("products").append(product)
@@ -268,9 +285,9 @@ class _Program:
     def allocate(self, kind: Any, shape: Sequence[int], layout: Any) -> Any:
         if layout == "barrier":
             return _Barriers(shape[0])
-        memory = _Memory(np.full(shape, np.nan, np.float32), set(), kind)
-        self.unfenced.append(memory.unfenced)
-        return memory
+        unfenced = [set[int]() for _ in range(shape[0])]
+        self.unfenced += unfenced
+        return _Memory(np.full(shape, np.nan, np.float32), unfenced, kind)
 
     # Partitions
 
@@ -312,7 +329,7 @@ def _language(program: _Program) -> dict[str, Any]:
 
     def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Any:
         if np.ndim(pointer.at) == 0:
-            return pointer.values[pointer.at].item()
+            return pointer.values[pointer.at].item() if mask else other
         inside = np.broadcast_to(mask, np.shape(pointer.at))
         return _registers(np.where(inside, pointer.values[np.where(inside, pointer.at, 0)], other))
 
@@ -338,7 +355,7 @@ def _language(program: _Program) -> dict[str, Any]:
         num_programs=lambda axis: program.programs,
         num_warps=lambda: 4,
         cdiv=lambda a, b: -(-a // b),
-        minimum=min,
+        minimum=elementwise(np.minimum),
         abs=elementwise(np.abs),
         load=load,
         store=store,
@@ -358,6 +375,7 @@ def _language(program: _Program) -> dict[str, Any]:
         BlockedLayout=nothing,
         DotOperandLayout=nothing,
         SliceLayout=nothing,
+        SwizzledSharedLayout=nothing,
     )
     mbarrier = types.SimpleNamespace(
         MBarrierLayout=lambda: "barrier",
@@ -406,3 +424,26 @@ def run(module: types.ModuleType, name: str, programs: int, *arguments: Any) -> 
     """Run a kernel of a module that has the usual names of Gluon, program by program."""
     for number in range(programs):
         _imitate(vars(module), _language(_Program(number, programs)), {})[name](*arguments)
+
+
+def start(launch: Any, options: dict[str, Any]) -> None:
+    """Start a launch of a Gluon kernel on tensors of the CPU, in place of launch.start."""
+    function = launch.kernel.fn
+    module = sys.modules[function.__module__]
+    back: list[tuple[torch.Tensor, np.ndarray]] = []
+
+    def imitate(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return Pointer(torch.as_strided(value, (value.numel(),), (1,)).numpy())
+        if hasattr(value, "block_shape"):
+            view = torch.as_strided(value.base, value.shape, value.strides)
+            values = view.float().numpy().copy()
+            back.append((view, values))
+            return Descriptor(values, value.block_shape, str(view.dtype).removeprefix("torch."))
+        return value
+
+    given = [imitate(value) for value in launch.args]
+    names = launch.kernel.arg_names[len(given) :]
+    run(module, function.__name__, launch.grid, *given, *(options[name] for name in names))
+    for view, values in back:
+        view.copy_(torch.from_numpy(values))

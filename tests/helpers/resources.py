@@ -44,6 +44,9 @@ NEVER_UNALIGNED = {
     "attention_backward.attention_deltas": "reads copies of such views",
     "attention_backward.attention_query_gradient": "reads copies of such views",
     "attention_keys.attention_key_gradients": "reads copies of such views",
+    "attention_roles_forward.attention_roles_forward": "reads descriptors: such views have none",
+    "attention_roles_queries.attention_roles_queries": "reads descriptors: such views have none",
+    "attention_roles_keys.attention_roles_keys": "reads descriptors: such views have none",
     "attention_keys.attention_key_sums": "reads and writes only tensors that were allocated for it",
 }
 

@@ -42,11 +42,11 @@ def _make_question(on: torch.Tensor, contest: Any) -> Question:
             # Lines that are divided leave parts of their results unwritten.
             for result in contest.results:
                 result.zero_()
-            run(on, contest.launch(tiles[name]))
+            run(on, *contest.launches_with(tiles[name]))
             return {str(at): result.clone() for at, result in enumerate(contest.results)}
 
     def prepare(name: str) -> Callable[[], Any]:
-        return functools.partial(run, on, contest.launch(tiles[name]))
+        return functools.partial(run, on, *contest.launches_with(tiles[name]))
 
     by_rule_results = functools.cache(functools.partial(find_results, by_rule))
     return Question(

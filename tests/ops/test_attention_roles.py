@@ -1,0 +1,223 @@
+"""Attention's kernels whose warps have roles, in an imitation of their GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import imitated_gluon
+from conftest import PLACES, running_at
+from imitated_gluon import ProtocolError
+from oracle import exact, run
+from torchweld.dispatch import tile_question
+from torchweld.ops.attention.block_sparse import OP
+from torchweld.sparse import BlockLayout
+
+pytestmark = pytest.mark.skipif(
+    PLACES["interpreter"][2] is not None, reason=str(PLACES["interpreter"][2])
+)
+EVERY = ["attention_roles_forward", "attention_roles_queries", "attention_roles_keys"]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The kernels with roles that ran: where there is one, it serves."""
+    from torchweld.triton_kernels import attention_roles, contest, launch
+
+    found: list[str] = []
+    plain = launch.start
+
+    def start(launched: Any, options: dict[str, Any]) -> Any:
+        if "gl" not in launched.kernel.fn.__globals__:
+            return plain(launched, options)
+        found.append(launched.kernel.fn.__name__)
+        return imitated_gluon.start(launched, options)
+
+    tile_question.connect()
+    monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(attention_roles, "OFFERED", True)
+    monkeypatch.setattr(attention_roles, "processors", lambda device: 1)
+    monkeypatch.setattr(contest, "choose", lambda on, contest: contest.tiles[-1])
+    with running_at("interpreter", monkeypatch):
+        yield found
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).half()
+
+
+def _worst(q: torch.Tensor, k: torch.Tensor, layout: BlockLayout, **options: Any) -> float:
+    """The largest error of a result, in roundings of its largest number; NaN counts as infinite."""
+    inputs: Any = OP.inputs(q, k, k.flip(-2), layout, **options)  # type: ignore[misc]
+    oracle, found = exact(OP, inputs), run(OP, inputs)
+    worst = 0.0
+    for name, wanted in oracle.items():
+        assert torch.equal(found[name].isinf(), wanted.isinf()), name
+        finite = wanted.masked_fill(wanted.isinf(), 0)
+        error = (found[name].masked_fill(wanted.isinf(), 0) - finite).abs().nan_to_num(torch.inf)
+        worst = max(worst, (error.max() / finite.abs().max()).item())
+    return worst * 2**11
+
+
+def _layout(block: int, queries: int, keys: int) -> BlockLayout:
+    """Five rows by six columns of blocks for two heads, one with an empty row and column."""
+    blocks = torch.rand(1, 2, 5, 6, generator=torch.Generator().manual_seed(0)) < 0.6
+    blocks[:, 1, 2] = blocks[:, 1, :, 3] = False
+    return BlockLayout.from_blocks(blocks, block=block, seq_len=(queries, keys))
+
+
+SIZES = [(64, 64), (64, 128), (128, 64), (128, 128), (256, 64), (256, 128)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("width", "block"), SIZES)
+def test_results(width: int, block: int, causal: bool, started: list[str]) -> None:
+    """Ragged lengths, empty lines, layouts of heads, sequences, more lines than programs."""
+    queries, keys = 5 * block - 24, 6 * block - 40
+    q = _random(2, queries, 2, width).transpose(1, 2)
+    layout = _layout(block, queries, keys)
+    assert _worst(q, _random(2, 2, keys, width), layout, causal=causal) <= 8
+    assert started == (EVERY if width < 256 else EVERY[:1])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_that_share_keys(causal: bool, started: list[str]) -> None:
+    layout = BlockLayout.sliding_window(320, 3, block=64)
+    q, k = _random(1, 6, 320, 64), _random(1, 2, 320, 64)
+    assert _worst(q, k, layout, causal=causal) <= 8
+    assert started == EVERY
+
+
+def test_lines_that_other_kernels_divide(
+    started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing adds up pieces of lines that were not divided."""
+    from torchweld.triton_kernels import attention_tiles
+
+    monkeypatch.setattr(attention_tiles, "LEAST_TOKENS", 64)
+    layout = BlockLayout.longformer(640, block=64)
+    q = _random(1, 1, 640, 64)
+    assert _worst(q, q, layout) <= 8
+    assert started == EVERY
+
+
+def test_what_other_kernels_serve(started: list[str]) -> None:
+    """Heads that share keys and have layouts; strides that TMA does not have; conditions."""
+    q, k, layout = _random(1, 2, 296, 64), _random(1, 1, 344, 64), _layout(64, 296, 344)
+    assert _worst(q, k, layout) <= 8
+    assert started == EVERY[:2]
+    started.clear()
+    q = _random(1, 1, 128, 68)[..., :64]
+    layout = BlockLayout.dense(128, block=64)
+    assert _worst(q, q, layout) <= 8
+    q = _random(1, 1, 128, 64)
+    assert _worst(q, q, layout, dropout_p=0.5, seed=1) <= 8
+    assert _worst(q, q, layout, scale=-0.1) <= 8
+    assert not started
+
+
+def test_values_of_hidden_keys_do_not_matter(started: list[str]) -> None:
+    """A line without an entry takes a block whose keys are hidden."""
+    from torchweld.functional import block_sparse_attention
+
+    q, k = _random(1, 2, 296, 64), _random(1, 2, 344, 64)
+    v = torch.full_like(k, torch.inf)
+    y: Any = block_sparse_attention(q, k, v, _layout(64, 296, 344))
+    assert started == EVERY[:1]
+    assert torch.equal(y[:, 1, 128:192], torch.zeros(1, 64, 64, dtype=torch.float16))
+
+
+# --- Planted faults of the protocol ---------------------------------------------------------------
+
+KEYS = "    mbarrier.wait(k_ready.index(slot), phase)\n    s = "
+PRODUCT = "    sums = warpgroup_mma_wait(0, deps=(sums,))\n"
+FREE = "    mbarrier.arrive(v_free.index(last), count=1)\n"
+FAULTS: dict[str, tuple[Any, ...]] = {
+    "forward: no wait for keys": (KEYS, "    s = "),
+    "forward: no wait for values": ("    mbarrier.wait(v_ready.index(last), last_phase)\n", "", 2),
+    "forward: no wait for the last values": (
+        "        mbarrier.wait(v_ready.index(slot), ((i - 1) // STAGES) & 1)\n",
+        "",
+    ),
+    "forward: no wait for queries": (
+        "        mbarrier.wait(q_ready.index(q_slot), (done // Q_STAGES) & 1)\n",
+        "",
+    ),
+    "forward: values are freed before their product": (PRODUCT + FREE, FREE + PRODUCT),
+    "forward: no wait for free keys": ("mbarrier.wait(k_free.index(slot), phase)", "pass"),
+    "forward: queries are freed before the result is stored": (
+        "        wait_for_stores(0)\n        mbarrier.arrive(q_free.index(q_slot), count=1)\n",
+        "        mbarrier.arrive(q_free.index(q_slot), count=1)\n        wait_for_stores(0)\n",
+    ),
+    "forward: no fence": ("        fence_async_shared()\n", ""),
+    "forward: too few bytes": (
+        "mbarrier.expect(k_ready.index(slot), N * D * 2)",
+        "mbarrier.expect(k_ready.index(slot), N * D)",
+    ),
+    "queries: keys are freed with their values": (
+        "mbarrier.arrive(k_free.index((i - 1) % STAGES), count=1)",
+        "mbarrier.arrive(k_free.index(i % STAGES), count=1)",
+    ),
+    "queries: no wait for scores": (
+        "s = warpgroup_mma_wait(2, deps=(s,))",
+        "s = warpgroup_mma_wait(3, deps=(s,))",
+    ),
+    "queries: no wait for keys": (KEYS, "    s = "),
+    "queries: no wait for free queries": ("        mbarrier.wait(q_free, (done & 1) ^ 1)\n", ""),
+    "keys: no wait for queries": (
+        "    mbarrier.wait(q_ready.index(slot), phase)\n    s = ",
+        "    s = ",
+    ),
+    "keys: no arrival of bases": (
+        "                    mbarrier.arrive(q_ready.index(slot), count=1)\n",
+        "",
+    ),
+    "keys: bases are not waited for": (
+        "mbarrier.init(q_ready.index(at), count=2)",
+        "mbarrier.init(q_ready.index(at), count=1)",
+    ),
+    "keys: queries are freed before their product": (
+        "    of_keys, of_values = warpgroup_mma_wait(0, deps=(of_keys, of_values))\n"
+        "    mbarrier.arrive(q_free.index(slot), count=1)\n",
+        "    mbarrier.arrive(q_free.index(slot), count=1)\n"
+        "    of_keys, of_values = warpgroup_mma_wait(0, deps=(of_keys, of_values))\n",
+    ),
+    "keys: no wait for gradients of weights": (
+        "grads = warpgroup_mma_wait(1, deps=(grads,))",
+        "grads = warpgroup_mma_wait(2, deps=(grads,))",
+    ),
+    "keys: no wait for keys": ("        mbarrier.wait(k_ready, done & 1)\n", ""),
+    "keys: no wait for free keys": ("        mbarrier.wait(k_free, (done & 1) ^ 1)\n", ""),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(
+    fault: str, started: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name = f"torchweld.triton_kernels.attention_roles_{fault.partition(':')[0]}"
+    text = Path(str(sys.modules[name].__file__)).read_text()
+    before, after, *count = FAULTS[fault]
+    assert text.count(before) == (count or [1])[0]
+    path = tmp_path / "planted.py"
+    path.write_text(text.replace(before, after))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, name, module)
+    blocks = torch.eye(5, dtype=torch.bool)  # many short lines, and a long one
+    blocks[:, 3] = blocks[3] = True
+    layout = BlockLayout.from_blocks(blocks, block=64, seq_len=320)
+    try:
+        worst = _worst(_random(1, 2, 320, 64), _random(1, 2, 320, 64), layout)
+    except (ProtocolError, TypeError, AttributeError):
+        return
+    assert worst > 8

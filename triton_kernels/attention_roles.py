@@ -1,0 +1,174 @@
+"""Launches of attention's kernels for sm_90 whose warps have roles: for plain calls.
+
+These are calls of 16 bits with a layout and without sinks, biases, dropout, softcaps, slopes,
+padding and mask bits, with heads of 64, 128 or 256, blocks of 64 or 128, and strides that TMA has.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from .attention_roles_forward import attention_roles_forward
+from .attention_roles_keys import attention_roles_keys
+from .attention_roles_queries import attention_roles_queries
+from .attention_tiles import BOTH, FORWARD, QUERIES
+from .contest import Tile
+from .gluon_names import TensorDescriptor, gl
+from .launch import Launch, launch, processors
+
+# block_sparse_attention.py, which imports this file, has the class of calls.
+# Until a GPU has run them: whether these kernels are timed against the others.
+OFFERED = os.environ.get("TORCHWELD_ROLES") == "1"
+_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_CACHED = 24 << 20  # bytes of keys and values that stay in L2
+
+
+def has_roles(call: Any) -> bool:
+    """Whether these kernels serve a call."""
+    options, width = call.options, call.q.shape[3]
+    return (
+        call.generation == 90
+        and call.q.dtype in _TYPES
+        and width in (64, 128, 256)
+        and call.v.shape[3] == width
+        and options["BLOCK"] in (64, 128)
+        and not options["SOFTCAP"]
+        and call.rows.table is not None
+        and call.sinks is None
+        and all(x is None for x in call.beside)
+        and call.scale > 0
+        and call.q.numel() > 0
+        and call.k.numel() > 0
+        and all(map(_is_strided, (call.q, call.k, call.v)))
+    )
+
+
+def _is_strided(x: torch.Tensor) -> bool:
+    strides = [stride for n, stride in zip(x.shape[:3], x.stride(), strict=False) if n > 1]
+    return all(stride > 0 and stride % 8 == 0 for stride in strides)
+
+
+def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """A tensor of heads in tiles of so many tokens, zeros past the last one."""
+    width, block = x.shape[3], [1, 1, rows, x.shape[3]]
+    strides = [width if n == 1 else s for n, s in zip(x.shape[:3], x.stride(), strict=False)]
+    layout = gl.NVMMASharedLayout.get_default_for(block, _TYPES[x.dtype])
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+
+
+def offered_tiles(call: Any, kernel: str, grad_y: torch.Tensor | None = None) -> tuple[Tile, ...]:
+    """The tiles with roles that are timed against a call's others."""
+    is_strided = grad_y is None or _is_strided(grad_y)
+    return tiles_with_roles(call, kernel) if OFFERED and is_strided else ()
+
+
+def tiles_with_roles(call: Any, kernel: str) -> tuple[Tile, ...]:
+    """The tiles for a call and a kernel, if kernels with roles serve it."""
+    if not has_roles(call):
+        return ()
+    block, width = call.options["BLOCK"], call.options["WIDTH"]
+    tile = Tile(block, 64, block // 16 + 4, 2 if width == 128 and block == 64 else 3, roles=True)
+    per_head = call.columns.strides[1] > 0 and call.group > 1
+    if kernel == FORWARD:
+        taken = 64 if width == 256 else block
+        return (tile._replace(taken=taken, stages=2 if width > 64 else 3),)
+    # For wider heads, sums of keys and of values would not fit the registers.
+    serves = width < 256 and (kernel == QUERIES or (kernel == BOTH and not per_head))
+    return (tile,) if serves else ()
+
+
+def _options(call: Any, tile: Tile, consumers: int) -> dict[str, Any]:
+    """Options of every kernel. `consumers`: registers of each of their threads if there are two."""
+    alone = tile.own > 64 or call.options["WIDTH"] > 128
+    return {
+        "CAUSAL": call.options["CAUSAL"],
+        "BLOCK": tile.own,
+        "D": call.options["WIDTH"],
+        "STAGES": tile.stages,
+        "REGISTERS": consumers,
+        "num_warps": 4,
+        "maxnreg": 168 if alone else 128,  # one or two programs to a multiprocessor
+    }
+
+
+def _grid(call: Any, tile: Tile, count: int) -> int:
+    alone = tile.own > 64 or call.options["WIDTH"] > 128
+    return min(count, (1 if alone else 2) * processors(call.q.device))
+
+
+def forward_launch(call: Any, y: torch.Tensor, lse: torch.Tensor, tile: Tile) -> Launch:
+    q, k, v, lists = call.q, call.k, call.v, call.rows
+    planes = q.shape[0] * q.shape[1]
+    y = y.view(q.shape)
+    count = planes * lists.lines
+    return launch(
+        attention_roles_forward,
+        _grid(call, tile, count),
+        *(_descriptor(q, 64), _descriptor(k, tile.taken), _descriptor(v, tile.taken)),
+        *(_descriptor(y, 64), lse, lists.table, lists.entries, lists.lines, *lists.strides),
+        *(count, planes, _together(k, planes), q.shape[1], call.group, call.first_head),
+        *(q.shape[2], k.shape[2], k.shape[2] - q.shape[2], call.scoring[0]),
+        **_options(call, tile, 224),
+        N=tile.taken,
+        Q_STAGES=1 if q.shape[3] == 256 else 2,
+    )._replace(least_capability=90)
+
+
+def query_launch(
+    call: Any,
+    grad_q: torch.Tensor,
+    grad_y: torch.Tensor,
+    base: torch.Tensor,
+    delta: torch.Tensor,
+    tile: Tile,
+) -> Launch:
+    q, k, v, lists = call.q, call.k, call.v, call.rows
+    planes = q.shape[0] * q.shape[1]
+    count = planes * lists.lines
+    return launch(
+        attention_roles_queries,
+        _grid(call, tile, count),
+        *(_descriptor(q, 64), _descriptor(grad_y, 64)),
+        *(_descriptor(k, tile.taken), _descriptor(v, tile.taken)),
+        *(_descriptor(grad_q.view(q.shape), 64), base, delta),
+        *(lists.table, lists.entries, lists.lines, *lists.strides),
+        *(count, planes, _together(k, planes), q.shape[1], call.group, call.first_head),
+        *(q.shape[2], k.shape[2], k.shape[2] - q.shape[2], call.scale, call.scoring[0]),
+        **_options(call, tile, 224),
+        N=tile.taken,
+    )._replace(least_capability=90)
+
+
+def key_launch(
+    call: Any,
+    grad_k: torch.Tensor,
+    grad_v: torch.Tensor,
+    grad_y: torch.Tensor,
+    base: torch.Tensor,
+    delta: torch.Tensor,
+    tile: Tile,
+) -> Launch:
+    q, k, v, lists = call.q, call.k, call.v, call.columns
+    planes = k.shape[0] * k.shape[1]
+    count = planes * lists.lines
+    return launch(
+        attention_roles_keys,
+        _grid(call, tile, count),
+        *(_descriptor(k, 64), _descriptor(v, 64)),
+        *(_descriptor(q, tile.taken), _descriptor(grad_y, tile.taken)),
+        *(_descriptor(grad_k.view(k.shape), 64), _descriptor(grad_v.view(v.shape), 64)),
+        *(base, delta, lists.table, lists.entries, lists.lines, *lists.strides),
+        *(count, planes, _together(q, planes), q.shape[1], k.shape[1], call.group, call.first_head),
+        *(q.shape[2], k.shape[2], k.shape[2] - q.shape[2], call.scale, call.scoring[0]),
+        **_options(call, tile, 232),
+        M=tile.taken,
+    )._replace(least_capability=90)
+
+
+def _together(streamed: torch.Tensor, planes: int) -> int:
+    """How many planes are walked together, so that what they read stays in L2."""
+    bytes_of_all = 2 * streamed.numel() * streamed.element_size()
+    return min(max(_CACHED * planes // bytes_of_all, 1), planes)
