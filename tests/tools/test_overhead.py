@@ -93,20 +93,20 @@ def _make_calls(function: Call, leaves: list[torch.Tensor]) -> dict[str, Callabl
     }
 
 
-# The largest ratios to torch's time on CPU kernels, which a GPU's call adds a launch to, in the
-# order of the calls. Those that are above 1 are with a node: torch's nodes are in C++.
+# The largest ratios to torch's time on CPU kernels, in the order of the calls: a quarter above what
+# docs/performance.md reports. torch has one C++ node where the ratio is above 1.
 GATES: dict[str, tuple[float, ...]] = {
-    "layer_norm": (2.0, 3.0, 2.0, 2.7),
-    "rms_norm": (1.0, 1.5, 1.5, 1.5),
-    "softmax_dropout": (1.0, 1.5, 1.5, 1.5),
-    "bias_act": (1.0, 1.5, 1.5, 1.5),
-    "gated_act": (1.0, 1.5, 1.5, 1.5),
-    "bias_dropout_add": (1.0, 1.5, 1.5, 1.5),
-    "dropout_add_layer_norm": (1.0, 1.5, 1.5, 1.5),
-    "dropout_add_rms_norm": (1.0, 1.5, 1.5, 1.5),
+    "layer_norm": (1.85, 3.0, 1.8, 2.6),
+    "rms_norm": (1.0, 1.0, 1.0, 1.0),
+    "softmax_dropout": (1.0, 1.2, 1.2, 1.2),
+    "bias_act": (1.4, 2.5, 1.4, 1.75),
+    "gated_act": (1.0, 1.0, 1.0, 1.0),
+    "bias_dropout_add": (1.0, 1.35, 1.25, 1.4),
+    "dropout_add_layer_norm": (1.0, 1.35, 1.35, 1.5),
+    "dropout_add_rms_norm": (1.0, 1.0, 1.0, 1.0),
 }
 # Without a choice by name a small call of these is torch's op.
-SMALL = {"layer_norm": (1.15, 1.5, 1.5, 1.5), "rms_norm": (1.15, 1.5, 1.5, 1.5)}
+SMALL = {"layer_norm": (1.3, 1.3, 1.25, 1.25), "rms_norm": (1.4, 1.4, 1.3, 1.3)}
 
 
 @pytest.mark.parametrize("name", OPS)
