@@ -40,6 +40,14 @@ NEVER_UNALIGNED = {
     "linear_act_persistent._linear_act_persistent": "reads descriptors: such views have none",
     "linear_act_roles.linear_act_roles": "reads descriptors: such views have none",
     "symmetric._symmetric": "reads descriptors: such views have none",
+    **{
+        f"experts_products.{name}": "reads copies of such views"
+        for name in ("_first_product", "_product", "_hidden_gradient", "_weight_gradient")
+    },
+    **{
+        f"experts_rows.{name}": "reads copies of such views, and tensors that were allocated for it"
+        for name in ("_invert", "_map_tiles", "_combine", "_weights_gradient", "_bias_gradient")
+    },
     "attention_forward.attention_forward": "reads copies of such views",
     "attention_backward.attention_deltas": "reads copies of such views",
     "attention_backward.attention_query_gradient": "reads copies of such views",

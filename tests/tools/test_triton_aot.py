@@ -46,6 +46,10 @@ WARPS = dict.fromkeys(
         "rotary._rotate",
         "rotary._differentiate",
         "symmetric._symmetric",
+        "experts_products._first_product",
+        "experts_products._product",
+        "experts_products._hidden_gradient",
+        "experts_products._weight_gradient",
     ),
     8,
 ) | {"linear_act_roles.linear_act_roles": 12}

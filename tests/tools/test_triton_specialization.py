@@ -30,6 +30,12 @@ SPECIALISED = {
     "key_heads": "a model's constant",
     "targets": "of a row: 1, or a method's constant",
     "pairs": "a model's constant: tells how wide loads are",
+    "expert_stride": "between experts' matrices, a model's constant: tells how wide loads are",
+    **{
+        f"{side}_{what}": "of an expert's gradient, a model's constant: tells how wide loads are"
+        for side in ("left", "right")
+        for what in ("width", "stride")
+    },
     "size": "of a symmetric matrix, a model's constant: tells how wide stores are",
     "distance": "between the columns of a pair, likewise",
     **dict.fromkeys(("cos_stride", "sin_stride"), "of angles: 1, or 2 if they are complex"),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchweld.dispatch.bare import BareOp
 from torchweld.ops.gemm import gemm
 from torchweld.ops.opaque import define_opaque
 
@@ -422,17 +423,32 @@ def _fake_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     )
 
 
-forward = define_opaque(
-    "experts_mlp",
-    f"({_TENSORS}, {FORM}, bool save) -> (Tensor y, Tensor order, Tensor z)",
-    _run_forward,
-    _fake_forward,
-)
-backward = define_opaque(
-    "experts_mlp_backward",
+_FORWARD = f"({_TENSORS}, {FORM}, bool save) -> (Tensor y, Tensor order, Tensor z)"
+_BACKWARD = (
     f"(Tensor grad_y, Tensor order, Tensor z, {_TENSORS}, {FORM}, {_NEEDS}) -> ("
     + ", ".join(f"Tensor grad_{name}" for name in Needs._fields)
-    + ")",
-    _run_backward,
-    _fake_backward,
+    + ")"
 )
+forward = define_opaque("experts_mlp", _FORWARD, _run_forward, _fake_forward)
+backward = define_opaque("experts_mlp_backward", _BACKWARD, _run_backward, _fake_backward)
+
+
+# --- Triton's kernels -----------------------------------------------------------------------------
+
+TRITON_SOURCE = "triton_kernels/experts.py"
+
+
+def _fake_triton_forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    """Its order has the places of all rows, the rows of all places, and the experts' bounds."""
+    y, order, z = _fake_forward(*inputs)
+    rows, experts = order.shape[0], inputs[1].shape[0]
+    return y, order.new_empty((2 * rows + experts + 1,), dtype=torch.int32), z
+
+
+def _define_triton(name: str, schema: str, fake: Any) -> Any:
+    op = BareOp(name, schema, fake, backends=(), triton=TRITON_SOURCE)
+    return op.overload("triton")
+
+
+TRITON_FORWARD = _define_triton("experts_mlp", _FORWARD, _fake_triton_forward)
+TRITON_BACKWARD = _define_triton("experts_mlp_backward", _BACKWARD, _fake_backward)

@@ -103,9 +103,10 @@ _TENSORS = 7
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+    def forward(ctx: Any, backend: str, *inputs: Any) -> torch.Tensor:
         *given, recompute = inputs
-        y, order, z = grouped.forward(*given, not recompute)
+        forward, ctx.backward_pass = _PASSES[backend]
+        y, order, z = forward(*given, not recompute)
         ctx.save_for_backward(*given[:_TENSORS], order, z)
         ctx.kept, ctx.late = inputs[_TENSORS:], None
         return make_unaliased(y)
@@ -115,20 +116,24 @@ class _Experts(torch.autograd.Function):
         if ctx.late is not None and (late := take_left_over(ctx, (grad,))) is not None:
             return late
         *tensors, order, z = ctx.saved_tensors
-        needs = [ctx.needs_input_grad[at] for at in _DIFFERENTIABLE]
+        needs = [ctx.needs_input_grad[1 + at] for at in _DIFFERENTIABLE]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             made = _derive(grad, *tensors, *ctx.kept)
         else:
-            made = grouped.backward(grad, order, z, *tensors, *ctx.kept[:-1], *needs)
+            made = ctx.backward_pass(grad, order, z, *tensors, *ctx.kept[:-1], *needs)
         found: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
         for at, need, one in zip(_DIFFERENTIABLE, needs, made, strict=True):
-            found[at] = one if need else None
+            found[1 + at] = one if need else None
         is_eager = not torch.compiler.is_compiling()
         if is_eager and torch._C._autograd._get_current_graph_task_keep_graph():
             leave_over(ctx, (grad,), found)
         return tuple(found)
 
 
+_PASSES = {
+    "cpu": (grouped.forward, grouped.backward),
+    "triton": (grouped.TRITON_FORWARD, grouped.TRITON_BACKWARD),
+}
 # Positions of the arguments that get a gradient, in the order of `grouped.Needs`.
 _DIFFERENTIABLE = (0, 1, 2, 4, 5, 6)
 
@@ -139,7 +144,7 @@ def _fused(backend: str, *inputs: Any) -> torch.Tensor:
     kind = gemm.find_dtype(x)
     at = (0, 1, 2, 5, 6)
     given = [t if t is None or i not in at else t.to(kind) for i, t in enumerate(inputs[:_TENSORS])]
-    made: torch.Tensor = _Experts.apply(*given, *inputs[_TENSORS:])  # type: ignore[no-untyped-call]
+    made: torch.Tensor = _Experts.apply(backend, *given, *inputs[_TENSORS:])  # type: ignore[no-untyped-call]
     return made.to(x.dtype)
 
 
@@ -481,8 +486,12 @@ OP = Composite(
     sharding=WHOLE,
     sized=lambda leading, row: arguments(leading, 2, 3, (row[0],) * 3, biases=True),
     flops=_flops,
-    sources={"cpu": activations.SOURCES["cpu"]},
-    made_of="torch's GEMMs, expert by expert; between them {}",
+    sources={
+        "cpu": activations.SOURCES["cpu"],
+        "triton": (grouped.TRITON_SOURCE, *activations.SOURCES["triton"]),
+    },
+    made_of="on the CPU torch's GEMMs, expert by expert; on the GPU grouped GEMMs in Triton. Between"
+    " or within them {}",
     saves="input, the result of the first GEMMs and the order of the rows; with `recompute`, no"
     " result of a GEMM",
     samples=_samples(),
