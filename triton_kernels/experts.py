@@ -145,8 +145,8 @@ def _options(tile: Tile, inner: int | None = None) -> dict[str, Any]:
     options |= {"ROWS": tile.rows, "COLUMNS": tile.columns, "INNER": tile.inner}
     if inner is not None:
         options["INNER_FITS"] = inner % tile.inner == 0
-    if tile is _LAST:  # by itself ptxas keeps to half of the registers, and spills
-        options["maxnreg"] = 255
+        if tile is _LAST:  # by itself ptxas keeps to half of the registers, and spills
+            options["maxnreg"] = 255
     return options | {"num_warps": tile.warps, "num_stages": tile.stages}
 
 
@@ -259,15 +259,14 @@ def _make_call(
     if saved is None:
         saved, steps = sort(indices, experts)
     order = split_order(saved, rows, experts)
-    factors = [_factor(each, form.transposed) for each in (gate_up, down)]
+    gate_up, down = (_factor(each, form.transposed) for each in (gate_up, down))
     widths = (*gate_up.shape[1:], *down.shape[1:])
     tiles = choose_tiles(x, rows, experts, *widths)
     places, step = map_tiles(order, tiles.first.rows)
     run(x, *steps, step)
-    biases = contiguous(gate_up_bias), contiguous(down_bias)
-    top = indices.shape[-1]
-    call = _Call(flat, *factors, *biases, weights.contiguous(), form, top, tiles, order, places)
-    return call, saved
+    first_bias, last_bias = contiguous(gate_up_bias), contiguous(down_bias)
+    rest = weights.contiguous(), form, indices.shape[-1], tiles, order, places
+    return _Call(flat, gate_up, down, first_bias, last_bias, *rest), saved
 
 
 def experts_mlp(
@@ -430,15 +429,17 @@ def _cases(
     factors = [make(experts, doubled, width), make(experts, width, hidden)]
     if form.transposed:
         factors = [make(*factor.mT.shape) for factor in factors]
-    biases = [make(experts, n) if form.order == "turns" else None for n in (doubled, width)]
+    has_biases = form.order == "turns"
+    biases = [make(experts, doubled), make(experts, width)] if has_biases else [None, None]
     weights = make(rows // top, top, dtype=torch.float32)
     indices = make(rows // top, top, dtype=torch.int64)
     order = split_order(make(2 * rows + experts + 1, dtype=torch.int32), rows, experts)
     places, step = map_tiles(order, tiles.first.rows)
     x, z = make(rows // top, width), make(rows, doubled)
     hidden_rows, y = make(rows, hidden), make(rows, width)
-    given = [_factor(each, form.transposed) for each in factors]
-    call = _Call(x, *given, *biases, weights, form, top, tiles, order, places)
+    first_factor, last_factor = (_factor(each, form.transposed) for each in factors)
+    rest = weights, form, top, tiles, order, places
+    call = _Call(x, first_factor, last_factor, biases[0], biases[1], *rest)
     sums = make(4, rows, dtype=torch.float32)
     first = weights if form.weights_first else None
     of_input, of_hidden = (sums, None) if form.weights_first else (None, sums)

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import linear
 
 import torchweld
+from torchweld.fusion.patterns import experts
 
 E, H, F = 4, 16, 24
 
@@ -103,7 +104,7 @@ def test_experts_are_welded(kind: type[torch.nn.Module]) -> None:
     torchweld.fuse(model)
     (row,) = [row for row in torchweld.explain_fusion(model) if row.where == "experts"]
     assert row.welded
-    assert row.becomes.startswith("on the CPU experts_mlp")
+    assert row.becomes.startswith("experts_mlp")
     after = model(x)
     torch.testing.assert_close(after, before)
     for a, b in zip(torch.autograd.grad(after.square().sum(), leaves), expected, strict=True):
@@ -126,3 +127,28 @@ def test_other_experts_are_left_with_the_reason(kind: type[torch.nn.Module], rea
     assert reason in row.reason
     torchweld.fuse(model)
     assert type(model.experts) is kind
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_on_a_gpu_the_own_forward_runs_unless_a_kernel_serves(
+    served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = Router(TinyExperts()), torch.randn(50, H)
+    before = model(x)
+    torchweld.fuse(model)
+    calls: list[str] = []
+    own = TinyExperts.forward
+
+    def record(self: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        calls.append("own")
+        return own(self, *inputs)
+
+    def choose(op: Any, inputs: Any) -> str:
+        op.check(*inputs)
+        return "triton" if served else "eager"
+
+    monkeypatch.setattr(TinyExperts, "forward", record)
+    monkeypatch.setattr(experts, "choose_automatically", choose)
+    monkeypatch.setattr(experts, "_is_on_cpu", lambda _: False)
+    torch.testing.assert_close(model(x), before)
+    assert calls == ([] if served else ["own"])

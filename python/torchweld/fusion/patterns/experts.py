@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchweld import functional
+from torchweld.dispatch.call import choose_automatically
 from torchweld.fusion import probe
 from torchweld.fusion.kinds import recognise_activation
 from torchweld.fusion.modules import is_welded, why_not_change
@@ -18,6 +19,7 @@ from torchweld.fusion.patterns.activation import in_words
 from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Change, Weld, read_parameters
+from torchweld.ops.experts import mlp
 from torchweld.ops.experts.grouped import Form
 
 # Names of the parameters, as transformers has them.
@@ -28,34 +30,50 @@ _EXPERTS, _HIDDEN, _WIDTH, _TOKENS = 3, 6, 8, 16
 _NEAR = 1e-5
 
 
-def run_experts(
+def _find_inputs(
     module: Any, form: Form, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """The module's result by experts_mlp; its weights are read at each call."""
+) -> tuple[Any, ...]:
+    """The arguments of experts_mlp's op; the module's parameters are read at each call."""
     first = _FIRST[0] if form.gated else _FIRST[1]
-    return functional.experts_mlp(
-        x,
-        getattr(module, first),
-        module.down_proj,
-        indices,
-        weights,
-        gate_up_bias=getattr(module, f"{first}_bias", None),
-        down_bias=getattr(module, f"{_LAST}_bias", None),
-        **form._asdict(),
+    biases = [getattr(module, f"{name}_bias", None) for name in (first, _LAST)]
+    return (x, getattr(module, first), module.down_proj, indices, weights, *biases, *form, False)
+
+
+def run_experts(module: Any, form: Form, *arguments: torch.Tensor) -> torch.Tensor:
+    """The module's result by experts_mlp."""
+    x, gate_up, down, indices, weights, gate_up_bias, down_bias, *_ = _find_inputs(
+        module, form, *arguments
     )
+    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    return functional.experts_mlp(x, gate_up, down, indices, weights, **biases, **form._asdict())
 
 
 class Experts(Weld):
-    """experts_mlp on the module's parameters; on a GPU, where it has no kernel, its own forward."""
+    """experts_mlp on the module's parameters.
+
+    On a GPU the class's own forward runs, such as transformers' grouped_mm, if no kernel serves:
+    the op's eager form is slower.
+    """
 
     weld_takes = 3
     weld_form: Form
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.weld_arguments(args, kwargs)
-        if arguments is None or not arguments[0].is_cpu:
+        if arguments is None or not self._serves(arguments):
             return self.welded_from.forward(self, *args, **kwargs)
         return run_experts(self, self.weld_form, *arguments)
+
+    def _serves(self, arguments: tuple[Any, ...]) -> bool:
+        if _is_on_cpu(arguments[0]):
+            return True
+        inputs = _find_inputs(self, self.weld_form, *arguments)
+        return choose_automatically(mlp.OP, inputs) in mlp.OP.backends
+
+
+def _is_on_cpu(x: torch.Tensor) -> bool:
+    """Whether a tensor is on the CPU. Tests replace this function."""
+    return x.is_cpu
 
 
 def find_experts(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
@@ -72,8 +90,8 @@ def find_experts(module: torch.nn.Module, view: View) -> Iterator[Proposal | Lef
         yield Left(module, what, found)
         return
     kind = in_words((found.activation, found.approximate))
-    # The activation may be welded, too: the module's own forward calls it, which serves a GPU.
-    change = Change(module, Experts, f"on the CPU experts_mlp ({kind})", {"form": found})
+    # The activation may be welded, too: the module's own forward calls it, which may serve a GPU.
+    change = Change(module, Experts, f"experts_mlp ({kind})", {"form": found})
     yield Proposal(module, what, (change,), module, tried=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -385,6 +386,20 @@ def _join_sizes(form: Form, gate: torch.Tensor, up: torch.Tensor) -> torch.Tenso
     )
 
 
+# Experts of a sample.
+_FEW = 8
+
+
+def _take_sample(inputs: Sequence[Any], rows: int) -> tuple[Any, ...]:
+    """The first tokens and experts: float64 copies of all experts might not fit the memory."""
+    x, gate_up, down, indices, weights, gate_up_bias, down_bias, *how = inputs
+    x, indices, weights = (t.flatten(0, -2)[:rows] for t in (x, indices, weights))
+    is_known = (indices >= 0) & (indices < gate_up.shape[0])
+    indices = torch.where(is_known, indices % _FEW, indices)
+    factors = [None if t is None else t[:_FEW] for t in (gate_up, down, gate_up_bias, down_bias)]
+    return (x, *factors[:2], indices, weights, *factors[2:], *how)
+
+
 def _route(leading: tuple[int, ...], top: int, experts: int, skipped: bool = False) -> Made:
     """Indices, skewed to the first experts; `skipped` adds some outside [0, experts)."""
 
@@ -490,11 +505,11 @@ OP = Composite(
         "cpu": activations.SOURCES["cpu"],
         "triton": (grouped.TRITON_SOURCE, *activations.SOURCES["triton"]),
     },
-    made_of="on the CPU torch's GEMMs, expert by expert; on the GPU grouped GEMMs in Triton. Between"
-    " or within them {}",
+    made_of="torch's GEMMs, expert by expert, on the GPU grouped ones in Triton; among them {}",
     saves="input, the result of the first GEMMs and the order of the rows; with `recompute`, no"
     " result of a GEMM",
     samples=_samples(),
+    sample=_take_sample,
     # Layers of OLMoE and, with half of its experts, Qwen3-30B-A3B.
     benchmarks=(
         arguments((512,), 8, 64, (2048, 1024, 2048)),

@@ -1,0 +1,203 @@
+"""experts_mlp's Triton kernels in the interpreter, or on a GPU.
+
+Tiles are small here, so that few rows fill several; one test takes the GPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+
+from conftest import PLACES, running_at
+from oracle import exact, incoming, run
+from torchweld.ops.experts import grouped, mlp
+from torchweld.registry import Made, materialize
+
+pytest.importorskip("triton")
+experts = pytest.importorskip("torchweld.triton_kernels.experts")
+experts_rows = pytest.importorskip("torchweld.triton_kernels.experts_rows")
+tile = pytest.importorskip("torchweld.triton_kernels.tile")
+
+PLACE = "gpu-triton" if torch.cuda.is_available() else "interpreter"
+DEVICE = PLACES[PLACE][1]
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.skipif(PLACES[PLACE][2] is not None, reason=str(PLACES[PLACE][2])),
+]
+
+OP = mlp.OP
+# Rows of a tile.
+ROWS = 16
+SMALL = experts.Tiles(
+    tile.Tile(ROWS, 32, 16, 4, 3),
+    tile.Tile(ROWS, 16, 16, 4, 3),
+    tile.Tile(ROWS, 64, 16, 4, 3),
+    tile.Tile(16, 32, 16, 4, 3),
+)
+
+
+@pytest.fixture(autouse=True)
+def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in experts.TILES:
+        monkeypatch.setitem(experts.TILES, name, SMALL)
+    with running_at(PLACE, monkeypatch):
+        yield
+
+
+def _make(sample: Any, dtype: torch.dtype = torch.float32, **how: Any) -> list[Any]:
+    return materialize(sample, dtype, DEVICE, **how)
+
+
+def _assert_bounded(inputs: Any) -> dict[str, torch.Tensor]:
+    """Errors within 16 roundings of the sum of terms; a wrong index is off by about 1."""
+    oracle = exact(OP, inputs)
+    terms = OP.numerics.terms(*inputs, grad_y=incoming(oracle["y"]))
+    info = torch.finfo(inputs[0].dtype)
+    found = run(OP, inputs)
+    for name, value in found.items():
+        bound = 8 * info.eps * terms[name] + info.smallest_normal
+        assert torch.all((value - oracle[name]).abs() <= bound), name
+    return found
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("form", mlp.FORMS)
+def test_every_form(form: str, biases: bool) -> None:
+    """Widths that are no multiples of tiles; some indices are skipped, some occur twice."""
+    sizes = (24, 20, 28) if biases else (7, 13, 5)
+    sample = mlp.arguments((40,), 3, 4, sizes, mlp.FORMS[form], biases=biases, skipped=True)
+    _assert_bounded(_make(sample))
+
+
+@pytest.mark.parametrize("form", ["gated", "plain", "gpt_oss", "weights_first"])
+@pytest.mark.parametrize("size", experts.TILES)
+def test_tiles_of_gpus(size: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows for a tile and part of another; widths like 2880, a multiple of 64 and not of 128.
+
+    Router weights are float32 beside 16-bit rows. The interpreter has no bfloat16.
+    """
+    monkeypatch.undo()
+    chosen = experts.TILES[size]
+    with monkeypatch.context() as patch, running_at(PLACE, patch):
+        patch.setattr(experts, "choose_tiles", lambda *_: chosen)
+        # Limits and zeros, where 16 bits round to another side, are in test_every_form.
+        how = mlp.FORMS["gated" if form == "plain" else form]
+        how = mlp._vary(gated=False, activation="gelu") if form == "plain" else how
+        how = (*how[:6], None, *how[7:])
+        sample = mlp.arguments((140,), 2, 3, (192, 104, 200), how, biases=True, skipped=True)
+        inputs = _make(sample, torch.float16)
+        inputs[4] = inputs[4].float()
+        assert _assert_bounded(inputs)["grad_weights"].dtype == torch.float32
+
+
+counts = st.lists(st.sampled_from([0, 1, ROWS - 1, ROWS, ROWS + 1, 40]), min_size=1, max_size=5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(counts=counts, top=st.integers(1, 4), skipped=st.sampled_from([0, 3]), data=st.data())
+def test_every_routing(counts: list[int], top: int, skipped: int, data: st.DataObject) -> None:
+    ids = [e for e, n in enumerate(counts) for _ in range(n)]
+    ids += [len(counts)] * skipped + [-1] * skipped
+    ids += [0] * (-len(ids) % top)
+    indices = torch.tensor(data.draw(st.permutations(ids)), dtype=torch.int64).view(-1, top)
+    form = data.draw(st.sampled_from([*mlp.FORMS.values()]))
+    sample = mlp.arguments((len(indices),), top, len(counts), (10, 12, 10), form, biases=True)
+    kind = data.draw(st.sampled_from([torch.int64, torch.int32]))
+    _assert_bounded(_make((*sample[:3], Made(lambda: indices.to(kind)), *sample[4:])))
+
+
+def test_skipped_rows_are_zero_whatever_their_weights() -> None:
+    indices = torch.tensor([[0, 3], [3, 7], [-1, 1]])
+    sample = mlp.arguments((3,), 2, 3, (10, 12, 10), biases=True)
+    inputs = _make((*sample[:3], Made(lambda: indices), *sample[4:]))
+    is_skipped = (inputs[3] < 0) | (inputs[3] > 2)
+    found = run(OP, inputs)
+    inputs[4] = inputs[4].masked_fill(is_skipped, torch.nan)
+    for name, value in run(OP, inputs).items():
+        assert torch.equal(value, found[name]), name
+    assert not found["y"][1].any()
+    assert not found["grad_input"][1].any()
+    assert not found["grad_weights"][is_skipped].any()
+    assert not found["grad_gate_up"][2].any()
+
+
+def test_views_serve_as_their_copies_do() -> None:
+    """Rows, factors and weights whose strides are not their sizes, and which are not aligned."""
+    sample = mlp.arguments((40,), 2, 3, (32, 16, 32), biases=True)
+    inputs = _make(sample)
+    views = list(inputs)
+    for at in (0, 1, 2, 4, 5, 6):
+        padded = torch.cat([inputs[at].new_zeros((*inputs[at].shape[:-1], 3)), inputs[at]], -1)
+        views[at] = padded[..., 3:]
+    for name, value in run(OP, views).items():
+        assert torch.equal(value, run(OP, inputs)[name]), name
+
+
+@pytest.mark.parametrize("form", ["gated", "gpt_oss", "weights_first"])
+def test_bits(form: str) -> None:
+    """They are the same in every run, and do not depend on the order of other tokens.
+
+    Except in the interpreter, where NumPy's products of a row depend on the row's place.
+    """
+    inputs = _make(mlp.arguments((50,), 3, 4, (24, 20, 28), mlp.FORMS[form], biases=True))
+    found = run(OP, inputs)
+    assert all(torch.equal(value, found[name]) for name, value in run(OP, inputs).items())
+    if PLACE == "interpreter":
+        return
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    moved = [value[order] if at in (0, 3, 4) else value for at, value in enumerate(inputs)]
+    assert torch.equal(OP.fused("triton", *moved), found["y"][order])
+
+
+@pytest.mark.parametrize("form", ["gated", "recomputed", "weights_first"])
+def test_each_gradient_by_itself(form: str) -> None:
+    """It has the bits that it has among all."""
+    inputs = _make(mlp.arguments((30,), 2, 3, (24, 20, 28), mlp.FORMS[form], biases=True))
+    every = run(OP, inputs)
+    names = OP.forward_signature.arguments
+    for name in OP.differentiable:
+        leaf = inputs[names.index(name)].detach().requires_grad_()
+        given = [leaf if names[at] == name else value for at, value in enumerate(inputs)]
+        y = OP.fused("triton", *given)
+        (found,) = torch.autograd.grad(y, [leaf], incoming(y))
+        assert torch.equal(found, every[f"grad_{name}"]), name
+
+
+def test_no_tokens() -> None:
+    inputs = _make(mlp.arguments((0,), 2, 3, (8, 5, 3), biases=True))
+    for name, value in run(OP, inputs).items():
+        assert not value.any(), name
+
+
+@pytest.mark.parametrize("form", ["gated", "recomputed", "transposed"])
+def test_fakes(form: str) -> None:
+    """Fake results have the shapes and dtypes of the kernels'."""
+    *given, recompute = _make(mlp.arguments((30,), 2, 3, (24, 20, 28), mlp.FORMS[form]))
+    found = grouped.TRITON_FORWARD(*given, not recompute)
+    grads = grouped.TRITON_BACKWARD(*found, *given, *[True] * 6)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for v in given]
+        like = grouped.TRITON_FORWARD(*fakes, not recompute)
+        like_grads = grouped.TRITON_BACKWARD(*like, *fakes, *[True] * 6)
+    for a, b in zip((*found, *grads), (*like, *like_grads), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+@pytest.mark.parametrize("counted", [[0, 40, 1, 16, 17, 0], [0], [15], [64, 0]])
+def test_every_row_is_in_one_tile(counted: list[int]) -> None:
+    ids = torch.cat([torch.full((n,), e, device=DEVICE) for e, n in enumerate(counted)])
+    ids = torch.cat([ids, ids.new_full((3,), len(counted))])
+    saved, steps = experts_rows.sort(ids.flip(0), len(counted))
+    order = experts_rows.split_order(saved, len(ids), len(counted))
+    places, step = experts_rows.map_tiles(order, ROWS)
+    experts.run(ids, *steps, step)
+    found = [(e, range(first, min(first + ROWS, end))) for e, first, end in places.t().tolist()]
+    rows = [(e, row) for e, these in found if e >= 0 for row in these]
+    assert rows == [(e, row) for row, e in enumerate(sorted(ids.tolist())) if e < len(counted)]
+    assert [e for e, _ in found if e >= 0] == sorted(e for e, _ in found if e >= 0)
