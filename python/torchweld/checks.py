@@ -28,9 +28,10 @@ def can_read(*tensors: torch.Tensor | None) -> bool:
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         return False
     is_batched = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched=True
-    return all(
-        t is None or (type(t) in _PLAIN and not t.is_meta and not is_batched(t)) for t in tensors
-    )
+    for t in tensors:
+        if t is not None and (type(t) not in _PLAIN or t.is_meta or is_batched(t)):
+            return False
+    return True
 
 
 def names(dtypes: Sequence[torch.dtype]) -> str:

@@ -446,7 +446,7 @@ def test_compiled_steps_compute_logits_once(
 def test_graphs_know_the_strides_of_results(needs: tuple[bool, ...]) -> None:
     """Also the gradients' strides, for a transposed input and weight."""
     x, weight = (torch.randn(16, n).t() for n in (70, 300))
-    layer = (x, weight, torch.randn(300), 40_000, None, True, False, 300)
+    layer = (x, weight, torch.randn(300), 40_000, x.dtype, True, False, 300)
     how = (torch.arange(70)[:, None], None, None, None, 1.0, 0.0)
     grads = torch.randn(70, 5), torch.randn(70, 1)
     ops = torch.ops.torchweld

@@ -423,7 +423,7 @@ def test_only_a_gpu_pads_logits(classes: int, dtype: torch.dtype) -> None:
     with FakeTensorMode():
         for device, width in (("cpu", classes), ("cuda", -(-classes // each) * each)):
             x, weight = (torch.empty(n, 64, dtype=dtype, device=device) for n in (9000, classes))
-            layer = chunks.Layer(x, weight, None, 2**28, None, True, False, classes)
+            layer = chunks.Layer(x, weight, None, 2**28, x.dtype, True, False, classes)
             needs = chunks.Needs(True, False, False)
             taken = chunks.count_bytes_of_row(layer, False, needs)
             assert taken == width * dtype.itemsize
@@ -441,7 +441,7 @@ def test_the_table_of_memory_is_current() -> None:
         dtype = getattr(torch, name)
         x = torch.empty(16384, int(features), dtype=dtype, device="meta")
         weight = torch.empty(int(classes), int(features), dtype=dtype, device="meta")
-        layer = chunks.Layer(x, weight, None, 2**28, None, True, False, int(classes))
+        layer = chunks.Layer(x, weight, None, 2**28, x.dtype, True, False, int(classes))
         needs = (True, True, False)
         each = chunks.find_rows("", layer, chunks.Needs(*needs))
         kept = chunks.keeps_sums(layer, chunks.Needs(*needs), each)

@@ -62,6 +62,7 @@ def _make_step() -> Callable[[], Any]:
 
 
 X, WEIGHT, COLUMNS = _leaf(256, 512), _leaf(512, 512), _leaf(512)
+CLASSES = torch.randint(0, 2048, (256,))
 ENCODER_LAYER = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
 LAYOUT = BlockLayout.sliding_window(128, 3, block=32)
 WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
@@ -92,6 +93,11 @@ WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
         lambda: torchweld.fuse(nn.TransformerEncoder(ENCODER_LAYER, 2)),
         600,
         14,
+    ),
+    "linear_cross_entropy": (
+        _train(lambda x, w: functional.linear_cross_entropy(x, w, CLASSES), X, _leaf(2048, 512)),
+        173,
+        18,
     ),
     "linear_gelu": (_train(functional.linear_gelu, X, WEIGHT, COLUMNS), 21, 11),
 }

@@ -38,18 +38,14 @@ class Layer(NamedTuple):
     weight: torch.Tensor  # [V, F]
     bias: torch.Tensor | None  # [V]
     memory: int
-    logits_dtype: torch.dtype | None  # None: the input's
+    logits_dtype: torch.dtype
     float32_sums: bool
     batch_invariant: bool
     widest: int  # the most classes that any of the devices that share the vocabulary has
 
-    def find_dtype(self) -> torch.dtype:
-        """The dtype of the logits."""
-        return self.logits_dtype or self.input.dtype
-
     def is_widened(self) -> bool:
         """Whether the factors are converted to the logits' dtype."""
-        return self.find_dtype() != self.input.dtype
+        return self.logits_dtype != self.input.dtype
 
 
 class Needs(NamedTuple):
@@ -85,7 +81,7 @@ def _pad(layer: Layer, width: int) -> int:
     """Count the elements from one row of logits to the next."""
     if not _pads_rows(layer.input.device):
         return width
-    each = _LINE // layer.find_dtype().itemsize
+    each = _LINE // layer.logits_dtype.itemsize
     return -(-width // each) * each
 
 
@@ -97,7 +93,7 @@ def _divide_classes(layer: Layer) -> list[slice]:
     come first, so that their sums are rounded to 16 bits while they are small.
     """
     width = layer.weight.shape[0]
-    even = width - width % (_ACCESS // layer.find_dtype().itemsize)
+    even = width - width % (_ACCESS // layer.logits_dtype.itemsize)
     if not _pads_rows(layer.input.device) or even in (0, width):
         return [slice(None)]
     return [slice(even, None), slice(0, even)]
@@ -108,8 +104,8 @@ def count_bytes_of_row(layer: Layer, drops: bool, needs: Needs) -> int:
     width, features = _pad(layer, layer.widest), layer.weight.shape[1]
     size = layer.input.element_size()
     copies = int(drops) + int((drops or layer.is_widened()) and needs.input)
-    in_blocks = layer.find_dtype().itemsize if layer.is_widened() else 0
-    return width * layer.find_dtype().itemsize + features * (copies * size + 2 * in_blocks)
+    in_blocks = layer.logits_dtype.itemsize if layer.is_widened() else 0
+    return width * layer.logits_dtype.itemsize + features * (copies * size + 2 * in_blocks)
 
 
 def _has_blocks(layer: Layer, needs: Needs) -> bool:
@@ -200,7 +196,7 @@ class _Gemms:
         x, weight = layer.input, layer.weight
         width = weight.shape[0]
         strides = (_pad(layer, width), 1)
-        self._buffer = x.new_empty_strided((each, width), strides, dtype=layer.find_dtype())
+        self._buffer = x.new_empty_strided((each, width), strides, dtype=layer.logits_dtype)
         self._block = _block(layer)
         self._parts = _divide_classes(layer)
         self._has_total = total is not None
@@ -223,12 +219,12 @@ class _Gemms:
             x = torch.cat([x, x.new_zeros(len(self._buffer) - count, x.shape[1])])
             logits = self._buffer
         for at in self._blocks() if layer.is_widened() else self._parts:
-            weight, part = layer.weight[at].to(layer.find_dtype()), logits[:, at]
+            weight, part = layer.weight[at].to(layer.logits_dtype), logits[:, at]
             if bias is None:
-                torch.mm(x.to(layer.find_dtype()), weight.t(), out=part)
+                torch.mm(x.to(layer.logits_dtype), weight.t(), out=part)
             else:
                 torch.addmm(
-                    bias[at].to(layer.find_dtype()), x.to(layer.find_dtype()), weight.t(), out=part
+                    bias[at].to(layer.logits_dtype), x.to(layer.logits_dtype), weight.t(), out=part
                 )
         return self._buffer[:count]
 
@@ -243,7 +239,7 @@ class _Gemms:
             return
         total = grad.new_zeros(out.shape)
         for at in self._blocks():
-            total.addmm_(grad[:, at], layer.weight[at].to(layer.find_dtype()))
+            total.addmm_(grad[:, at], layer.weight[at].to(layer.logits_dtype))
         out.copy_(total)
 
     def add_grad_weight(self, grad: torch.Tensor, x: torch.Tensor) -> None:
@@ -328,7 +324,7 @@ def run_forward(
 def _make_results(
     layer: Layer, target: torch.Tensor, argmax: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    kind, count = rows.accumulate_type(layer.find_dtype()), target.shape[0]
+    kind, count = rows.accumulate_type(layer.logits_dtype), target.shape[0]
     statistics = layer.input.new_zeros((count, rows.STATISTICS), dtype=kind)
     statistics[:, rows.SUM] = 1
     picked = layer.input.new_zeros(target.shape, dtype=kind)

@@ -116,14 +116,11 @@ def linear_cross_entropy(
         raise ArgumentError(name, "ignore_index", ignore_index, "None with probabilities")
     place, parts = sharded.find_place(name, input, linear_weight, linear_bias)
     input, linear_weight, linear_bias = parts
-    shared = None if place is None else place.classes
-    if place is not None:
-        target, token_weights, temperature = (
-            place.take_target(target),
-            place.take_rows("token_weights", token_weights),
-            place.take_rows("temperature", temperature),
-        )
-        weight = place.take_whole("weight", weight)
+    shared = place.classes
+    target = place.take_target(target)
+    token_weights = place.take_rows("token_weights", token_weights)
+    temperature = place.take_rows("temperature", temperature)
+    weight = place.take_whole("weight", weight)
     layer = _make_layer(
         name,
         input,
@@ -157,7 +154,7 @@ def linear_cross_entropy(
         logit_scale=logit_scale,
         softcap=softcap,
         temperature=temperature,
-        dtype=layer.find_dtype(),
+        dtype=layer.logits_dtype,
     )
     loss = reductions.check_loss(
         name,
@@ -171,8 +168,7 @@ def linear_cross_entropy(
     factors, count = loss.make_factors(labels.classes, how)
     needs = _find_needs(layer)
     chunks.check_memory(name, layer, needs)
-    add_up, wrap = (_keep, _keep) if place is None else (place.add_up, place.wrap)
-    count = add_up(count) if reduction == "mean" else count
+    count = place.add_up(count) if reduction == "mean" else count
     target = labels.classes
     if shared is not None:
         target, how = sharded.take_classes(shared, target), sharded.take_weights(shared, how)
@@ -181,15 +177,15 @@ def linear_cross_entropy(
     if not into_grad and _keeps_gradients(layer, loss, return_lse, how, needs, shared):
         if reduction == "mean":
             factors = factors.divide(count)
-        made = add_up(of_linear.find_total(layer, target, how, factors, shared, needs))
+        made = place.add_up(of_linear.find_total(layer, target, how, factors, shared, needs))
         if reduction == "mean":
             made = torch.where(count == 0, torch.nan, made)
-        return wrap(made.to(kind or made.dtype))
+        return place.wrap(made.to(kind or made.dtype))
     rows = _find(layer, target, how, factors.find_wanted(), shared, into_grad)
-    made = loss.reduce(rows, factors, count, add_up)
+    made = loss.reduce(rows, factors, count, place.add_up)
     made = made.reshape(leading) if reduction == "none" else made
-    made = wrap(made.to(kind or made.dtype))
-    return (made, wrap(rows.lse.reshape(leading))) if return_lse else made
+    made = place.wrap(made.to(kind or made.dtype))
+    return (made, place.wrap(rows.lse.reshape(leading))) if return_lse else made
 
 
 def linear_logprobs(
@@ -256,10 +252,9 @@ def linear_logprobs(
             return of_torch
     place, parts = sharded.find_place(name, input, linear_weight, linear_bias)
     input, linear_weight, linear_bias = parts
-    shared = None if place is None else place.classes
-    if place is not None:
-        target = place.take_rows("target", target)
-        temperature = place.take_rows("temperature", temperature)
+    shared = place.classes
+    target = place.take_rows("target", target)
+    temperature = place.take_rows("temperature", temperature)
     layer = _make_layer(
         name,
         input,
@@ -289,7 +284,7 @@ def linear_logprobs(
         logit_scale=logit_scale,
         softcap=softcap,
         temperature=temperature,
-        dtype=layer.find_dtype(),
+        dtype=layer.logits_dtype,
     )
     chunks.check_memory(name, layer, _find_needs(layer))
     wanted = Wanted(entropy=return_entropy, argmax=return_argmax)
@@ -300,8 +295,7 @@ def linear_logprobs(
     made = [rows.log_probabilities.reshape(target.shape)]
     beside = ((return_entropy, rows.entropy), (return_lse, rows.lse), (return_argmax, rows.argmax))
     made += [result.reshape(leading) for asked, result in beside if asked]
-    if place is not None:
-        made = [place.wrap(result) for result in made]
+    made = [place.wrap(result) for result in made]
     return tuple(made) if len(made) > 1 else made[0]
 
 
@@ -351,7 +345,6 @@ def _make_layer(
         memory = chunks.find_memory(input.device)
     elif type(memory) is not int:
         raise ArgumentError(function, "memory", repr(memory), "a number of bytes, an int, or None")
-    of_logits = None if logits_dtype == input.dtype else logits_dtype
     flat = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     if accumulate == "grad" and not (original is weight and original.is_leaf and _is_plain(shared)):
         accepted = (
@@ -361,7 +354,9 @@ def _make_layer(
         raise ArgumentError(function, "accumulate", "'grad'", accepted)
     widest = weight.shape[0] if shared is None else shared.most
     sums = accumulate == "float32"
-    return Layer(flat, weight, bias, memory, of_logits, sums, batch_invariant, widest)
+    return Layer(
+        flat, weight, bias, memory, logits_dtype or input.dtype, sums, batch_invariant, widest
+    )
 
 
 def _is_plain(shared: Classes | None) -> bool:
@@ -471,7 +466,3 @@ def _find(
         accepted = "one that no transform sees: devices share its classes"
         raise ArgumentError(_CROSS_ENTROPY, "linear_weight", why_not_now(), accepted)
     return of_linear.find_by_reference(layer, target, how, wanted)
-
-
-def _keep(x: Any) -> Any:
-    return x

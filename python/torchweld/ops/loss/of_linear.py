@@ -22,7 +22,7 @@ from torchweld.ops.loss.sharded import Classes
 from torchweld.ops.opaque import define_opaque
 
 _LAYER = (
-    "Tensor input, Tensor linear_weight, Tensor? bias, int memory, ScalarType? logits_dtype,"
+    "Tensor input, Tensor linear_weight, Tensor? bias, int memory, ScalarType logits_dtype,"
     " bool float32_sums, bool batch_invariant, SymInt widest"
 )
 _HOW = (
@@ -51,7 +51,7 @@ def _forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
 
 def _fake_forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     layer, target, _, wanted = _split(inputs)
-    kind, count = rows.accumulate_type(layer.find_dtype()), target.shape[0]
+    kind, count = rows.accumulate_type(layer.logits_dtype), target.shape[0]
     return (
         layer.input.new_empty(target.shape, dtype=kind),
         layer.input.new_empty((count, rows.STATISTICS), dtype=kind),
@@ -123,7 +123,7 @@ _run_both = define_opaque(
 
 def find_by_reference(layer: Layer, target: torch.Tensor, how: How, wanted: Wanted) -> RowResults:
     """The results by plain torch, with all logits at once."""
-    kind = layer.find_dtype()
+    kind = layer.logits_dtype
     bias = None if layer.bias is None else layer.bias.to(kind)
     logits = torch.nn.functional.linear(layer.input.to(kind), layer.weight.to(kind), bias)
     return results.reference(logits, target, how, wanted)

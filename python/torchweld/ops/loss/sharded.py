@@ -92,6 +92,25 @@ def combine(
     return packed[:, len(sums) :].contiguous(), whole, argmax
 
 
+class Whole:
+    """The place of plain tensors: this device has all rows and classes."""
+
+    classes = None
+
+    @staticmethod
+    def take_rows(_: str, value: Any) -> Any:
+        """All rows of a tensor."""
+        return value
+
+    @staticmethod
+    def keep(value: Any) -> Any:
+        """What needs no exchange."""
+        return value
+
+    take_whole = take_rows
+    take_target = add_up = wrap = keep
+
+
 class Place(NamedTuple):
     """The rows and classes that this device holds of tensors on a mesh."""
 
@@ -163,13 +182,10 @@ class Place(NamedTuple):
         )
 
 
-def find_place(function: str, input: Any, weight: Any, bias: Any) -> tuple[Place | None, Any]:
-    """Where this device's part of the work is, and its input, weight and bias.
-
-    The place is None if no argument is a DTensor.
-    """
+def find_place(function: str, input: Any, weight: Any, bias: Any) -> tuple[Place | Whole, Any]:
+    """Where this device's part of the work is, and its input, weight and bias."""
     if not any(map(is_dtensor, (input, weight, bias))):
-        return None, (input, weight, bias)
+        return Whole(), (input, weight, bias)
     if not is_dtensor(input):
         accepted = (
             "a DTensor, as linear_weight is: from_local(input, mesh, [Replicate()]) where devices "

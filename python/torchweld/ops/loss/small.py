@@ -26,9 +26,8 @@ _FLOATS = (torch.float32, torch.float64)
 def asks_no_more(z_loss: Any, options: Sequence[Any], *flags: Any) -> bool:
     """Whether these options of ours have their defaults."""
     plain = not isinstance(z_loss, bool) and isinstance(z_loss, checks.NUMBER) and z_loss == 0
-    return (
-        plain and all(option is None for option in options) and all(flag is False for flag in flags)
-    )
+    given = [option for option in options if option is not None]
+    return plain and not given and not [flag for flag in flags if flag is not False]
 
 
 def cross_entropy(
@@ -77,19 +76,19 @@ def linear_logprobs(
 
 def _are_plain(*tensors: Any) -> bool:
     """Whether torch's ops may serve these tensors: on a CPU, of one dtype that torch sums in."""
-    given = [t for t in tensors if t is not None]
-    x = given[0]
-    return (
-        choice.forced is None
-        and not torch.compiler.is_compiling()
-        and is_ordinary()
-        and why_not_now() is None
-        and not checks.autocasts("cpu")
-        and all(type(t) in PLAIN and t.is_cpu and t.dtype is x.dtype for t in given)
-        and all(t.layout is torch.strided and not t.is_nested for t in given)
-        and x.dtype in _FLOATS
-        and x.ndim > 0
-    )
+    if choice.forced is not None or torch.compiler.is_compiling() or not is_ordinary():
+        return False
+    if why_not_now() is not None or checks.autocasts("cpu"):
+        return False
+    x = tensors[0]
+    for t in tensors:
+        if t is None:
+            continue
+        if type(t) not in PLAIN or not t.is_cpu or t.dtype is not x.dtype:
+            return False
+        if t.layout is not torch.strided or t.is_nested:
+            return False
+    return x.dtype in _FLOATS and x.ndim > 0
 
 
 def _has_few(input: torch.Tensor, weight: torch.Tensor) -> bool:
