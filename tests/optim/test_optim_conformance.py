@@ -30,11 +30,13 @@ pytestmark = pytest.mark.lane
 
 
 def _torchs_data() -> Any:
-    """Its import needs a package for other tests, and changes global settings."""
+    """Its import needs a package for other tests, warns, and changes global settings."""
     sys.modules.setdefault("expecttest", types.SimpleNamespace(TestCase=unittest.TestCase))  # type: ignore[arg-type]
     frozen = torch.backends.flags_frozen()
     try:
-        return importlib.import_module("torch.testing._internal.common_optimizers")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module("torch.testing._internal.common_optimizers")
     finally:
         if not frozen:
             torch.backends.__allow_nonbracketed_mutation_flag = True

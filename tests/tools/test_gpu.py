@@ -208,7 +208,7 @@ def test_what_a_record_replaces_and_keeps(tmp_path: Path) -> None:
 # --- Faults -----------------------------------------------------------------------------------
 
 # After a planted fault every later test of its process fails, as after a kernel's fault on a GPU.
-_TESTS = """
+_TESTS = """# in place of mark.targets
 import os, time
 import pytest
 
