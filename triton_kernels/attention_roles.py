@@ -6,7 +6,7 @@ padding and mask bits, with heads of 64, 128 or 256, blocks of 64 or 128, and st
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,8 @@ from .contest import Tile
 from .gluon_names import TensorDescriptor, gl
 from .launch import Launch, launch, processors
 
-# block_sparse_attention.py, which imports this file, has the class of calls.
-# Until a GPU has run them: whether these kernels are timed against the others.
-OFFERED = os.environ.get("TORCHWELD_ROLES") == "1"
+# Heads and blocks of which an H200 is faster with them: there, they serve by rule.
+FASTER = {(128, 128), (64, 64)}
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _CACHED = 24 << 20  # bytes of keys and values that stay in L2
 
@@ -59,10 +58,19 @@ def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
 
 
-def offered_tiles(call: Any, kernel: str, grad_y: torch.Tensor | None = None) -> tuple[Tile, ...]:
-    """The tiles with roles that are timed against a call's others."""
-    is_strided = grad_y is None or _is_strided(grad_y)
-    return tiles_with_roles(call, kernel) if OFFERED and is_strided else ()
+def runs_on(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def add_tiles(
+    call: Any, kernel: str, tiles: Sequence[Tile], grad_y: torch.Tensor | None
+) -> tuple[Tile, ...]:
+    """A call's tiles and those with roles. The first one serves by rule."""
+    if not runs_on(call.q.device) or not (grad_y is None or _is_strided(grad_y)):
+        return tuple(tiles)
+    offered = tiles_with_roles(call, kernel)
+    is_faster = (call.options["WIDTH"], call.options["BLOCK"]) in FASTER
+    return (*offered, *tiles) if is_faster else (*tiles, *offered)
 
 
 def tiles_with_roles(call: Any, kernel: str) -> tuple[Tile, ...]:
@@ -73,11 +81,11 @@ def tiles_with_roles(call: Any, kernel: str) -> tuple[Tile, ...]:
     tile = Tile(block, 64, block // 16 + 4, 2 if width == 128 and block == 64 else 3, roles=True)
     per_head = call.columns.strides[1] > 0 and call.group > 1
     if kernel == FORWARD:
-        taken = 64 if width == 256 else block
-        return (tile._replace(taken=taken, stages=2 if width > 64 else 3),)
-    # For wider heads, sums of keys and of values would not fit the registers.
-    serves = width < 256 and (kernel == QUERIES or (kernel == BOTH and not per_head))
-    return (tile,) if serves else ()
+        tile = tile._replace(taken=64 if width == 256 else block, stages=2 if width > 64 else 3)
+    elif width == 256 or kernel not in (QUERIES, BOTH) or (kernel == BOTH and per_head):
+        return ()  # of heads of 256, sums of keys and of values would not fit the registers
+    # Where a few lines are long, programs of one line share the work more evenly.
+    return (tile._replace(persistent=True), tile)
 
 
 def _options(call: Any, tile: Tile, consumers: int) -> dict[str, Any]:
@@ -95,6 +103,8 @@ def _options(call: Any, tile: Tile, consumers: int) -> dict[str, Any]:
 
 
 def _grid(call: Any, tile: Tile, count: int) -> int:
+    if not tile.persistent:
+        return count
     alone = tile.own > 64 or call.options["WIDTH"] > 128
     return min(count, (1 if alone else 2) * processors(call.q.device))
 

@@ -148,7 +148,7 @@ def tiles_of(
 
 def _shrink(tile: Tile, block: int, line: int) -> Tile:
     """Limit a tile to a block, and to part of a line, whose last tile is half empty on average."""
-    own, taken, warps, stages, _ = tile
+    own, taken, warps, stages, *_ = tile
     if block < own:
         own, warps = block, max(warps * block // own, 4)
     while taken > 32 and 4 * taken > line:

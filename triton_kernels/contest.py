@@ -22,10 +22,12 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     roles: bool = False  # of the warps: one copies, others multiply
+    persistent: bool = False  # as many programs as fit the GPU
 
     def __str__(self) -> str:
         words = f"{self.own} x {self.taken} by {self.warps} warps, {self.stages} stages"
-        return f"{words}, with roles" if self.roles else words
+        words += ", with roles" if self.roles else ""
+        return f"{words}, persistent" if self.persistent else words
 
 
 class Contest(NamedTuple):

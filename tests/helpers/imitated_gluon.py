@@ -287,7 +287,10 @@ class _Program:
             return _Barriers(shape[0])
         unfenced = [set[int]() for _ in range(shape[0])]
         self.unfenced += unfenced
-        return _Memory(np.full(shape, np.nan, np.float32), unfenced, kind)
+        empty = (
+            np.full(shape, -1, np.int32) if kind == "int32" else np.full(shape, np.nan, np.float32)
+        )
+        return _Memory(empty, unfenced, kind)
 
     # Partitions
 
@@ -348,6 +351,7 @@ def _language(program: _Program) -> dict[str, Any]:
         bfloat16="bfloat16",
         float16="float16",
         float32="float32",
+        int32="int32",
         int64="int64",
         allocate_shared_memory=program.allocate,
         static_range=range,

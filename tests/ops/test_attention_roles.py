@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,14 @@ pytestmark = pytest.mark.skipif(
 EVERY = ["attention_roles_forward", "attention_roles_queries", "attention_roles_keys"]
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def _choose(tiles: Sequence[Any], persistent: bool) -> Any:
+    """The first tile with roles, of which some have persistent programs."""
+    with_roles = [tile for tile in tiles if tile.roles]
+    return next((t for t in with_roles if t.persistent == persistent), [*with_roles, tiles[0]][0])
+
+
+@pytest.fixture(params=[True])
+def started(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[list[str]]:
     """The kernels with roles that ran: where there is one, it serves."""
     from torchweld.triton_kernels import attention_roles, contest, launch
 
@@ -41,9 +47,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     tile_question.connect()
     monkeypatch.setattr(launch, "start", start)
-    monkeypatch.setattr(attention_roles, "OFFERED", True)
+    monkeypatch.setattr(attention_roles, "runs_on", lambda device: True)
     monkeypatch.setattr(attention_roles, "processors", lambda device: 1)
-    monkeypatch.setattr(contest, "choose", lambda on, contest: contest.tiles[-1])
+    monkeypatch.setattr(
+        contest, "choose", lambda on, contest: _choose(contest.tiles, request.param)
+    )
     with running_at("interpreter", monkeypatch):
         yield found
 
@@ -86,6 +94,7 @@ def test_results(width: int, block: int, causal: bool, started: list[str]) -> No
     assert started == (EVERY if width < 256 else EVERY[:1])
 
 
+@pytest.mark.parametrize("started", [False, True], indirect=True)
 @pytest.mark.parametrize("causal", [False, True])
 def test_heads_that_share_keys(causal: bool, started: list[str]) -> None:
     layout = BlockLayout.sliding_window(320, 3, block=64)
