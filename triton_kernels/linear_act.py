@@ -12,26 +12,20 @@ about 720; copies of 4.3 TB/s):
     (8192, 4096) x 16384     1.53        0.12        0.12         1.08x the GEMM
     (8192, 1024) x 4096      0.095       0.03        0.03         1.33x
 
-The floor of this kernel is the GEMM with one tensor more to write: 1.04x the GEMM at the first
-shape and 1.16x at the second. Without z it is the GEMM itself. The targets at the first shape are
-1.06x (tanh) and 1.09x (erf). The unfused form takes 1.08x there, so this kernel wins if its GEMM
-reaches 96% of the library's rate; at the second shape 86% are enough. Loads through pointers, as
-here, should reach 80 to 90% on that GPU: the kernel should win at the second shape and lose at the
-first. On sm_80, where loads through pointers are as fast as any, both targets are within reach.
-So all forms, the unfused one included, are timed on the GPU at hand to choose one:
+The floor of a fused kernel is the GEMM with one tensor more to write: 1.04x the GEMM at the first
+shape and 1.16x at the second. Without z it is the GEMM itself. On sm_90 `linear_act_roles.py`,
+whose warps have roles, reaches it: the end of a tile overlaps the products of the next one. This
+kernel, which loads through pointers and is for all GPUs, takes 1.26x the GEMM there, and two steps
+take 1.09x. On sm_80, where loads through pointers are as fast as any, it should win. So all forms,
+the unfused one included, are timed on the GPU at hand to choose one:
 `torchweld/ops/gemm/fused_choice.py`.
 
-A program of the simple form has one tile of y. Its epilogue for erf takes 20 operations an element.
+A program has one tile of y. Its epilogue for erf takes 20 operations an element.
 For a tile of 128 x 256 that is about 5 us, and the two stores take as long; at K = 4096 the
 products take 36 us. Tiles of 128 x 128 by eight warps in at most 128 registers (sm_90) let two
 programs share a processor, one in its epilogue while the other multiplies. Programs walk a band of
 BAND rows of tiles column by column: 132 of them then share about 8 + 17 tiles' worth of x and
 weight in L2, not 1 + 132.
-
-From sm_90 on, `linear_act_persistent.py` has a second form: it loads by descriptors (TMA), and its
-programs loop over tiles, so that an epilogue overlaps the next tile's first loads. Which form and
-tile are fastest is timed too. On sm_90 `linear_act_roles.py` has a third form, whose warps have
-roles: the end of a tile overlaps the products of the next one.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
@@ -46,11 +40,10 @@ import triton.language as tl
 
 from .act import _kind, activate
 from .launch import Launch, launch, run
-from .linear_act_persistent import CAPABILITY, fits, persistent_launch
 from .linear_act_roles import roles_launch
 from .linear_act_roles import runs_on as has_roles
 from .tensors import aligned, check_beside, contiguous, load_parameter, store
-from .tile import Tile, halves, tile_in_band
+from .tile import Tile, fits, halves, tile_in_band
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -123,15 +116,13 @@ def _finish(total, row, column, rows, columns, bias_ptr, y_ptr, z_ptr, ACTIVATIO
 # A large tile, for the most products per byte; half of it, for two programs on a processor; a tile
 # for fewer rows. The last serves elements whose loads would not fit the registers of larger tiles:
 # those loaded one by one because rows are not a multiple of 16 bytes, and float32 without tensor
-# cores. All three stages fit the shared memory of sm_80; persistent tiles are for sm_90 and later.
+# cores. All three stages fit the shared memory of sm_80; tiles with roles are for sm_90.
 _LAST = Tile(64, 64, 32, 4, 3)
 _TILES = {
     2: (
         Tile(128, 256, 64, 8, 3),
         Tile(128, 128, 64, 8, 3),
         Tile(64, 128, 64, 4, 3),
-        Tile(128, 256, 64, 8, 3, persistent=True),
-        Tile(128, 128, 64, 8, 4, persistent=True),
         Tile(128, 256, 64, 8, 3, roles=True),
         Tile(128, 128, 64, 8, 5, roles=True),
         _LAST,
@@ -152,16 +143,17 @@ def contenders(x: torch.Tensor, weight: torch.Tensor) -> list[int]:
     tensor_cores = size == 2 or precision() == "tf32"
     if not tensor_cores or inner * size % 16:
         return [every.index(_LAST)]
-    by_descriptors = (
+    roles = (
         x.is_cuda
-        and torch.cuda.get_device_capability(x.device) >= divmod(CAPABILITY, 10)
-        and fits(x.reshape(-1, inner), weight)
+        and has_roles(x.device)
+        and fits(x.reshape(-1, inner), _as_row_major(weight))
         and columns * size % 16 == 0
     )
-    # Tiles with roles have not been proven on a GPU: they run only where they are named.
-    return [
-        i for i, t in enumerate(every[:-1]) if not t.roles and (by_descriptors or not t.persistent)
-    ]
+    return [i for i, tile in enumerate(every[:-1]) if roles or not tile.roles]
+
+
+def _as_row_major(weight: torch.Tensor) -> torch.Tensor:
+    return weight if weight.stride(1) == 1 else weight.t()
 
 
 def precision() -> str:
@@ -193,11 +185,8 @@ def _linear_act_launch(
 ) -> Launch:
     (rows, inner), columns = x.shape, weight.shape[0]
     as_matrices = y.view(rows, columns), None if z is None else z.view(rows, columns)
-    row_major = weight if weight.stride(1) == 1 else weight.t()
-    if tile.roles and has_roles(x.device) and fits(x, row_major, *as_matrices):
+    if tile.roles and has_roles(x.device) and fits(x, _as_row_major(weight), *as_matrices):
         return roles_launch(x, weight, bias, *as_matrices, kind, tile)
-    if tile.persistent and fits(x, weight, *as_matrices):
-        return persistent_launch(x, weight, bias, *as_matrices, kind, tile)
     return launch(
         _linear_act,
         triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),

@@ -1,4 +1,4 @@
-"""Tiles of a GEMM's result: their sizes, their order, and their parts."""
+"""Tiles of a GEMM's result: sizes, order and parts, and the matrices that are copied by tiles."""
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
 
@@ -6,28 +6,44 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 
 class Tile(NamedTuple):
-    """The part of y that a program computes at a time: rows x columns, by `inner` products.
-
-    `persistent` programs take one tile after another, by descriptors; so do those whose warps have
-    `roles`.
-    """
+    """The part of y that a program computes at a time: rows x columns, by `inner` products."""
 
     rows: int
     columns: int
     inner: int
     warps: int
     stages: int
-    persistent: bool = False
-    roles: bool = False
+    roles: bool = False  # of warps: linear_act_roles.py
 
     def __str__(self) -> str:
-        how = ", persistent" if self.persistent else ", with roles" if self.roles else ""
+        how = ", with roles" if self.roles else ""
         return f"{self.rows} x {self.columns} x {self.inner} by {self.warps} warps{how}"
+
+
+_ALIGNMENT = 16
+
+
+def fits(*matrices: torch.Tensor | None) -> bool:
+    """Whether these matrices can have descriptors (TMA), which take contiguous, aligned rows."""
+    return all(_fits(matrix) for matrix in matrices if matrix is not None)
+
+
+def _fits(matrix: torch.Tensor) -> bool:
+    size = matrix.element_size()
+    places = matrix.data_ptr() if matrix.device.type != "meta" else 0, matrix.stride(0) * size
+    return (
+        matrix.stride(1) == 1
+        and matrix.numel() > 0
+        and max(matrix.shape) < 2**31
+        and matrix.stride(0) > 0
+        and all(place % _ALIGNMENT == 0 for place in places)
+    )
 
 
 @triton.jit

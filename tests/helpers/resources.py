@@ -37,7 +37,6 @@ TAKEN = ("registers", "shared", "spilled", "repeats", "slow")
 NEVER_UNALIGNED = {
     "chunks._add_chunks": "reads and writes only tensors that were allocated for it",
     "linear_act._linear_act": "reads copies of such views",
-    "linear_act_persistent._linear_act_persistent": "reads descriptors: such views have none",
     "linear_act_roles.linear_act_roles": "reads descriptors: such views have none",
     "symmetric._symmetric": "reads descriptors: such views have none",
     **{

@@ -13,7 +13,6 @@ import torch
 import seams
 import torchweld
 from conftest import GPU, PLACES, running_at
-from matrix import combine
 from oracle import assert_bounded, exact, incoming
 from torchweld import functional
 from torchweld.dispatch.engine import asking
@@ -86,7 +85,7 @@ def test_every_tile(device: str, fused: Callable[[int], None], dtype: torch.dtyp
     """Slightly more than one tile in both directions, for each tile; later tiles get more rows than
     a band.
 
-    Columns are multiples of 16 bytes, so that persistent kernels use descriptors.
+    Columns are multiples of 16 bytes, as descriptors need them.
     """
     from torchweld.triton_kernels import linear_act
 
@@ -100,35 +99,6 @@ def test_every_tile(device: str, fused: Callable[[int], None], dtype: torch.dtyp
         with torch.no_grad():
             found = functional.linear_act(*inputs[:3])
         assert torch.all((found - oracle).abs() <= 8 * torch.finfo(dtype).eps * terms)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("save_z", [True, False])
-def test_descriptors_change_no_number(interpreted: None, save_z: bool, bias: bool) -> None:
-    """A persistent kernel's results equal the simple kernel's with the same tile.
-
-    The simple kernel runs if descriptors cannot: for a view with an offset, and for odd widths.
-    """
-    from torchweld.triton_kernels import linear_act, linear_act_persistent
-
-    every = linear_act.tiles(torch.float16)
-    persistent = next(i for i, tile in enumerate(every) if tile.persistent)
-    simple = every.index(every[persistent]._replace(persistent=False))
-    x, weight, b = materialize(arguments((2, 150), 72, 264), torch.float16)
-    kernel = torch.ops.torchweld.linear_act.triton
-    matrix = x.reshape(-1, 72)
-    offset = torch.cat([matrix.new_zeros(1), matrix.flatten()])[1:].view(2, 150, 72)
-    views = ((x, True), (offset, False), (x[..., 1:], False))
-    combinations = combine(range(len(views)), (True, False), (True, False))
-    for given, fit in (views[at] for at, *flags in combinations if flags == [save_z, bias]):
-        factor = weight[:, : given.shape[-1]].contiguous()
-        assert linear_act_persistent.fits(given.reshape(-1, given.shape[-1]), factor) == fit
-        results = [
-            kernel(given, factor, b if bias else None, "gelu", "none", tile, save_z)
-            for tile in (persistent, simple)
-        ]
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("matrix", [0, 1])

@@ -71,7 +71,7 @@ def _error(
     unit = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
     slope = 1.13 if name == "gelu" else 1.0
     in_z = unit * torch.from_numpy(np.abs(sums)) + 1e-5 * math.sqrt(inner)
-    allowed = 1.01 * slope * in_z + 1.01 * unit * exact_y.abs() + 1e-6
+    allowed = 1.01 * slope * in_z + (1.01 * unit + 2.0**-15) * exact_y.abs() + 1e-6
     worst = ((torch.from_numpy(y) - exact_y).abs() / allowed).nan_to_num(math.inf).max()
     if save_z:
         error = (torch.from_numpy(z) - exact_z).abs() / (1.01 * in_z + 1.01 * unit * exact_z.abs())

@@ -35,7 +35,6 @@ REGISTERS_PER_MULTIPROCESSOR = 65536
 WARPS = dict.fromkeys(
     (
         "linear_act._linear_act",
-        "linear_act_persistent._linear_act_persistent",
         "attention_forward.attention_forward",
         "attention_backward.attention_query_gradient",
         "attention_keys.attention_key_gradients",
