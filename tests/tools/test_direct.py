@@ -51,8 +51,14 @@ def test_bits_of_the_dispatcher(name: str, dtype: torch.dtype) -> None:
         kinds = zip(inputs, op.forward_signature.types, strict=True)
         inputs = [float(v) if "float" in kind and type(v) is int else v for v, kind in kinds]
         ready = make_ready(differentiable, _make_both(op, _refuse), inputs)
-        found = run(op, list(inputs), lambda *i, ready=ready: kernel.function.apply(ready, *i))
-        wanted = run(op, list(inputs), lambda *i: kernel.function.apply(None, *i))
+        found = run(
+            op,
+            list(inputs),
+            lambda *i, ready=ready: kernel.ready_function.apply(
+                ready, *[i[at] for at in differentiable.tensors_at]
+            ),
+        )
+        wanted = run(op, list(inputs), lambda *i: kernel.function.apply(*i))
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True)
 

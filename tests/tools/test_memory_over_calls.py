@@ -97,10 +97,11 @@ def make_direct_call(name: str) -> Callable[[], Any]:
     op = OPS[name]
     problem = Case(op, op.tiny, torch.float32, "cpu").draw()
     leaves = list(problem.leaves().values())
-    function, first, _ = op.kernels["cpu"].make_ready(problem.inputs)
+    function, first, at, _ = op.kernels["cpu"].make_ready(problem.inputs)
+    inputs = [problem.inputs[i] for i in at]
 
     def run() -> None:
-        results = as_tuple(function(*first, *problem.inputs))[: len(op.public)]
+        results = as_tuple(function(*first, *inputs))[: len(op.public)]
         torch.autograd.grad(results, leaves, [torch.ones_like(y) for y in results])
 
     return run

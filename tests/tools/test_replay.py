@@ -58,8 +58,15 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def _run_with_plans(op: Op, inputs: Sequence[Any]) -> Results:
     """As by a short way, which has found the kernel."""
     kernel = op.kernels["triton"]
-    ready = make_ready(Differentiable.of(op), kernel.steps, inputs)
-    return run(op, [*inputs], lambda *inputs: kernel.function.apply(ready, *inputs))
+    differentiable = Differentiable.of(op)
+    ready = make_ready(differentiable, kernel.steps, inputs)
+    return run(
+        op,
+        [*inputs],
+        lambda *inputs: kernel.ready_function.apply(
+            ready, *[inputs[at] for at in differentiable.tensors_at]
+        ),
+    )
 
 
 def _forward(op: Op, inputs: Sequence[Any]) -> Any:

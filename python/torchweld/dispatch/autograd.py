@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_compiling
 
+from torchweld.dispatch.alike import copy_constant
 from torchweld.registry import Op, Signature
 
 
@@ -27,6 +28,11 @@ class Differentiable:
     # The next two are documented in Op.
     unsaved: Callable[..., Collection[str]] | None = None
     same_gradient: Mapping[str, tuple[str, Callable[..., bool]]] = field(default_factory=dict)
+    tensors_at: Sequence[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        types_of = enumerate(self.forward_signature.types)
+        object.__setattr__(self, "tensors_at", [at for at, kind in types_of if "Tensor" in kind])
 
     @classmethod
     def of(cls, op: Op) -> Differentiable:
@@ -81,13 +87,16 @@ class Ready(NamedTuple):
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
+    rest: tuple[Any, ...] = ()  # the arguments that are no tensors
     unsaved: Collection[str] = ()
     same: Sequence[bool] = ()
 
 
 def make_ready(op: Differentiable, steps: Ready, inputs: Sequence[Any]) -> Ready:
-    """What a node takes for calls like the one with these inputs."""
+    """What a ready node takes for calls like the one with these inputs."""
+    rest = [value for at, value in enumerate(inputs) if at not in op.tensors_at]
     return steps._replace(
+        rest=tuple(map(copy_constant, rest)),
         unsaved=op.unsaved(*inputs) if op.unsaved else (),
         same=[is_so(*inputs) for _, is_so in op.same_gradient.values()],
     )
@@ -98,18 +107,18 @@ _NODES: dict[str, tuple[Differentiable, Any]] = {}
 
 
 def autograd_function(
-    op: Differentiable, kernel: Any, returned: Sequence[str] = ()
+    op: Differentiable, kernel: Any, returned: Sequence[str] = (), *, ready: bool = False
 ) -> type[torch.autograd.Function]:
     """Make one class for each backend, so that a backward pass runs on its forward pass's backend.
 
-    `kernel` has `forward`, `backward` and `backend`. The node's first argument is Ready for calls
-    like this one, or None. `returned` are the results that the node returns, by default the public
-    ones; only public results get a gradient.
+    `kernel` has `forward`, `backward` and `backend`. A `ready` node takes Ready, then the tensors;
+    others take the forward's arguments, which torch.compile traces. `returned` are the results that
+    the node returns, by default the public ones; only public results get a gradient.
     """
     node = f"{op.name}_{kernel.backend}"
     _NODES[node] = (op, kernel)
     scope: dict[str, Any] = {}
-    source = _write_node(node, op, returned or op.public)
+    source = _write_node(node, op, returned or op.public, ready)
     exec(compile(source, f"<the node {node}>", "exec"), globals(), scope)
     # The class needs its name at creation: torch derives the names of its nodes, seen in grad_fn
     # and in the profiler, from it immediately.
@@ -122,7 +131,7 @@ def autograd_function(
     return made  # type: ignore[no-any-return]
 
 
-def _write_node(node: str, op: Differentiable, returned: Sequence[str]) -> str:
+def _write_node(node: str, op: Differentiable, returned: Sequence[str], ready: bool) -> str:
     """The code of a node, without a loop: each value has the name that it has in the schemas.
 
     Tensors kept for the backward pass go through save_for_backward, which watches them for changes
@@ -130,32 +139,38 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str]) -> str:
     """
     inputs, results = op.forward_signature.arguments, op.forward_signature.results
     wanted, gradients = op.backward_signature.arguments, op.backward_signature.results
-    types_of = dict(zip(inputs, op.forward_signature.types, strict=True))
-    tensors = [name for name in inputs if "Tensor" in types_of[name]]
+    tensors = [inputs[at] for at in op.tensors_at]
+    rest = [name for name in inputs if name not in tensors]
     saved = [name for name in (*tensors, *results) if name in wanted]
     same = {name: source for name, (source, _) in op.same_gradient.items()}
     flags = [f"_{name}_same" for name in same]
     given = ", ".join(inputs)
-    kept = {"_ready": "_ready"}  # by name in the backward pass
-    kept |= {name: name for name in inputs if name not in tensors and name in wanted}
+    passed = tensors if ready else inputs
+    first, under, none = (["_ready"], ["_"], ["None"]) if ready else ([], [], [])
+    unpack = f"{_tuple(rest)} = _ready.rest" if ready and rest else ""
+    kept = {"_ready": "_ready"} if ready else {name: name for name in rest if name in wanted}
     kept |= {f"{name}_dtype": f"{name}.dtype" for name in tensors if f"{name}_dtype" in wanted}
     kept |= {flag: flag for flag in flags}
     beside = returned[len(op.public) :]
     to_save = [f"None if '{n}' in _unsaved else {n}" if op.unsaved else n for n in saved]
+    find = [
+        f"_op, _kernel = _NODES['{node}']",
+        "_run = _kernel.forward",
+        f"_unsaved = _op.unsaved({given})" if op.unsaved else "",
+        *(f"_{name}_same = _op.same_gradient['{name}'][1]({given})" for name in same),
+    ]
+    find_ready = [
+        "_run = _ready.forward",
+        "_unsaved = _ready.unsaved" if op.unsaved else "",
+        f"{_tuple(flags)} = _ready.same" if flags else "",
+    ]
     forward = [
-        f"def forward(_ctx, _ready, {given}):",
-        "if _ready is None:",
-        f"    _op, _kernel = _NODES['{node}']",
-        "    _run = _kernel.forward",
-        f"    _unsaved = _op.unsaved({given})" if op.unsaved else "",
-        *(f"    _{name}_same = _op.same_gradient['{name}'][1]({given})" for name in same),
-        "else:",
-        "    _run = _ready.forward",
-        "    _unsaved = _ready.unsaved" if op.unsaved else "",
-        f"    {_tuple(flags)} = _ready.same" if flags else "",
+        f"def forward({', '.join(['_ctx', *first, *passed])}):",
+        unpack,
+        *(find_ready if ready else find),
         f"{', '.join(results)} = _run({given})",
         f"_ctx.save_for_backward({', '.join(to_save)})",
-        f"_ctx.kept = {_tuple(kept.values())}",
+        f"_ctx.kept = {_tuple(kept.values())}" if kept else "",
         "_ctx.late = None",
         f"_ctx.set_materialize_grads({_wants_all(op)})" if len(returned) > 1 else "",
         f"_ctx.mark_non_differentiable({', '.join(beside)})" if beside else "",
@@ -166,13 +181,14 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str]) -> str:
     backward = [
         f"def backward(_ctx, {', '.join(incoming)}{', *_' if beside else ''}):",
         f"if {' and '.join(f'{name} is None' for name in incoming)}:",
-        f"    return (None,) * {1 + len(inputs)}",
+        f"    return (None,) * {len(first) + len(passed)}",
         f"_grads = {_tuple(incoming)}",
         "if _ctx.late is not None and (_late := take_left_over(_ctx, _grads)) is not None:",
         "    return _late",
         f"{_tuple(saved)} = _ctx.saved_tensors" if saved else "",
-        f"{_tuple(kept)} = _ctx.kept",
-        f"{_tuple(['_', *(f'need_{name}' for name in inputs)])} = _ctx.needs_input_grad",
+        f"{_tuple(kept)} = _ctx.kept" if kept else "",
+        unpack,
+        f"{_tuple([*under, *(f'need_{name}' for name in passed)])} = _ctx.needs_input_grad",
         *(f"_{name}_wanted = need_{name}" for name in (*same, *lenders)),
         *_lend(same, lenders),
         "_is_eager = not is_compiling()",
@@ -180,9 +196,9 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str]) -> str:
         f"    _run = _NODES['{node}'][0].eager_backward",
         f"    {_tuple(gradients)} = as_tuple(_run({', '.join(wanted)}))",
         "else:",
-        f"    _run = (_NODES['{node}'][1] if _ready is None else _ready).backward",
+        "    _run = _ready.backward" if ready else f"    _run = _NODES['{node}'][1].backward",
         f"    {', '.join(gradients)} = _run({', '.join(wanted)})",
-        f"_made = {_tuple(['None', *_write_gradients(inputs, gradients, same, lenders)])}",
+        f"_made = {_tuple([*none, *_write_gradients(passed, gradients, same, lenders)])}",
         "if _is_eager and torch._C._autograd._get_current_graph_task_keep_graph():",
         "    leave_over(_ctx, _grads, _made)",
         "return _made",

@@ -49,9 +49,8 @@ class Kernel:
         self.steps = Ready(make_step(forward), make_step(backward))
         self._op = Differentiable.of(op)
         self.function = autograd_function(self._op, self)
-        # torch's apply without its search for wrappers of transforms, in which eager serves.
-        base: Any = super(torch.autograd.Function, self.function)
-        self._apply = base.apply
+        self.ready_function = autograd_function(self._op, self, ready=True)
+        self._apply, self._apply_ready = map(_find_apply, (self.function, self.ready_function))
         arguments, _ = op.forward.split(" -> ")
         public = ", ".join(f"Tensor {name}" for name in op.public)
         schema = f"{arguments} -> ({public})"
@@ -65,7 +64,7 @@ class Kernel:
 
     def _differentiable(self, *inputs: Any) -> Any:
         if wants_gradient(*inputs):
-            return (self.function.apply if is_compiling() else self._apply)(None, *inputs)
+            return (self.function.apply if is_compiling() else self._apply)(*inputs)
         results = as_tuple(self.forward(*inputs))
         if len(self._public_at) == 1:
             return results[self._public_at[0]]
@@ -80,19 +79,32 @@ class Kernel:
         forward, backward = [make_direct(*one) for one in both]
         return forward, backward
 
-    def make_ready(self, inputs: Sequence[Any]) -> tuple[Callable[..., Any], list[Any], list[str]]:
+    def make_ready(
+        self, inputs: Sequence[Any]
+    ) -> tuple[Callable[..., Any], list[Any], Sequence[int], list[str]]:
         """What serves later calls like this one.
 
-        It is a function, what it takes before the inputs, and where the public results are in `r`,
-        all that it returns.
+        It is a function, what it takes first, the positions of the inputs that it takes then, and
+        where the public results are in `r`, all that it returns.
         """
         forward, backward = self.steps[:2] if any(map(_is_lazy, inputs)) else self._direct
         if wants_gradient(*inputs):
             places = [f"r[{at}]" for at in range(len(self._public_at))]
             ready = make_ready(self._op, Ready(forward, backward), inputs)
-            return self._apply, [ready], places if len(places) > 1 else ["r"]
+            return (
+                self._apply_ready,
+                [ready],
+                self._op.tensors_at,
+                places if len(places) > 1 else ["r"],
+            )
         places = [f"r[{at}]" for at in self._public_at]
-        return forward, [], places if self._results > 1 else ["r"]
+        return forward, [], range(len(inputs)), places if self._results > 1 else ["r"]
+
+
+def _find_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """torch's apply without its search for wrappers of transforms, in which eager serves."""
+    base: Any = super(torch.autograd.Function, function)
+    return base.apply  # type: ignore[no-any-return]
 
 
 def _is_lazy(value: Any) -> bool:

@@ -183,9 +183,10 @@ def _make_run(
 ) -> Callable[..., Any] | None:
     """A function of the raw arguments that does what the noted call did; None without one."""
     if isinstance(note.function, Kernel):
-        function, first, places = note.function.make_ready(note.inputs)
+        function, first, taken_at, places = note.function.make_ready(note.inputs)
     else:
         function, first, places = note.function, [], _list_places(note.result)
+        taken_at = range(len(note.inputs))
     returned = _write_result(result, note.result, places)
     # A tensor that the op does not take may have decided an argument by its numbers.
     taken = {id(value) for value in note.inputs}
@@ -195,7 +196,10 @@ def _make_run(
     owned = [t for value in objects for t in value.lists or ()]
     constants, arguments = [*first], [f"c{at}" for at in range(len(first))]
     for at, value in enumerate(note.inputs):
-        if is_tensor(value) and (number := _find_same(value, given)) is not None:
+        if at not in taken_at:  # a part of `first`
+            if not is_constant(value):
+                return None
+        elif is_tensor(value) and (number := _find_same(value, given)) is not None:
             arguments.append(f"a{number}")
         elif is_tensor(value) and at == note.op.seed_at and seed is None:
             arguments.append("empty(1, dtype=int64, device=device).random_()")

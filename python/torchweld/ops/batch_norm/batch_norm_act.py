@@ -215,7 +215,7 @@ def normalize_training(
     if torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, weight, bias)
     ):
-        y, mean, var, count = training.function.apply(None, *arguments)
+        y, mean, var, count = training.function.apply(*arguments)
     else:
         y, mean, var, count = training.forward(*arguments)
     if x.numel() > 0 or process_group is not None:

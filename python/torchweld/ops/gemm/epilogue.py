@@ -168,7 +168,7 @@ def _in_one_kernel(
     if not gemm.wants_gradient(x, weight, bias):
         return _kernel(x, weight, bias, *how, tile, False)[0]  # type: ignore[no-any-return]
     z, y = _Linear.apply(x, weight, None if bias is None else bias.detach(), *how, tile)
-    return _ACTIVATION.function.apply(None, z, bias, *how, y)  # type: ignore[no-any-return]
+    return _ACTIVATION.function.apply(z, bias, *how, y)  # type: ignore[no-any-return]
 
 
 class _Linear(gemm.LinearNode):
