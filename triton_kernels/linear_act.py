@@ -185,7 +185,10 @@ def _linear_act_launch(
 ) -> Launch:
     (rows, inner), columns = x.shape, weight.shape[0]
     as_matrices = y.view(rows, columns), None if z is None else z.view(rows, columns)
-    if tile.roles and has_roles(x.device) and fits(x, _as_row_major(weight), *as_matrices):
+    # A sum that is rounded before the bias is added may change the sign, where relu's slope jumps.
+    keeps_sign = kind != "relu" or bias is None
+    factors = x, _as_row_major(weight)
+    if tile.roles and keeps_sign and has_roles(x.device) and fits(*factors, *as_matrices):
         return roles_launch(x, weight, bias, *as_matrices, kind, tile)
     return launch(
         _linear_act,

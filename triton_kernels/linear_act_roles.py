@@ -5,7 +5,8 @@
 
 Eight warps multiply (wgmma), and copy their factors in (TMA) some steps ahead. They drop a
 finished tile into shared memory, as 16 bits, and go on with the next one. Meanwhile four other
-warps add the bias, apply the activation and copy the tile out. The tensor cores need 1024 cycles
+warps add the bias, apply the activation and copy the tile out. So with a bias z is rounded twice.
+The tensor cores need 1024 cycles
 for 64 of `inner` in a tile of 128 x 256: 16k a tile at K = 1024, 66k at K = 4096. Its end takes
 each of the four warps about 256 x 25 instructions. The tensor cores rest while a thread rounds and
 drops its 128 sums, some 600 cycles: 4% of a tile at K = 1024, 1% at K = 4096.
