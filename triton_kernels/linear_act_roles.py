@@ -276,7 +276,7 @@ def roles_launch(
         INNER=tile.inner,
         STAGES=tile.stages,
         FINISHING=4,
-        REGISTERS=104,
+        REGISTERS=112 if z is None or up is not None else 104,  # where ptxas spills least
         num_warps=tile.warps,
         maxnreg=168,  # of twelve warps
     )

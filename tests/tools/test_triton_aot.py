@@ -61,7 +61,7 @@ MAY_SPILL = {
     "attention_keys.attention_key_gradients on sm_90": 384,
     "attention_keys.attention_key_gradients on sm_100": 24,
     # Constants of the warps that finish, stored once, before these warps get their registers.
-    "linear_act_roles.linear_act_roles on sm_90": 16,
+    "linear_act_roles.linear_act_roles on sm_90": 8,
     # Before and after loops, all but a few: the group that waits for its role has 40 registers.
     "attention_roles_forward.attention_roles_forward on sm_90": 16,
     "attention_roles_keys.attention_roles_keys on sm_90": 80,
