@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import platform
 import re
 import subprocess
@@ -125,21 +124,17 @@ def test_other_threads_run_meanwhile() -> None:
     """A kernel does not hold Python's lock: this thread counts while another one is in a kernel."""
     forward = _make_both(LAYER_NORM, _refuse).forward
     x, row = torch.randn(20_000, 1024), torch.ones(1024)
-    begun: list[float] = []
 
     def work() -> None:
-        begun.append(time.perf_counter())
         for _ in range(5):
             forward(x, [1024], row, row, 1e-5)
-        begun.append(time.perf_counter())
 
-    thread, seen = threading.Thread(target=work), []
+    thread, turns = threading.Thread(target=work), 0
     thread.start()
     while thread.is_alive():
-        seen.append(time.perf_counter())
+        turns += 1
         time.sleep(0.0005)
-    longest = max(b - a for a, b in itertools.pairwise(seen))
-    assert longest < (begun[1] - begun[0]) / 5, "it waited for a whole kernel"
+    assert turns > 20, "it had a turn between kernels only"
 
 
 def test_without_the_library_the_dispatcher_serves(tmp_path: Path) -> None:
