@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import imitated_gluon
 from imitated_gluon import Descriptor, Pointer, ProtocolError, round_to_bfloat16
 from torchweld.ops.activation import common as activations
-from torchweld.triton_kernels import linear_act_roles
+from torchweld.triton_kernels import linear_act, linear_act_roles
 
 pytestmark = pytest.mark.lane
 
@@ -126,6 +126,37 @@ def test_a_second_product_multiplies(save_z: bool) -> None:
             torch.testing.assert_close(
                 torch.from_numpy(each).double(), product, rtol=2.0**-8, atol=1e-4
             )
+
+
+@pytest.mark.parametrize(
+    ("kind", "bias", "columns", "transposed", "serves"),
+    [
+        ("gelu", True, 64, False, True),
+        ("gelu", True, 64, True, True),
+        ("relu", False, 64, False, True),
+        ("relu", True, 64, False, False),  # its slope jumps where the sum changes sign
+        ("gelu", True, 60, False, False),  # rows that begin at multiples of 8 bytes
+    ],
+)
+def test_which_calls_it_serves(
+    kind: str, bias: bool, columns: int, transposed: bool, serves: bool
+) -> None:
+    def empty(*sizes: int) -> torch.Tensor:
+        return torch.empty(sizes, dtype=torch.bfloat16, device="meta")
+
+    weight = empty(64, columns).t() if transposed else empty(columns, 64)
+    tile = next(tile for tile in linear_act.tiles(torch.bfloat16) if tile.roles)
+    launch = linear_act._linear_act_launch(
+        empty(64, 64),
+        weight,
+        empty(columns) if bias else None,
+        empty(64, columns),
+        None,
+        kind,
+        tile,
+        "ieee",
+    )
+    assert (launch.kernel is linear_act_roles.linear_act_roles) == serves
 
 
 WAIT = "            total = warpgroup_mma_wait(1, deps=(total,))\n"
