@@ -81,10 +81,10 @@ _LAST = Tile(64, 64, 32, 4, 3)
 # rows; and for elements that are loaded one by one, or float32 without tensor cores.
 TILES = {
     "many": Tiles(
+        Tile(128, 256, 64, 8, 4),
+        Tile(128, 256, 64, 8, 4),
         Tile(128, 256, 64, 8, 3),
-        Tile(128, 256, 64, 8, 3),
-        Tile(128, 128, 64, 8, 3),
-        Tile(128, 256, 64, 8, 4),  # a stage more, since the places of rows are loaded first
+        Tile(128, 128, 64, 4, 3),  # two programs to a processor
     ),
     "many before sm_90": Tiles(*[Tile(128, 128, 64, 8, 3)] * 4),
     "few": Tiles(*[Tile(64, 128, 64, 4, 3)] * 4),
@@ -92,14 +92,21 @@ TILES = {
 }
 
 
-def choose_tiles(x: torch.Tensor, rows: int, experts: int, *widths: int) -> Tiles:
+def choose_tiles(x: torch.Tensor, form: Form, rows: int, experts: int, *widths: int) -> Tiles:
     """The tiles for this many rows of these widths."""
     if x.dtype.itemsize > 2 or any(width % 8 for width in widths):
         return TILES["last"]
     if rows <= 64 * experts:
         return TILES["few"]
     is_new = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return TILES["many" if is_new else "many before sm_90"]
+    return _for_form(TILES["many" if is_new else "many before sm_90"], form)
+
+
+def _for_form(tiles: Tiles, form: Form) -> Tiles:
+    """The tiles, narrower where the end of a product separates columns that take turns."""
+    if form.order == "turns" and tiles.hidden.columns > 128:
+        return tiles._replace(hidden=Tile(128, 128, 64, 8, 4))
+    return tiles
 
 
 def _factor(matrices: torch.Tensor, transposed: bool) -> torch.Tensor:
@@ -220,9 +227,8 @@ def _weight_gradient_launch(
     weights: torch.Tensor | None,
 ) -> Launch:
     """out^T given over each expert's rows. One of them is gathered, times the weights if given."""
-    tops = (call.top, 0) if gathers_out else (0, call.top)
     if call.form.transposed:
-        out, given, tops = given, out, tops[::-1]
+        out, given = given, out
     tile, (experts, rows, columns) = call.tiles.weight, grad.shape
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
     return launch(
@@ -230,8 +236,8 @@ def _weight_gradient_launch(
         experts * tiles,
         *(out, given, weights, call.order.places, call.order.bounds, grad, rows, columns),
         *(out.stride(0), given.stride(0)),
-        LEFT_TOP=tops[0],
-        RIGHT_TOP=tops[1],
+        TOP=call.top,
+        GATHERS_LEFT=gathers_out != call.form.transposed,
         **_options(tile),
     )
 
@@ -261,7 +267,7 @@ def _make_call(
     order = split_order(saved, rows, experts)
     gate_up, down = (_factor(each, form.transposed) for each in (gate_up, down))
     widths = (*gate_up.shape[1:], *down.shape[1:])
-    tiles = choose_tiles(x, rows, experts, *widths)
+    tiles = choose_tiles(x, form, rows, experts, *widths)
     places, step = map_tiles(order, tiles.first.rows)
     run(x, *steps, step)
     first_bias, last_bias = contiguous(gate_up_bias), contiguous(down_bias)
@@ -408,7 +414,8 @@ def aot_cases(capability: int) -> Iterator[tuple[str, Launch]]:
     """Named launches, whose kernels the ahead-of-time tests compile."""
     many = "many" if capability >= 90 else "many before sm_90"
     for name, form in _FORMS.items():
-        yield from _cases(f"{name} bfloat16", form, torch.bfloat16, TILES[many])
+        tiles = _for_form(TILES[many], form)
+        yield from _cases(f"{name} bfloat16", form, torch.bfloat16, tiles)
     for name in ("halves", "turns"):
         yield from _cases(f"{name} bfloat16, few", _FORMS[name], torch.bfloat16, TILES["few"])
     for dtype, width in ((torch.bfloat16, 1023), (torch.float32, 1024)):

@@ -376,16 +376,16 @@ def _hidden_gradient(
     products = tl.zeros([ROWS], tl.float32)
     wide = row.to(tl.int64)[:, None]
     left, right = halves(total)
-    for part in tl.static_range(4):
-        u = halves(right if part // 2 else left)[part % 2]
-        first = column_tile * COLUMNS + part * (COLUMNS // 4)
-        column = (first + tl.arange(0, COLUMNS // 4))[None, :]
+    for part in tl.static_range(8):
+        u = halves(halves(right if part // 4 else left)[part // 2 % 2])[part % 2]
+        first = column_tile * COLUMNS + part * (COLUMNS // 8)
+        column = (first + tl.arange(0, COLUMNS // 8))[None, :]
         known = inside[:, None] & (column < columns)
         if FORM == "halves":
             gate = load(z_ptr, wide, column, 2 * columns, known)
             up = load(z_ptr + columns, wide, column, 2 * columns, known)
         elif FORM == "turns":
-            z_column = (2 * first + tl.arange(0, COLUMNS // 2))[None, :]
+            z_column = (2 * first + tl.arange(0, COLUMNS // 4))[None, :]
             z_known = inside[:, None] & (z_column < 2 * columns)
             gate, up = _separate(load(z_ptr, wide, z_column, 2 * columns, z_known))
         else:
@@ -419,15 +419,11 @@ def _hidden_gradient(
 
 
 @triton.jit
-def _load_rows(ptr, row, inside, column, width, stride, places_ptr, weights_ptr, TOP: tl.constexpr):
-    """Sorted rows; where TOP is not 0, the rows of their tokens, times the weights if given."""
+def _load_rows(ptr, row, inside, column, width, stride, weights_ptr, place):
+    """Rows, times the weights of their places if given."""
     known = inside[:, None] & (column < width)[None, :]
-    at = row
-    if TOP:
-        place = tl.load(places_ptr + row, mask=inside, other=0)
-        at = place // TOP
-    value = tl.load(ptr + at.to(tl.int64)[:, None] * stride + column[None, :], mask=known, other=0)
-    if TOP and weights_ptr is not None:
+    value = tl.load(ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=known, other=0)
+    if weights_ptr is not None:
         weight = tl.load(weights_ptr + place, mask=inside, other=0).to(tl.float32)
         value = (value.to(tl.float32) * weight[:, None]).to(ptr.dtype.element_ty)
     return value
@@ -445,15 +441,18 @@ def _weight_gradient(
     right_width,
     left_stride,
     right_stride,
-    LEFT_TOP: tl.constexpr,
-    RIGHT_TOP: tl.constexpr,
+    TOP: tl.constexpr,
+    GATHERS_LEFT: tl.constexpr,
     PRECISION: tl.constexpr,
     BAND: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """left^T right over each expert's rows, in their order."""
+    """left^T right over each expert's rows, in their order.
+
+    One of them has a row for each token, which is gathered, and multiplied by the weights if given.
+    """
     tiles = tl.cdiv(left_width, ROWS) * tl.cdiv(right_width, COLUMNS)
     expert = tl.program_id(0) // tiles
     row_tile, column_tile = tile_in_band(
@@ -463,31 +462,34 @@ def _weight_gradient(
     left_column = row_tile * ROWS + tl.arange(0, ROWS)
     right_column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    inner = tl.arange(0, INNER)
+    # Places are loaded a step ahead, so that loads of rows need not wait for them.
+    place = tl.load(places_ptr + first + inner, mask=first + inner < end, other=0)
     for start in tl.range(first, end, INNER):
-        row = start + tl.arange(0, INNER)
+        row = start + inner
+        inside = row < end
         left = _load_rows(
             left_ptr,
-            row,
-            row < end,
+            place // TOP if GATHERS_LEFT else row,
+            inside,
             left_column,
             left_width,
             left_stride,
-            places_ptr,
-            weights_ptr,
-            LEFT_TOP,
+            weights_ptr if GATHERS_LEFT else None,
+            place,
         )
         right = _load_rows(
             right_ptr,
-            row,
-            row < end,
+            row if GATHERS_LEFT else place // TOP,
+            inside,
             right_column,
             right_width,
             right_stride,
-            places_ptr,
-            weights_ptr,
-            RIGHT_TOP,
+            None if GATHERS_LEFT else weights_ptr,
+            place,
         )
         total = tl.dot(left.T, right, total, input_precision=PRECISION)
+        place = tl.load(places_ptr + row + INNER, mask=row + INNER < end, other=0)
     grad_ptr += expert.to(tl.int64) * left_width * right_width
     left, right = halves(total)
     for part in tl.static_range(2):

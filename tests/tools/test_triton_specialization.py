@@ -30,6 +30,7 @@ SPECIALISED = {
     "key_heads": "a model's constant",
     "targets": "of a row: 1, or a method's constant",
     "pairs": "a model's constant: tells how wide loads are",
+    "experts": "of a router, a model's constant: tells how wide loads are",
     "expert_stride": "between experts' matrices, a model's constant: tells how wide loads are",
     **{
         f"{side}_{what}": "of an expert's gradient, a model's constant: tells how wide loads are"

@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld import checks
+from torchweld.dispatch import choice
+from torchweld.dispatch.bare import BareOp
 from torchweld.errors import ArgumentError
-from torchweld.registry import Op
+from torchweld.registry import EAGER, Op
+from torchweld.registry.op import why_not_now
 
 _NAME = "route"
 _SCORES = ("softmax", "sigmoid")
@@ -68,20 +71,37 @@ def route(
     _check(input, k, scores, choice_bias, groups, top_groups, best_of_group, token_mask)
     checks.factor(_NAME, "scale", scale)
     checks.flag(_NAME, "renormalize", renormalize)
+    how = (k, scores, groups, top_groups, best_of_group, renormalize, scale)
     with torch.autocast(input.device.type, enabled=False):
-        logits = input if input.dtype is torch.float64 else input.float()
-        own = logits.softmax(-1) if scores == "softmax" else logits.sigmoid()
-        choice = own.detach() if choice_bias is None else own.detach() + choice_bias.detach()
-        if groups > 1:
-            choice = _mask_groups(choice, groups, top_groups, best_of_group)
-        indices = torch.sort(choice, dim=-1, descending=True, stable=True).indices[..., :k]
-        weights = own.gather(-1, indices)
-        if renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
-        weights = weights * scale
-        shares = own if scores == "softmax" else own / (own.sum(-1, keepdim=True) + _TINY)
-        losses = _find_losses(logits, shares, indices, token_mask)
-    return Routes(indices, weights, *losses)
+        if _may_use_kernel(input, k, groups):
+            return _run_kernel(input, choice_bias, token_mask, *how)
+        return Routes(*_compute(input, choice_bias, token_mask, *how)[:4])
+
+
+def _compute(
+    logits: torch.Tensor,
+    choice_bias: torch.Tensor | None,
+    token_mask: torch.Tensor | None,
+    k: int,
+    scores: str,
+    groups: int,
+    top_groups: int,
+    best_of_group: int,
+    renormalize: bool,
+    scale: float,
+) -> tuple[torch.Tensor, ...]:
+    """The routes; and each expert's share of the choices, and after them the number of tokens."""
+    logits = logits if logits.dtype is torch.float64 else logits.float()
+    own = logits.softmax(-1) if scores == "softmax" else logits.sigmoid()
+    choice = own.detach() if choice_bias is None else own.detach() + choice_bias.detach()
+    if groups > 1:
+        choice = _mask_groups(choice, groups, top_groups, best_of_group)
+    indices = torch.sort(choice, dim=-1, descending=True, stable=True).indices[..., :k]
+    weights = own.gather(-1, indices)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+    shares = own if scores == "softmax" else own / (own.sum(-1, keepdim=True) + _TINY)
+    return (indices, weights * scale, *_find_losses(logits, shares, indices, token_mask))
 
 
 # Keeps a sum of zeros from dividing by zero; too small to change another sum's bits.
@@ -104,7 +124,7 @@ def _find_losses(
     shares: torch.Tensor,
     indices: torch.Tensor,
     token_mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     experts = logits.shape[-1]
     counted = torch.ones_like(logits[..., 0]) if token_mask is None else token_mask.to(logits.dtype)
     tokens = counted.sum().clamp(min=1)
@@ -115,9 +135,121 @@ def _find_losses(
         for at in range(indices.shape[-1])
     )
     means = (shares * counted[..., None]).flatten(0, -2).sum(0) / tokens
-    balance = experts * (chosen / (tokens * indices.shape[-1]) * means).sum()
+    chosen = chosen / (tokens * indices.shape[-1])
     squares = logits.logsumexp(-1).square() * counted
-    return balance, squares.sum() / tokens
+    counts = torch.cat([chosen, tokens[None]])
+    return experts * (chosen * means).sum(), squares.sum() / tokens, counts
+
+
+# --- One kernel for all of it ---------------------------------------------------------------------
+
+_TENSORS = "Tensor input, Tensor? choice_bias, Tensor? token_mask"
+_HOW = (
+    "int k, str scores, int groups, int top_groups, int best_of_group, bool renormalize,"
+    " float scale"
+)
+_TRITON = "triton_kernels/route.py"
+# A row and its scores are in registers.
+_MOST_EXPERTS, _MOST_CHOSEN = 1024, 64
+# Rows of the check at a kernel's first use.
+_SAMPLED = 61
+
+
+def _fake(logits: torch.Tensor, bias: Any, mask: Any, k: int, *_: Any) -> tuple[torch.Tensor, ...]:
+    rows, experts = logits.shape
+    weights = logits.new_empty((rows, k), dtype=torch.float32)
+    sums = [weights.new_empty(shape) for shape in ((), (), (experts + 1,))]
+    return (weights.new_empty((rows, k), dtype=torch.int64), weights, *sums)
+
+
+_FORWARD = BareOp(
+    "route",
+    f"({_TENSORS}, {_HOW}) -> (Tensor indices, Tensor weights, Tensor balance_loss,"
+    " Tensor z_loss, Tensor counts)",
+    _fake,
+    backends=(),
+    triton=_TRITON,
+    reference=_compute,
+    sample=lambda logits, bias, mask, *how: (
+        logits[:_SAMPLED],
+        bias,
+        None if mask is None else mask[:_SAMPLED],
+        *how,
+    ),
+)
+
+
+def _differentiate(
+    grad_weights: torch.Tensor,
+    grad_balance: torch.Tensor,
+    grad_z: torch.Tensor,
+    logits: torch.Tensor,
+    choice_bias: torch.Tensor | None,
+    token_mask: torch.Tensor | None,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    *how: Any,
+) -> torch.Tensor:
+    """The gradient of the logits in eager torch, differentiable if they are."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        leaf = logits if again else logits.detach().requires_grad_()
+        found = _compute(leaf, choice_bias, token_mask, *how)[1:4]
+        grads = (grad_weights, grad_balance, grad_z)
+        return torch.autograd.grad(found, leaf, grads, create_graph=again)[0]
+
+
+_BACKWARD = BareOp(
+    "route_backward",
+    "(Tensor grad_weights, Tensor grad_balance_loss, Tensor grad_z_loss,"
+    f" {_TENSORS}, Tensor indices, Tensor counts, {_HOW}) -> Tensor",
+    lambda *inputs: torch.empty_like(inputs[3], memory_format=torch.contiguous_format),
+    backends=(),
+    triton=_TRITON,
+    reference=_differentiate,
+)
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        *found, counts = _FORWARD.run(*inputs)
+        ctx.save_for_backward(*inputs[:3], found[0], counts)
+        ctx.how = inputs[3:]
+        ctx.mark_non_differentiable(found[0])
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        given = (*grads, *ctx.saved_tensors, *ctx.how)
+        run = _differentiate if torch.is_grad_enabled() else _BACKWARD.run
+        return run(*given), *[None] * (2 + len(ctx.how))
+
+
+def _may_use_kernel(logits: torch.Tensor, k: int, groups: int) -> bool:
+    """Whether a kernel may serve, if it is found to be right."""
+    names = choice.forced or ("triton",)
+    if "triton" not in names or EAGER in names or _FORWARD.why_not("triton", [logits]):
+        return False
+    experts = logits.shape[-1]
+    is_even = groups == 1 or experts & (experts - 1) == groups & (groups - 1) == 0
+    fits = experts <= _MOST_EXPERTS and k <= _MOST_CHOSEN and logits.numel() > 0
+    return fits and is_even and logits.dtype is not torch.float64 and why_not_now() is None
+
+
+def _run_kernel(
+    logits: torch.Tensor,
+    choice_bias: torch.Tensor | None,
+    token_mask: torch.Tensor | None,
+    k: int,
+    *how: Any,
+) -> Routes:
+    mask = None if token_mask is None else token_mask.reshape(-1)
+    bias = None if choice_bias is None else choice_bias.detach()
+    rows = logits.reshape(-1, logits.shape[-1])
+    indices, weights, *losses = _Route.apply(rows, bias, mask, k, *how)  # type: ignore[no-untyped-call]
+    shape = (*logits.shape[:-1], k)
+    return Routes(indices.view(shape), weights.view(shape), *losses)
 
 
 def _check(
