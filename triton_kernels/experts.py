@@ -19,6 +19,11 @@ weight is the sum of u * hidden, and no result of an expert is kept. The end of 
 and writes its gradient and the hidden layer times the weight, which the weights' gradients read:
 one program a tile and expert, its rows in their order.
 
+On an H200 a first run took 1.25 ms forward and 4.6 ms both at 8192 tokens, 4.2 and 15.7 ms at 32768
+(472 TFLOP/s), where torch's grouped_mm and what is between its calls take 8.0 and 28.5 ms. Of the
+4.6 ms the weights' gradients were 1.85: 334 TFLOP/s, where other products reach 480 to 600. They
+waited for the places of rows, which are loaded a step ahead since.
+
 The host never waits: it launches the most tiles there can be, one per expert more than the rows
 need.
 """
