@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import subprocess
 import sys
@@ -482,6 +483,28 @@ def test_float32_sums_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found - exact).norm() <= (rounded - exact).norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.37, math.inf])
+def test_kept_gradients_are_scaled_in_triton(dtype: torch.dtype, factor: float) -> None:
+    """By a factor in float32, rounded once; several times as many blocks as programs."""
+    scale = pytest.importorskip("torchweld.triton_kernels.scale")
+    count = 3 * scale._PROGRAMS * 4 * scale._BLOCK + 5
+    x = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = x.clone()
+    rows.SCALE.overload("triton")(found, torch.tensor(factor))
+    exact = x.double() * float(torch.tensor(factor))
+    near = (found.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs()
+    assert bool((near | (found == exact)).all())
+    assert factor != 1 or torch.equal(found, x)
+    for refused, by, message in (
+        (x[::2], torch.tensor(1.0), "contiguous"),
+        (x.double(), torch.tensor(1.0), "float64"),
+        (x, torch.ones(2), "one number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rows.SCALE.overload("triton")(refused, by)
+
+
 def test_a_cuda_graph_takes_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake tensor has no numbers to wait for, as little as a tensor of a graph."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -502,4 +525,4 @@ def test_the_memory_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", read)
-    assert [chunks.find_memory(gpu) for _ in range(3)] == [2**28, 375_000_000, 2**30]
+    assert [chunks.find_memory(gpu) for _ in range(3)] == [2**28, 375_000_000, 2**31]

@@ -27,8 +27,8 @@ _INVARIANT = 64
 # elements. At 128 bytes no two rows share a cache line.
 _LINE = 128
 _ACCESS = 16  # bytes
-# Default chunk size: 256 MiB on CPUs and small GPUs, up to 1 GiB on large ones.
-_LEAST_MEMORY, _MOST_MEMORY = 2**28, 2**30
+# Default chunk size: 256 MiB on CPUs and small GPUs, up to 2 GiB on large ones.
+_LEAST_MEMORY, _MOST_MEMORY = 2**28, 2**31
 
 
 class Layer(NamedTuple):

@@ -258,7 +258,7 @@ class _Total(torch.autograd.Function):
         if grad.device.type != "cpu" or grad != 1:
             for of in kept:
                 if of is not None:
-                    of.mul_(grad)
+                    rows.SCALE.run(of, grad)
         return (*before, *kept, *after)
 
 

@@ -247,6 +247,15 @@ class _RowOp(BareOp):
         return super().run(*inputs)
 
 
+# Multiplies a gradient that was computed with the loss; a GPU reads nothing if the factor is 1.
+SCALE = _RowOp(
+    "scale_",
+    "(Tensor(a!) x, Tensor factor) -> ()",
+    backends=(),
+    triton="triton_kernels/scale.py",
+    reference=lambda x, factor: x.mul_(factor),
+    sample=lambda x, factor: (x.flatten()[:_SAMPLED], factor),
+)
 _TRITON = "triton_kernels/loss_rows.py"
 FORWARD = _RowOp(
     "loss_rows",
