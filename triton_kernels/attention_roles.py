@@ -173,7 +173,7 @@ def key_launch(
         *(base, delta, lists.table, lists.entries, lists.lines, *lists.strides),
         *(count, planes, _together(q, planes), q.shape[1], k.shape[1], call.group, call.first_head),
         *(q.shape[2], k.shape[2], k.shape[2] - q.shape[2], call.scale, call.scoring[0]),
-        **_options(call, tile, 232),
+        **_options(call, tile, 240),
         M=tile.taken,
     )._replace(least_capability=90)
 

@@ -18,7 +18,7 @@ A line without an entry takes one block, all of whose keys are hidden.
 
 from __future__ import annotations
 
-from .attention_roles_walks import INTEGERS, hide, place_of, row_walk
+from .attention_roles_walks import INTEGERS, hear, hide, place_of, row_walk, tell
 from .gluon_names import (
     copy_in,
     copy_out,
@@ -38,7 +38,7 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
            Q_STAGES: gl.constexpr):  # fmt: skip
     """The producer."""
     q, k, v = sources
-    q_tiles, k_tiles, v_tiles = tiles
+    q_tiles, k_tiles, v_tiles, walks = tiles
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     lines_ptr, entries_ptr, lines, lines_batch_stride, lines_head_stride = lists
     count, planes, together, heads, group, first_head, queries, keys, shift = sizes
@@ -51,8 +51,8 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
         batch, head = plane // heads, plane % heads
         key_head = (head + first_head) // group
         own_lines_ptr = lines_ptr + 4 * (batch * lines_batch_stride + head * lines_head_stride)
-        first, begin, _, total = row_walk(
-            own_lines_ptr, entries_ptr, rank, keys, shift, BLOCK, CAUSAL, 1
+        first, begin, whole, total = row_walk(
+            own_lines_ptr, entries_ptr, rank, keys, shift, BLOCK, CAUSAL
         )
         slot = done % Q_STAGES
         mbarrier.wait(q_free.index(slot), ((done // Q_STAGES) & 1) ^ 1)
@@ -64,6 +64,8 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
                 q_ready.index(slot),
                 q_tiles.index(slot * CONSUMERS + part),
             )
+        tell(walks.index(slot), plane, first, begin, whole, total)
+        mbarrier.arrive(q_ready.index(slot), count=1)
         partner = gl.load(entries_ptr + 2 * begin, mask=total > 0, other=0)
         for n in range(0, gl.maximum(total, 1)):
             following = begin + gl.minimum(n + 1, total - 1)
@@ -132,15 +134,14 @@ def _attend(
 
 @gluon.jit
 def _consume(
-    which: gl.constexpr, y, lse_ptr, tiles, barriers, lists, sizes, scale, CAUSAL: gl.constexpr,
-    BLOCK: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
+    which: gl.constexpr, y, lse_ptr, tiles, barriers, entries_ptr, sizes, scale,
+    CAUSAL: gl.constexpr, BLOCK: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Attention of 64 queries of each row of blocks."""
-    q_tiles, k_tiles, v_tiles = tiles
+    q_tiles, k_tiles, v_tiles, walks = tiles
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-    lines_ptr, entries_ptr, lines, lines_batch_stride, lines_head_stride = lists
-    count, planes, together, heads, group, first_head, queries, keys, shift = sizes
+    count, heads, queries, keys, shift = sizes
     CONSUMERS: gl.constexpr = BLOCK // 64
     SPLIT: gl.constexpr = BLOCK // N
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -152,21 +153,17 @@ def _consume(
     rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     i = 0
     done = 0
-    for tile in range(gl.program_id(0), count, gl.num_programs(0)):
-        plane, rank = place_of(tile, planes, together, lines)
+    for _tile in range(gl.program_id(0), count, gl.num_programs(0)):
+        q_slot = done % Q_STAGES
+        mbarrier.wait(q_ready.index(q_slot), (done // Q_STAGES) & 1)
+        plane, first, begin, whole, entries = hear(walks.index(q_slot))
         batch, head = plane // heads, plane % heads
-        own_lines_ptr = lines_ptr + 4 * (batch * lines_batch_stride + head * lines_head_stride)
-        first, begin, whole, entries = row_walk(
-            own_lines_ptr, entries_ptr, rank, keys, shift, BLOCK, CAUSAL, 4
-        )
         first += which * 64
         limit = gl.where(entries > 0, keys, 0)
         steps = gl.maximum(entries, 1) * SPLIT
         whole *= SPLIT
-        q_slot = done % Q_STAGES
         q_tile = q_tiles.index(q_slot * CONSUMERS + which)
         q = q_tile.reshape([64, D])
-        mbarrier.wait(q_ready.index(q_slot), (done // Q_STAGES) & 1)
         slot = i % STAGES
         mbarrier.wait(k_ready.index(slot), (i // STAGES) & 1)
         zeros = gl.zeros([64, N], gl.float32, s_layout)
@@ -253,9 +250,11 @@ def attention_roles_forward(
     REGISTERS: gl.constexpr,
 ):
     CONSUMERS: gl.constexpr = BLOCK // 64
+    of_numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     q_tiles = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS, 1, 1, 64, D], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, N, D], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, N, D], v.layout)
+    walks = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], of_numbers)
     q_ready = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -263,7 +262,7 @@ def attention_roles_forward(
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for at in gl.static_range(Q_STAGES):
-        mbarrier.init(q_ready.index(at), count=1)
+        mbarrier.init(q_ready.index(at), count=2)  # of the copies, and of the walk
         mbarrier.init(q_free.index(at), count=CONSUMERS)
     for at in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(at), count=1)
@@ -271,23 +270,24 @@ def attention_roles_forward(
         mbarrier.init(v_ready.index(at), count=1)
         mbarrier.init(v_free.index(at), count=CONSUMERS)
     fence_async_shared()
-    tiles = (q_tiles, k_tiles, v_tiles)
+    tiles = (q_tiles, k_tiles, v_tiles, walks)
     barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
     lists = (lines_ptr, entries_ptr, lines, lines_batch_stride, lines_head_stride)
+    seen = (count, heads, queries, keys, shift)
     sizes = (count, planes, together, heads, group, first_head, queries, keys, shift)
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_consume, (0, y, lse_ptr, tiles, barriers, lists, sizes, scale, CAUSAL, BLOCK, N, D,
-                        STAGES, Q_STAGES)),
+            (_consume, (0, y, lse_ptr, tiles, barriers, entries_ptr, seen, scale, CAUSAL, BLOCK, N,
+                        D, STAGES, Q_STAGES)),
             (_fetch, ((q, k, v), tiles, barriers, lists, sizes, CAUSAL, BLOCK, N, D, STAGES,
                       Q_STAGES)),
         ], [1], [56])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (0, y, lse_ptr, tiles, barriers, lists, sizes, scale, CAUSAL, BLOCK, N, D,
-                        STAGES, Q_STAGES)),
-            (_consume, (1, y, lse_ptr, tiles, barriers, lists, sizes, scale, CAUSAL, BLOCK, N, D,
-                        STAGES, Q_STAGES)),
+            (_consume, (0, y, lse_ptr, tiles, barriers, entries_ptr, seen, scale, CAUSAL, BLOCK, N,
+                        D, STAGES, Q_STAGES)),
+            (_consume, (1, y, lse_ptr, tiles, barriers, entries_ptr, seen, scale, CAUSAL, BLOCK, N,
+                        D, STAGES, Q_STAGES)),
             (_fetch, ((q, k, v), tiles, barriers, lists, sizes, CAUSAL, BLOCK, N, D, STAGES,
                       Q_STAGES)),
         ], [4, 1], [REGISTERS, 56])  # fmt: skip

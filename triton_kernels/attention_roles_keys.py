@@ -7,13 +7,13 @@ shared memory. Exponentials overlap the product for the gradients of weights, an
 that adds to the values' sums. Heads that share keys share a line, and follow one another.
 """
 
-# ruff: noqa: N803, RUF059, SIM113 - constexprs are in capitals in Triton, which has no enumerate,
+# ruff: noqa: N803, SIM113 - constexprs are in capitals in Triton, which has no enumerate,
 # and all parts of a kernel take the same tuples.
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
-from .attention_roles_walks import INTEGERS, column_walk, heads_of, place_of
+from .attention_roles_walks import INTEGERS, column_walk, heads_of, hear, place_of, tell
 from .gluon_names import (
     copy_in,
     copy_out,
@@ -32,7 +32,7 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
            M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The producer."""
     k, v, q, grad, base_ptr, delta_ptr = sources
-    k_tiles, v_tiles, q_tiles, grad_tiles, bases, deltas = tiles
+    k_tiles, v_tiles, q_tiles, grad_tiles, bases, deltas, walks = tiles
     k_ready, k_free, q_ready, q_free = barriers
     lines_ptr, entries_ptr, lines, lines_batch_stride, lines_head_stride = lists
     count, planes, together, heads, key_heads, group, first_head, queries, keys, shift = sizes
@@ -45,8 +45,8 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
         begin_head, end_head = heads_of(key_head, heads, group, first_head)
         own_head = gl.minimum(begin_head, heads - 1)
         own_lines_ptr = lines_ptr + 4 * (batch * lines_batch_stride + own_head * lines_head_stride)
-        first, begin, _, total = column_walk(
-            own_lines_ptr, entries_ptr, rank, keys, shift, BLOCK, CAUSAL, 1
+        first, begin, crossing, total = column_walk(
+            own_lines_ptr, entries_ptr, rank, keys, shift, BLOCK, CAUSAL
         )
         mbarrier.wait(k_free, (done & 1) ^ 1)
         mbarrier.expect(k_ready, 2 * BLOCK * D * 2)
@@ -54,6 +54,8 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
             at = first + part * 64
             copy_in(k, [batch, key_head, at, 0], k_ready, k_tiles.index(part))
             copy_in(v, [batch, key_head, at, 0], k_ready, v_tiles.index(part))
+        tell(walks, plane, first, begin, crossing, total)
+        mbarrier.arrive(k_ready, count=1)
         for head in range(begin_head, end_head):
             saved = (batch * heads + head) * queries
             partner = gl.load(entries_ptr + 2 * begin, mask=total > 0, other=0)
@@ -127,16 +129,15 @@ def _add(
 
 @gluon.jit
 def _consume(
-    which: gl.constexpr, results, tiles, barriers, lists, sizes, scale, inner,
+    which: gl.constexpr, results, tiles, barriers, entries_ptr, sizes, scale, inner,
     CAUSAL: gl.constexpr, BLOCK: gl.constexpr, M: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """The gradients of 64 keys of each column of blocks."""
     grad_k, grad_v = results
-    k_tiles, v_tiles, q_tiles, grad_tiles, bases, deltas = tiles
+    k_tiles, v_tiles, q_tiles, grad_tiles, bases, deltas, walks = tiles
     k_ready, k_free, q_ready, q_free = barriers
-    lines_ptr, entries_ptr, lines, lines_batch_stride, lines_head_stride = lists
-    count, planes, together, heads, key_heads, group, first_head, queries, keys, shift = sizes
+    count, heads, key_heads, group, first_head, shift = sizes
     SPLIT: gl.constexpr = BLOCK // M
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16]
@@ -146,15 +147,11 @@ def _consume(
     )
     i = 0
     done = 0
-    for tile in range(gl.program_id(0), count, gl.num_programs(0)):
-        plane, rank = place_of(tile, planes, together, lines)
+    for _tile in range(gl.program_id(0), count, gl.num_programs(0)):
+        mbarrier.wait(k_ready, done & 1)
+        plane, first, begin, crossing, total = hear(walks)
         batch, key_head = plane // key_heads, plane % key_heads
         begin_head, end_head = heads_of(key_head, heads, group, first_head)
-        own_head = gl.minimum(begin_head, heads - 1)
-        own_lines_ptr = lines_ptr + 4 * (batch * lines_batch_stride + own_head * lines_head_stride)
-        first, begin, crossing, total = column_walk(
-            own_lines_ptr, entries_ptr, rank, keys, shift, BLOCK, CAUSAL, 4
-        )
         first += which * 64
         k_tile, v_tile = k_tiles.index(which), v_tiles.index(which)
         k, v = k_tile.reshape([64, D]), v_tile.reshape([64, D])
@@ -162,7 +159,6 @@ def _consume(
         own_tiles, own_barriers = (q_tiles, grad_tiles, bases, deltas), (q_ready, q_free)
         zeros = gl.zeros([64, D], gl.float32, sum_layout)
         sums = (zeros, zeros)
-        mbarrier.wait(k_ready, done & 1)
         for _head in range(begin_head, end_head):
             if CAUSAL:
                 for n in range(0, crossing * SPLIT):
@@ -223,41 +219,43 @@ def attention_roles_keys(
     REGISTERS: gl.constexpr,
 ):
     CONSUMERS: gl.constexpr = BLOCK // 64
-    of_tokens: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    of_numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     k_tiles = gl.allocate_shared_memory(k.dtype, [CONSUMERS, 1, 1, 64, D], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [CONSUMERS, 1, 1, 64, D], v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, M, D], q.layout)
     grad_tiles = gl.allocate_shared_memory(grad.dtype, [STAGES, 1, 1, M, D], grad.layout)
-    bases = gl.allocate_shared_memory(gl.float32, [STAGES, M], of_tokens)
-    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, M], of_tokens)
+    bases = gl.allocate_shared_memory(gl.float32, [STAGES, M], of_numbers)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, M], of_numbers)
+    walks = gl.allocate_shared_memory(gl.int32, [8], of_numbers)
     k_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(k_ready, count=1)
+    mbarrier.init(k_ready, count=2)  # of the copies, and of the walk
     mbarrier.init(k_free, count=CONSUMERS)
     for at in gl.static_range(STAGES):
         mbarrier.init(q_ready.index(at), count=2)  # of the copies, and of bases and deltas
         mbarrier.init(q_free.index(at), count=CONSUMERS)
     fence_async_shared()
-    tiles = (k_tiles, v_tiles, q_tiles, grad_tiles, bases, deltas)
+    tiles = (k_tiles, v_tiles, q_tiles, grad_tiles, bases, deltas, walks)
     barriers = (k_ready, k_free, q_ready, q_free)
     lists = (lines_ptr, entries_ptr, lines, lines_batch_stride, lines_head_stride)
     sizes = (count, planes, together, heads, key_heads, group, first_head, queries, keys, shift)
+    seen = (count, heads, key_heads, group, first_head, shift)
     results = (grad_k, grad_v)
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_consume, (0, results, tiles, barriers, lists, sizes, scale, inner, CAUSAL, BLOCK, M,
-                        D, STAGES)),
+            (_consume, (0, results, tiles, barriers, entries_ptr, seen, scale, inner, CAUSAL,
+                        BLOCK, M, D, STAGES)),
             (_fetch, ((k, v, q, grad, base_ptr, delta_ptr), tiles, barriers, lists, sizes, CAUSAL,
                       BLOCK, M, D, STAGES)),
-        ], [1], [40])  # fmt: skip
+        ], [1], [24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (0, results, tiles, barriers, lists, sizes, scale, inner, CAUSAL, BLOCK, M,
-                        D, STAGES)),
-            (_consume, (1, results, tiles, barriers, lists, sizes, scale, inner, CAUSAL, BLOCK, M,
-                        D, STAGES)),
+            (_consume, (0, results, tiles, barriers, entries_ptr, seen, scale, inner, CAUSAL,
+                        BLOCK, M, D, STAGES)),
+            (_consume, (1, results, tiles, barriers, entries_ptr, seen, scale, inner, CAUSAL,
+                        BLOCK, M, D, STAGES)),
             (_fetch, ((k, v, q, grad, base_ptr, delta_ptr), tiles, barriers, lists, sizes, CAUSAL,
                       BLOCK, M, D, STAGES)),
-        ], [4, 1], [REGISTERS, 40])  # fmt: skip
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -6,13 +6,13 @@ and their keys is under way. These gradients stay in registers, which do not hol
 A line without an entry takes one block, all of whose keys are hidden.
 """
 
-# ruff: noqa: N803, RUF059, SIM113 - constexprs are in capitals in Triton, which has no enumerate,
+# ruff: noqa: N803, SIM113 - constexprs are in capitals in Triton, which has no enumerate,
 # and all parts of a kernel take the same tuples.
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
-from .attention_roles_walks import INTEGERS, hide, place_of, row_walk
+from .attention_roles_walks import INTEGERS, hear, hide, place_of, row_walk, tell
 from .gluon_names import (
     copy_in,
     copy_out,
@@ -30,12 +30,13 @@ from .gluon_names import (
 def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
            N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The producer."""
-    q, grad, k, v = sources
-    q_tiles, grad_tiles, k_tiles, v_tiles = tiles
+    q, grad, k, v, base_ptr, delta_ptr = sources
+    q_tiles, grad_tiles, k_tiles, v_tiles, bases, deltas, walks = tiles
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     lines_ptr, entries_ptr, lines, lines_batch_stride, lines_head_stride = lists
     count, planes, together, heads, group, first_head, queries, keys, shift = sizes
     SPLIT: gl.constexpr = BLOCK // N
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     i = 0
     done = 0
     for tile in range(gl.program_id(0), count, gl.num_programs(0)):
@@ -43,8 +44,8 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
         batch, head = plane // heads, plane % heads
         key_head = (head + first_head) // group
         own_lines_ptr = lines_ptr + 4 * (batch * lines_batch_stride + head * lines_head_stride)
-        first, begin, _, total = row_walk(
-            own_lines_ptr, entries_ptr, rank, keys, shift, BLOCK, CAUSAL, 1
+        first, begin, whole, total = row_walk(
+            own_lines_ptr, entries_ptr, rank, keys, shift, BLOCK, CAUSAL
         )
         mbarrier.wait(q_free, (done & 1) ^ 1)
         mbarrier.expect(q_ready, 2 * BLOCK * D * 2)
@@ -52,6 +53,15 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
             at = first + part * 64
             copy_in(q, [batch, head, at, 0], q_ready, q_tiles.index(part))
             copy_in(grad, [batch, head, at, 0], q_ready, grad_tiles.index(part))
+        for part in gl.static_range(BLOCK // 64):
+            query = first + part * 64 + gl.arange(0, 64, layout)
+            saved = plane * queries + query
+            base = gl.load(base_ptr + saved, mask=query < queries, other=0)
+            delta = gl.load(delta_ptr + saved, mask=query < queries, other=0)
+            bases.index(part).store(base)
+            deltas.index(part).store(delta)
+        tell(walks, plane, first, begin, whole, total)
+        mbarrier.arrive(q_ready, count=1)
         partner = gl.load(entries_ptr + 2 * begin, mask=total > 0, other=0)
         for n in range(0, gl.maximum(total, 1)):
             following = begin + gl.minimum(n + 1, total - 1)
@@ -118,16 +128,14 @@ def _differentiate(
 
 @gluon.jit
 def _consume(
-    which: gl.constexpr, result, saved, tiles, barriers, lists, sizes, scale, inner,
+    which: gl.constexpr, result, tiles, barriers, entries_ptr, sizes, scale, inner,
     CAUSAL: gl.constexpr, BLOCK: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """The gradient of 64 queries of each row of blocks."""
-    q_tiles, grad_tiles, k_tiles, v_tiles = tiles
+    q_tiles, grad_tiles, k_tiles, v_tiles, bases, deltas, walks = tiles
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-    lines_ptr, entries_ptr, lines, lines_batch_stride, lines_head_stride = lists
-    count, planes, together, heads, group, first_head, queries, keys, shift = sizes
-    base_ptr, delta_ptr = saved
+    count, heads, keys, shift = sizes
     SPLIT: gl.constexpr = BLOCK // N
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
@@ -137,25 +145,19 @@ def _consume(
     )
     i = 0
     done = 0
-    for tile in range(gl.program_id(0), count, gl.num_programs(0)):
-        plane, rank = place_of(tile, planes, together, lines)
+    for _tile in range(gl.program_id(0), count, gl.num_programs(0)):
+        mbarrier.wait(q_ready, done & 1)
+        plane, first, begin, whole, entries = hear(walks)
         batch, head = plane // heads, plane % heads
-        own_lines_ptr = lines_ptr + 4 * (batch * lines_batch_stride + head * lines_head_stride)
-        first, begin, whole, entries = row_walk(
-            own_lines_ptr, entries_ptr, rank, keys, shift, BLOCK, CAUSAL, 4
-        )
         first += which * 64
         whole *= SPLIT
-        query = first + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-        at = plane * queries + query
-        base = gl.load(base_ptr + at, mask=query < queries, other=0)
-        delta = gl.load(delta_ptr + at, mask=query < queries, other=0)
+        base = bases.index(which).load(gl.SliceLayout(1, s_layout))
+        delta = deltas.index(which).load(gl.SliceLayout(1, s_layout))
         q_tile = q_tiles.index(which)
         q = q_tile.reshape([64, D])
         own = (q, grad_tiles.index(which).reshape([64, D]), base, delta)
         walk = (entries_ptr, begin, entries, first, shift, keys)
         used = (k_ready, k_free, v_ready, v_free)
-        mbarrier.wait(q_ready, done & 1)
         sums = gl.zeros([64, D], gl.float32, sum_layout)
         state = _differentiate(
             0, i, (sums, 0), own, (k_tiles, v_tiles), used, walk, inner, CAUSAL, BLOCK, N, D,
@@ -223,17 +225,21 @@ def attention_roles_queries(
     REGISTERS: gl.constexpr,
 ):
     CONSUMERS: gl.constexpr = BLOCK // 64
+    of_numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     q_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, 64, D], q.layout)
     grad_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, 64, D], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, N, D], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, N, D], v.layout)
+    bases = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64], of_numbers)
+    deltas = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64], of_numbers)
+    walks = gl.allocate_shared_memory(gl.int32, [8], of_numbers)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_ready, count=1)
+    mbarrier.init(q_ready, count=2)  # of the copies, and of the rest
     mbarrier.init(q_free, count=CONSUMERS)
     for at in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(at), count=1)
@@ -241,22 +247,23 @@ def attention_roles_queries(
         mbarrier.init(v_ready.index(at), count=1)
         mbarrier.init(v_free.index(at), count=CONSUMERS)
     fence_async_shared()
-    tiles = (q_tiles, grad_tiles, k_tiles, v_tiles)
+    tiles = (q_tiles, grad_tiles, k_tiles, v_tiles, bases, deltas, walks)
     barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
     lists = (lines_ptr, entries_ptr, lines, lines_batch_stride, lines_head_stride)
     sizes = (count, planes, together, heads, group, first_head, queries, keys, shift)
-    saved = (base_ptr, delta_ptr)
+    sources = (q, grad, k, v, base_ptr, delta_ptr)
+    seen = (count, heads, keys, shift)
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_consume, (0, result, saved, tiles, barriers, lists, sizes, scale, inner, CAUSAL,
-                        BLOCK, N, D, STAGES)),
-            (_fetch, ((q, grad, k, v), tiles, barriers, lists, sizes, CAUSAL, BLOCK, N, D, STAGES)),
+            (_consume, (0, result, tiles, barriers, entries_ptr, seen, scale, inner, CAUSAL, BLOCK,
+                        N, D, STAGES)),
+            (_fetch, (sources, tiles, barriers, lists, sizes, CAUSAL, BLOCK, N, D, STAGES)),
         ], [1], [56])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (0, result, saved, tiles, barriers, lists, sizes, scale, inner, CAUSAL,
-                        BLOCK, N, D, STAGES)),
-            (_consume, (1, result, saved, tiles, barriers, lists, sizes, scale, inner, CAUSAL,
-                        BLOCK, N, D, STAGES)),
-            (_fetch, ((q, grad, k, v), tiles, barriers, lists, sizes, CAUSAL, BLOCK, N, D, STAGES)),
+            (_consume, (0, result, tiles, barriers, entries_ptr, seen, scale, inner, CAUSAL, BLOCK,
+                        N, D, STAGES)),
+            (_consume, (1, result, tiles, barriers, entries_ptr, seen, scale, inner, CAUSAL, BLOCK,
+                        N, D, STAGES)),
+            (_fetch, (sources, tiles, barriers, lists, sizes, CAUSAL, BLOCK, N, D, STAGES)),
         ], [4, 1], [REGISTERS, 56])  # fmt: skip

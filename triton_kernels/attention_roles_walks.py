@@ -30,10 +30,10 @@ def place_of(tile, planes, together, lines):
 
 @gluon.jit
 def row_walk(lines_ptr, entries_ptr, rank, keys, shift, BLOCK: gl.constexpr,
-             CAUSAL: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+             CAUSAL: gl.constexpr):  # fmt: skip
     """The first query of a line, the place of its first entry, how many of its entries are seen by
     all of its queries, and how many are seen at all. Entries are sorted."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     at = lines_ptr + 4 * rank
     first, begin, end = gl.load(at) * BLOCK, gl.load(at + 1), gl.load(at + 3)
     clear, visible = keys // BLOCK, 2147483647
@@ -51,10 +51,10 @@ def row_walk(lines_ptr, entries_ptr, rank, keys, shift, BLOCK: gl.constexpr,
 
 @gluon.jit
 def column_walk(lines_ptr, entries_ptr, rank, keys, shift, BLOCK: gl.constexpr,
-                CAUSAL: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+                CAUSAL: gl.constexpr):  # fmt: skip
     """The first key of a line, the place of the first entry that sees it, how many of these see
     only some of its keys, and how many entries there are from it on. Entries are sorted."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
     at = lines_ptr + 4 * rank
     first, begin, end = gl.load(at) * BLOCK, gl.load(at + 1), gl.load(at + 3)
     hidden, crossing = 0, 0
@@ -89,3 +89,28 @@ def heads_of(key_head, heads, group, first_head):
     """The first of the query heads that are here and share a head of keys, and their end."""
     begin = gl.maximum(key_head * group - first_head, 0)
     return begin, gl.minimum(key_head * group + group - first_head, heads)
+
+
+@gluon.jit
+def tell(memory, number, first, begin, checked, total):
+    """The producer tells consumers five numbers."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [1], [0])
+    at = gl.arange(0, 8, layout)
+    told = gl.where(at == 0, number, gl.where(at == 1, first, begin))
+    told = gl.where(at > 2, gl.where(at == 3, checked, total), told)
+    memory.store(told)
+
+
+@gluon.jit
+def hear(memory):
+    """The numbers that the producer told."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    told = memory.load(layout)
+    at = gl.arange(0, 8, layout)
+    return (
+        gl.sum(gl.where(at == 0, told, 0), 0),
+        gl.sum(gl.where(at == 1, told, 0), 0),
+        gl.sum(gl.where(at == 2, told, 0), 0),
+        gl.sum(gl.where(at == 3, told, 0), 0),
+        gl.sum(gl.where(at == 4, told, 0), 0),
+    )
