@@ -81,7 +81,9 @@ def tiles_with_roles(call: Any, kernel: str) -> tuple[Tile, ...]:
     tile = Tile(block, 64, block // 16 + 4, 2 if width == 128 and block == 64 else 3, roles=True)
     per_head = call.columns.strides[1] > 0 and call.group > 1
     if kernel == FORWARD:
-        tile = tile._replace(taken=64 if width == 256 else block, stages=2 if width > 64 else 3)
+        # Two blocks of 64 keys lie as one of 128 in shared memory if heads are no wider than 64.
+        taken = 128 if width == 64 else 64 if width == 256 else block
+        tile = tile._replace(taken=taken, stages=3 if width == 64 < block else 2)
     elif width == 256 or kernel not in (QUERIES, BOTH) or (kernel == BOTH and per_head):
         return ()  # of heads of 256, sums of keys and of values would not fit the registers
     # Where a few lines are long, programs of one line share the work more evenly.
@@ -112,12 +114,12 @@ def _grid(call: Any, tile: Tile, count: int) -> int:
 def forward_launch(call: Any, y: torch.Tensor, lse: torch.Tensor, tile: Tile) -> Launch:
     q, k, v, lists = call.q, call.k, call.v, call.rows
     planes = q.shape[0] * q.shape[1]
-    y = y.view(q.shape)
+    y, own = y.view(q.shape), min(tile.own, tile.taken)
     count = planes * lists.lines
     return launch(
         attention_roles_forward,
         _grid(call, tile, count),
-        *(_descriptor(q, 64), _descriptor(k, tile.taken), _descriptor(v, tile.taken)),
+        *(_descriptor(x, rows) for x, rows in zip((q, k, v), (64, own, own), strict=True)),
         *(_descriptor(y, 64), lse, lists.table, lists.entries, lists.lines, *lists.strides),
         *(count, planes, _together(k, planes), q.shape[1], call.group, call.first_head),
         *(q.shape[2], k.shape[2], k.shape[2] - q.shape[2], call.scoring[0]),

@@ -18,7 +18,7 @@ A line without an entry takes one block, all of whose keys are hidden.
 
 from __future__ import annotations
 
-from .attention_roles_walks import INTEGERS, hear, hide, place_of, row_walk, tell
+from .attention_roles_walks import INTEGERS, hear, hide, keys_of, place_of, row_walk, tell
 from .gluon_names import (
     copy_in,
     copy_out,
@@ -43,7 +43,9 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
     lines_ptr, entries_ptr, lines, lines_batch_stride, lines_head_stride = lists
     count, planes, together, heads, group, first_head, queries, keys, shift = sizes
     CONSUMERS: gl.constexpr = BLOCK // 64
-    SPLIT: gl.constexpr = BLOCK // N
+    SPLIT: gl.constexpr = (BLOCK + N - 1) // N
+    PARTS: gl.constexpr = (N + BLOCK - 1) // BLOCK
+    ROWS: gl.constexpr = N // PARTS
     i = 0
     done = 0
     for tile in range(gl.program_id(0), count, gl.num_programs(0)):
@@ -66,22 +68,23 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
             )
         tell(walks.index(slot), plane, first, begin, whole, total)
         mbarrier.arrive(q_ready.index(slot), count=1)
-        partner = gl.load(entries_ptr + 2 * begin, mask=total > 0, other=0)
-        for n in range(0, gl.maximum(total, 1)):
-            following = begin + gl.minimum(n + 1, total - 1)
-            coming = gl.load(entries_ptr + 2 * following, mask=total > 0, other=0)
-            for part in gl.static_range(SPLIT):
-                slot = i % STAGES
-                phase = ((i // STAGES) & 1) ^ 1
-                row = partner * BLOCK + part * N
-                mbarrier.wait(k_free.index(slot), phase)
-                mbarrier.expect(k_ready.index(slot), N * D * 2)
-                copy_in(k, [batch, key_head, row, 0], k_ready.index(slot), k_tiles.index(slot))
-                mbarrier.wait(v_free.index(slot), phase)
-                mbarrier.expect(v_ready.index(slot), N * D * 2)
-                copy_in(v, [batch, key_head, row, 0], v_ready.index(slot), v_tiles.index(slot))
-                i += 1
-            partner = coming
+        own_keys = keys_of(entries_ptr, begin, 0, total, N, BLOCK)
+        for n in range(0, gl.maximum((total + PARTS - 1) // PARTS, 1) * SPLIT):
+            coming = keys_of(entries_ptr, begin, n + 1, total, N, BLOCK)
+            slot = i % STAGES
+            phase = ((i // STAGES) & 1) ^ 1
+            mbarrier.wait(k_free.index(slot), phase)
+            mbarrier.expect(k_ready.index(slot), N * D * 2)
+            for part in gl.static_range(PARTS):
+                own = k_tiles.index(slot).slice(part * ROWS, ROWS, 2)
+                copy_in(k, [batch, key_head, own_keys[part], 0], k_ready.index(slot), own)
+            mbarrier.wait(v_free.index(slot), phase)
+            mbarrier.expect(v_ready.index(slot), N * D * 2)
+            for part in gl.static_range(PARTS):
+                own = v_tiles.index(slot).slice(part * ROWS, ROWS, 2)
+                copy_in(v, [batch, key_head, own_keys[part], 0], v_ready.index(slot), own)
+            i += 1
+            own_keys = coming
         done += 1
 
 
@@ -105,14 +108,12 @@ def _attend(
     sums, weights, highest, total = state
     k_tiles, v_tiles = tiles
     k_ready, k_free, v_ready, v_free = barriers
-    entries_ptr, begin, first_query, shift, limit = walk
-    SPLIT: gl.constexpr = BLOCK // N
+    entries_ptr, begin, entries, first_query, shift, limit = walk
     slot, phase = i % STAGES, (i // STAGES) & 1
     last, last_phase = (i - 1) % STAGES, ((i - 1) // STAGES) & 1
-    first_key = 0
+    first_keys = (0, 0)
     if CHECKED:
-        partner = gl.load(entries_ptr + 2 * (begin + n // SPLIT))
-        first_key = partner * BLOCK + n % SPLIT * N
+        first_keys = keys_of(entries_ptr, begin, n, entries, N, BLOCK)
     zeros = gl.zeros([64, N], gl.float32, s_layout)
     k, v = k_tiles.index(slot).reshape([N, D]), v_tiles.index(last).reshape([N, D])
     mbarrier.wait(k_ready.index(slot), phase)
@@ -122,7 +123,7 @@ def _attend(
     s = warpgroup_mma_wait(1, deps=(s,))
     mbarrier.arrive(k_free.index(slot), count=1)
     if CHECKED:
-        s = hide(s, first_key, first_query, shift, limit, CAUSAL, s_layout)
+        s = hide(s, first_keys, first_query, shift, limit, CAUSAL, s_layout)
     e, highest, total, shrunk = _weigh(s, highest, total, scale)
     coming = gl.convert_layout(e.to(k_tiles.dtype), gl.DotOperandLayout(0, y_layout, 2))
     mbarrier.wait(v_ready.index(last), last_phase)
@@ -143,7 +144,8 @@ def _consume(
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     count, heads, queries, keys, shift = sizes
     CONSUMERS: gl.constexpr = BLOCK // 64
-    SPLIT: gl.constexpr = BLOCK // N
+    SPLIT: gl.constexpr = (BLOCK + N - 1) // N
+    PARTS: gl.constexpr = (N + BLOCK - 1) // BLOCK
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
     )
@@ -160,8 +162,8 @@ def _consume(
         batch, head = plane // heads, plane % heads
         first += which * 64
         limit = gl.where(entries > 0, keys, 0)
-        steps = gl.maximum(entries, 1) * SPLIT
-        whole *= SPLIT
+        steps = gl.maximum((entries + PARTS - 1) // PARTS, 1) * SPLIT
+        whole = whole // PARTS * SPLIT
         q_tile = q_tiles.index(q_slot * CONSUMERS + which)
         q = q_tile.reshape([64, D])
         slot = i % STAGES
@@ -174,15 +176,15 @@ def _consume(
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(k_free.index(slot), count=1)
         if whole == 0:
-            partner = gl.load(entries_ptr + 2 * begin, mask=entries > 0, other=0)
-            s = hide(s, partner * BLOCK, first, shift, limit, CAUSAL, s_layout)
+            first_keys = keys_of(entries_ptr, begin, 0, entries, N, BLOCK)
+            s = hide(s, first_keys, first, shift, limit, CAUSAL, s_layout)
         highest = gl.full([64], -float("inf"), gl.float32, rows)
         e, highest, total, _ = _weigh(s, highest, gl.zeros([64], gl.float32, rows), scale)
         weights = gl.convert_layout(e.to(k_tiles.dtype), gl.DotOperandLayout(0, y_layout, 2))
         i += 1
         sums = gl.zeros([64, D], gl.float32, y_layout)
         state = (sums, weights, highest, total)
-        walk = (entries_ptr, begin, first, shift, limit)
+        walk = (entries_ptr, begin, entries, first, shift, limit)
         inner = (k_ready, k_free, v_ready, v_free)
         for n in range(1, whole):
             state = _attend(

@@ -12,7 +12,7 @@ A line without an entry takes one block, all of whose keys are hidden.
 
 from __future__ import annotations
 
-from .attention_roles_walks import INTEGERS, hear, hide, place_of, row_walk, tell
+from .attention_roles_walks import INTEGERS, hear, hide, keys_of, place_of, row_walk, tell
 from .gluon_names import (
     copy_in,
     copy_out,
@@ -93,12 +93,10 @@ def _differentiate(
     k_tiles, v_tiles = tiles
     k_ready, k_free, v_ready, v_free = barriers
     entries_ptr, begin, entries, first_query, shift, keys = walk
-    SPLIT: gl.constexpr = BLOCK // N
     slot, phase = i % STAGES, (i // STAGES) & 1
-    first_key, limit = 0, keys
+    first_keys, limit = (0, 0), keys
     if CHECKED:
-        partner = gl.load(entries_ptr + 2 * (begin + n // SPLIT), mask=entries > 0, other=0)
-        first_key = partner * BLOCK + n % SPLIT * N
+        first_keys = keys_of(entries_ptr, begin, n, entries, N, BLOCK)
         limit = gl.where(entries > 0, keys, 0)
     k, v = k_tiles.index(slot).reshape([N, D]), v_tiles.index(slot).reshape([N, D])
     zeros = gl.zeros([64, N], gl.float32, s_layout)
@@ -113,7 +111,7 @@ def _differentiate(
         sums = warpgroup_mma(of_scores, before, sums, is_async=True)
         s = warpgroup_mma_wait(2, deps=(s,))
     if CHECKED:
-        s = hide(s, first_key, first_query, shift, limit, CAUSAL, s_layout)
+        s = hide(s, first_keys, first_query, shift, limit, CAUSAL, s_layout)
     weights = gl.exp2(s * scale - base[:, None])
     mbarrier.wait(v_ready.index(slot), phase)  # a branch: weights are computed before it
     if FIRST:
@@ -136,13 +134,13 @@ def _consume(
     q_tiles, grad_tiles, k_tiles, v_tiles, bases, deltas, walks = tiles
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     count, heads, keys, shift = sizes
-    SPLIT: gl.constexpr = BLOCK // N
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
     )
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
     )
+    SPLIT: gl.constexpr = BLOCK // N
     i = 0
     done = 0
     for _tile in range(gl.program_id(0), count, gl.num_programs(0)):

@@ -71,11 +71,33 @@ def column_walk(lines_ptr, entries_ptr, rank, keys, shift, BLOCK: gl.constexpr,
 
 
 @gluon.jit
-def hide(s, first_key, first_query, shift, limit, CAUSAL: gl.constexpr, layout: gl.constexpr):
-    """Scores, -inf where a key is past the limit or after its query."""
+def keys_of(entries_ptr, begin, n, entries, N: gl.constexpr, BLOCK: gl.constexpr):
+    """The first key of the n-th tile of N keys of a line, and of its second block.
+
+    A tile has a part of a block, or two blocks; the second one of an odd number is past all keys.
+    """
+    if N > BLOCK:
+        last = entries - 1
+        at = begin + gl.minimum(2 * n, gl.maximum(last, 0))
+        first = gl.load(entries_ptr + 2 * at, mask=entries > 0, other=0) * BLOCK
+        has_second = 2 * n < last
+        second = gl.load(entries_ptr + 2 * at + 2, mask=has_second, other=0) * BLOCK
+        return first, gl.where(has_second, second, 1073741824)
+    else:
+        SPLIT: gl.constexpr = BLOCK // N
+        at = begin + gl.minimum(n // SPLIT, gl.maximum(entries - 1, 0))
+        first = gl.load(entries_ptr + 2 * at, mask=entries > 0, other=0) * BLOCK + n % SPLIT * N
+        return first, first + N // 2
+
+
+@gluon.jit
+def hide(s, first_keys, first_query, shift, limit, CAUSAL: gl.constexpr, layout: gl.constexpr):
+    """Scores, -inf where a key is past the limit or after its query. See `keys_of`."""
     M: gl.constexpr = s.shape[0]
     N: gl.constexpr = s.shape[1]
-    key = first_key + gl.arange(0, N, gl.SliceLayout(0, layout))
+    column = gl.arange(0, N, gl.SliceLayout(0, layout))
+    first, second = first_keys
+    key = gl.where(column < N // 2, first, second - N // 2) + column
     if CAUSAL:
         query = first_query + shift + gl.arange(0, M, gl.SliceLayout(1, layout))
         last = gl.minimum(query, limit - 1)

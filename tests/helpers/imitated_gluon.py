@@ -79,6 +79,9 @@ class _Memory:
     def reshape(self, shape: Sequence[int]) -> _Memory:
         return self._view(self.values.reshape(shape))
 
+    def slice(self, start: int, length: int, dim: int = 0) -> _Memory:
+        return self._view(self.values[(slice(None),) * dim + (slice(start, start + length),)])
+
     def reinterpret(self, shape: Sequence[int]) -> _Memory:
         """Matrices of other rows, or one as parts of its columns, as a swizzled one's lie."""
         if self.values.ndim == 3:
