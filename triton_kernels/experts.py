@@ -93,7 +93,7 @@ TILES = {
     ),
     "many before sm_90": Tiles(*[Tile(128, 128, 64, 8, 3)] * 4),
     "few": Tiles(*[Tile(64, 128, 64, 4, 3)] * 4),
-    "last": Tiles(*[_LAST] * 4),
+    "last": Tiles(_LAST, _LAST, _LAST, _LAST._replace(stages=2)),
 }
 
 
