@@ -145,7 +145,7 @@ def test_a_layer_of_a_pair_takes_its_other_arguments(layers: tuple[nn.Module, nn
 # --- One probe does not stand for all -------------------------------------------------------------
 
 
-class ChannelsFirst(nn.Module):
+class NormOfChannels(nn.Module):
     """As in ConvNeXt."""
 
     """Over the last dimension, but over the second of four."""
@@ -190,7 +190,7 @@ class Clipped(Norm):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (ChannelsFirst, "four dimensions"),
+        (NormOfChannels, "four dimensions"),
         (OneToken, "one token"),
         (Branches, "straight to it"),
         (Clipped, "other values"),
@@ -496,7 +496,7 @@ class CallsFunctions(nn.Module):
         return functional.rms_norm(self.fc(x), (64,), self.scale)
 
 
-class ChannelsFirst(nn.Module):
+class NormOfChannels(nn.Module):
     """As in ConvNeXt."""
 
     def __init__(self) -> None:
@@ -513,7 +513,7 @@ class ChannelsFirst(nn.Module):
 @pytest.mark.parametrize(
     ("make", "what", "words"),
     [
-        (ChannelsFirst, "ChannelsFirst", "it normalises the channels of"),
+        (NormOfChannels, "NormOfChannels", "it normalises the channels of"),
         (Weightless, "Weightless", "it has no weight"),
         (CallsFunctions, "rms_norm", "call torchweld.functional"),
         (SomeExperts, "SomeExperts", "does not take rows, indices and weights"),
