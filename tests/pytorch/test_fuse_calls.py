@@ -145,9 +145,7 @@ def test_a_layer_of_a_pair_takes_its_other_arguments(layers: tuple[nn.Module, nn
 # --- One probe does not stand for all -------------------------------------------------------------
 
 
-class NormOfChannels(nn.Module):
-    """As in ConvNeXt."""
-
+class ChannelsFirst(nn.Module):
     """Over the last dimension, but over the second of four."""
 
     def __init__(self) -> None:
@@ -190,7 +188,7 @@ class Clipped(Norm):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (NormOfChannels, "four dimensions"),
+        (ChannelsFirst, "four dimensions"),
         (OneToken, "one token"),
         (Branches, "straight to it"),
         (Clipped, "other values"),
@@ -496,7 +494,7 @@ class CallsFunctions(nn.Module):
         return functional.rms_norm(self.fc(x), (64,), self.scale)
 
 
-class NormOfChannels(nn.Module):
+class OverChannels(nn.Module):
     """As in ConvNeXt."""
 
     def __init__(self) -> None:
@@ -513,7 +511,7 @@ class NormOfChannels(nn.Module):
 @pytest.mark.parametrize(
     ("make", "what", "words"),
     [
-        (NormOfChannels, "NormOfChannels", "it normalises the channels of"),
+        (OverChannels, "OverChannels", "it normalises the channels of"),
         (Weightless, "Weightless", "it has no weight"),
         (CallsFunctions, "rms_norm", "call torchweld.functional"),
         (SomeExperts, "SomeExperts", "does not take rows, indices and weights"),
