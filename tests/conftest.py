@@ -40,6 +40,7 @@ from torchweld.registry import BACKENDS, OPS, Composite, Op  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreting.make_faster()
+    interpreting.refuse_division_by_zero()
 
 settings.register_profile(
     "torchweld",

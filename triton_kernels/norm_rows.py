@@ -421,6 +421,8 @@ def backward_launches(
 ) -> Iterator[Launch]:
     """Launches of the kernel `whole`, or `wide`, whose last arguments are `finish`."""
     rows, width = x.shape
+    if not width:  # there is nothing to write, and a kernel would divide by its tiles of columns
+        return
     itemsize = max(x.element_size(), grad_y.element_size())
     aligned = are_aligned(grad_y, x, weight, *finish)
     tile = _backward_tile(width, itemsize, columns_a_thread, aligned)
