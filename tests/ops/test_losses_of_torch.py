@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 import torchweld
 from conftest import running_at
 from torchweld import functional
+from torchweld.dispatch.engine.judge import Judge
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks, rows
 
@@ -496,6 +497,10 @@ def test_kept_gradients_are_scaled_in_triton(dtype: torch.dtype, factor: float) 
     near = (found.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs()
     assert bool((near | (found == exact)).all())
     assert factor != 1 or torch.equal(found, x)
+    question = rows.SCALE._make_question(x, (x[:99], torch.tensor(factor)))
+    judge = Judge(question.exact(), question.trusted(), question.rounded)
+    exact_in_interpreter = dtype != torch.bfloat16 or factor != 0.37  # which cuts off bfloat16
+    assert (judge.find_fault(question.run("triton")) is None) == exact_in_interpreter
     for refused, by, message in (
         (x[::2], torch.tensor(1.0), "contiguous"),
         (x.double(), torch.tensor(1.0), "float64"),

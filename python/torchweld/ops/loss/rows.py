@@ -198,6 +198,12 @@ def _both_in_place_reference(
     return results
 
 
+def _scale_reference(x: torch.Tensor, factor: torch.Tensor) -> None:
+    """In parts; torch would round a GPU's factor to x's dtype."""
+    for part in x.view(-1).split(2**24):
+        part.copy_(part.to(accumulate_type(x.dtype)) * factor)
+
+
 def _fake(logits: torch.Tensor, target: torch.Tensor, argmax: bool) -> tuple[torch.Tensor, ...]:
     kind = accumulate_type(logits.dtype)
     return (
@@ -253,7 +259,7 @@ SCALE = _RowOp(
     "(Tensor(a!) x, Tensor factor) -> ()",
     backends=(),
     triton="triton_kernels/scale.py",
-    reference=lambda x, factor: x.mul_(factor),
+    reference=_scale_reference,
     sample=lambda x, factor: (x.flatten()[:_SAMPLED], factor),
 )
 _TRITON = "triton_kernels/loss_rows.py"
