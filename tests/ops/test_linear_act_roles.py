@@ -159,6 +159,21 @@ def test_which_calls_it_serves(
     assert (launch.kernel is linear_act_roles.linear_act_roles) == serves
 
 
+@pytest.mark.parametrize(
+    ("rows", "dtype", "leads"),
+    [(512, torch.float16, True), (256, torch.bfloat16, False), (512, torch.float32, False)],
+)
+def test_it_serves_untimed_where_it_fills_the_processors(
+    rows: int, dtype: torch.dtype, leads: bool
+) -> None:
+    """Meta tensors have four processors."""
+    x = torch.empty(rows, 64, dtype=dtype, device="meta")
+    found = linear_act.contenders(x, torch.empty(256, 64, dtype=dtype, device="meta"))
+    assert linear_act.tiles(torch.bfloat16)[linear_act.BY_RULE].roles
+    assert (found[0] == linear_act.BY_RULE) == leads
+    assert sorted(found) == sorted(set(found))
+
+
 WAIT = "            total = warpgroup_mma_wait(1, deps=(total,))\n"
 FAULTS = {
     "no wait for a copy": ("mbarrier.wait(ready.index(slot), (step // STAGES) & 1)", "pass"),
