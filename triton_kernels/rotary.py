@@ -207,7 +207,6 @@ def _differentiate(
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """The backward pass with a norm."""
     # fmt: off
@@ -237,12 +236,12 @@ def _differentiate(
     if chunk < chunks:
         differentiate_chunk(
             *(x, chunk, chunks, tokens, layout, angles),
-            *(PLUS_ONE, INTERLEAVED, FULL, HEADS, ROWS, PAIRS, REST, STAGES),
+            *(PLUS_ONE, INTERLEAVED, FULL, HEADS, ROWS, PAIRS, REST),
         )
     elif k_ptr is not None:
         differentiate_chunk(
             *(k, chunk - chunks, k_chunks, tokens, layout, angles),
-            *(PLUS_ONE, INTERLEAVED, FULL, K_HEADS, ROWS, PAIRS, REST, STAGES),
+            *(PLUS_ONE, INTERLEAVED, FULL, K_HEADS, ROWS, PAIRS, REST),
         )
 
 
@@ -402,8 +401,6 @@ def _differentiate_launches(call: _Call, streams: Streams, plus_one: bool) -> It
         **call.options,
         HEADS=call.heads_of_tile(streams[0][0]),
         K_HEADS=call.heads_of_tile(streams[1][0]),
-        # Columns that are not rotated take the registers that loads ahead would need.
-        STAGES=1 if call.tile["REST"] else 2,
         PLUS_ONE=plus_one,
         **call.tile,
     )._replace(spreads=True)

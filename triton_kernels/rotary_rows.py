@@ -237,7 +237,6 @@ def differentiate_chunk(
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     grad_ptr, x_ptr, result_ptr = stream[0], stream[1], stream[2]
     weight_ptr, rstd_ptr, partials_ptr = stream[3], stream[4], stream[5]
@@ -248,7 +247,7 @@ def differentiate_chunk(
     rest_sum = tl.zeros([ROWS, REST if REST > 0 else 1], tl.float32)
     tiles = tl.cdiv(places, ROWS // HEADS) * (heads // HEADS)
     begin, end = chunk_range(chunk, tiles, chunks, 1)
-    for tile in tl.range(begin, end, num_stages=STAGES):
+    for tile in tl.range(begin, end):
         batch, token, head, inside = place(tile, tokens, heads, places, HEADS, ROWS)
         start = batch * stream[8] + token * stream[9] + head * stream[10]
         u1, u2, u3 = load_row(grad_ptr, start, inside, layout, INTERLEAVED, PAIRS, REST)
