@@ -108,7 +108,7 @@ def _gpt2(tiny: bool) -> nn.Module:
     return _WithLoss(GPT2LMHeadModel(GPT2Config(**(sizes or large), use_cache=False)))
 
 
-def _llama(tiny: bool, *, layers: int, words: int, tied: bool, **sizes: int) -> nn.Module:
+def _llama(tiny: bool, *, layers: int, words: int, tied: bool, sizes: dict[str, int]) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     if tiny:
@@ -145,11 +145,11 @@ MODELS = {
     "gpt_layer": Whole(_gpt_layer, 8, 2048, (*_ALL, OPS), learns=False),
     "gpt2_355m": Whole(_gpt2, 8, 1024, _ALL, autocast=True),
     "llama_1b": Whole(
-        partial(_llama, layers=16, words=128256, tied=True, **_1B),
+        partial(_llama, layers=16, words=128256, tied=True, sizes=_1B),
         *(4, 2048, (EAGER, COMPILED, LIGER, FUSED)),
     ),
     "llama_8b_blocks": Whole(
-        partial(_llama, layers=4, words=32768, tied=False, **_8B),
+        partial(_llama, layers=4, words=32768, tied=False, sizes=_8B),
         *(4, 2048, (EAGER, COMPILED, LIGER, FUSED)),
     ),
 }
