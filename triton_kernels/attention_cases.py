@@ -77,6 +77,8 @@ def _call(
 def aot_cases(capability: int) -> Iterator[tuple[str, Launch]]:
     """Named launches, whose kernels the ahead-of-time tests compile, for a GPU."""
     for name, call in _calls():
+        if name.startswith("128 float16") and capability != 90:
+            continue  # for the kernels whose warps have roles
         call = call._replace(generation=generation_of(divmod(capability, 10)))
         lse = call.q.new_empty(call.q.shape[:-1], dtype=torch.float32)
         y = call.q.new_empty((*call.q.shape[:3], call.v.shape[3]))

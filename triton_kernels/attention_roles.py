@@ -19,7 +19,7 @@ from .contest import Tile
 from .gluon_names import TensorDescriptor, gl
 from .launch import Launch, launch, processors
 
-# Heads and blocks of which an H200 is faster with them: there, they serve by rule.
+# An H200 is faster with them at these heads and blocks: there, they serve by rule.
 FASTER = {(128, 128), (64, 64)}
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _CACHED = 24 << 20  # bytes of keys and values that stay in L2

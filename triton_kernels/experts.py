@@ -2,7 +2,7 @@
 
 With T tokens, K experts a token, R = T K rows, H inputs and outputs, and I hidden features of gated
 experts, a forward pass has 6 R H I operations and both passes 18 R H I. At 16 bits the least bytes
-of the forward pass are those of the weights, 6 E H I, of the input, gathered once, 2 R H, of z,
+of the forward pass are the weights, 6 E H I, of the input, gathered once, 2 R H, of z,
 4 R I written, of the hidden layer, 2 R I written and read, and of the experts' results, 2 R H
 written and read. The layer of Qwen3-30B (E 128, K 8, H 2048, I 768) on an H200, at 4.2 TB/s and
 600 TFLOP/s, which products of such sizes reach in libraries:
@@ -383,7 +383,7 @@ class _Backward(NamedTuple):
             self._run(weights_gradient_launch(*given))
 
     def _find_hidden_gradient(self, z: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of z, if it is needed; those of the second factor and of the weights."""
+        """The gradient of z, if needed; of the second factor and of the weights too."""
         call, is_last = self.call, not self.call.form.weights_first
         wanted = [self.x, self.gate_up, self.gate_up_bias, None if is_last else self.weights]
         grad_z = None if all(t is None for t in wanted) else torch.empty_like(z)

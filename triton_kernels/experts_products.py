@@ -1,8 +1,8 @@
 """The grouped products of experts_mlp; experts.py has the figures.
 
 A program has one tile. Tiles of rows belong to one expert each, by the map that experts_rows.py
-makes, and those past the last leave at once. Rows past an expert's end are those of its first row
-again, whose results are not stored: the loop needs no masks for them.
+makes, and programs past the last leave at once. Rows past an expert's end repeat its first row,
+whose results are not stored: the loop needs no masks for them.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.

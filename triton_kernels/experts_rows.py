@@ -233,7 +233,7 @@ def _bias_gradient(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sum over an expert's rows, or over those of its tokens, times their weights."""
+    """The sum over an expert's rows, or over its tokens' rows, times their weights."""
     column_tiles = tl.cdiv(width, BLOCK)
     expert = tl.program_id(0) // column_tiles
     column = (tl.program_id(0) % column_tiles * BLOCK + tl.arange(0, BLOCK))[None, :]

@@ -1,4 +1,4 @@
-"""Gluon's names for Hopper, some of which Triton 3.9 changes."""
+"""Gluon's names for Hopper. Triton 3.9 changes some."""
 
 from __future__ import annotations
 

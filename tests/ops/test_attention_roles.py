@@ -26,7 +26,7 @@ EVERY = ["attention_roles_forward", "attention_roles_queries", "attention_roles_
 
 
 def _choose(tiles: Sequence[Any], persistent: bool) -> Any:
-    """The first tile with roles, of which some have persistent programs."""
+    """The first tile with roles; some tiles have persistent programs."""
     with_roles = [tile for tile in tiles if tile.roles]
     return next((t for t in with_roles if t.persistent == persistent), [*with_roles, tiles[0]][0])
 

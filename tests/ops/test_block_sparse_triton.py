@@ -190,7 +190,8 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     counts, key_contests = [], block_sparse_attention._key_contests
 
     def launch_and_count(call: Any, *rest: Any) -> Any:
-        contests, (summed,) = key_contests(call, *rest)
+        contests, after = key_contests(call, *rest)
+        (summed,) = after or contests[0].after
         *_, extras, least = summed.args
         table = call.columns.table
         if table is None or summed.options["PER_HEAD"]:
@@ -199,7 +200,7 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             lengths = (table[0, 0, :, 3] - table[0, 0, :, 1]) * call.group
             most = max(-(-int(lengths.sum()) // extras), least)
             counts.append(int((lengths > most).sum()))
-        return contests, [summed]
+        return contests, after
 
     monkeypatch.setattr(attention_tiles, "LEAST_TOKENS", 16)
     monkeypatch.setattr(block_sparse_attention, "_key_contests", launch_and_count)

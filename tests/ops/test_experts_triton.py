@@ -80,7 +80,7 @@ def test_every_form(form: str, biases: bool) -> None:
 def test_tiles_of_gpus(size: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows for a tile and part of another; widths like 2880, a multiple of 64 and not of 128.
 
-    Router weights are float32 beside 16-bit rows. The interpreter has no bfloat16.
+    Router weights are float32, and rows of 16 bits. The interpreter has no bfloat16.
     """
     monkeypatch.undo()
     chosen = experts.TILES[size]

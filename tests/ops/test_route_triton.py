@@ -44,7 +44,7 @@ def _run(logits: torch.Tensor, k: int, **how: Any) -> dict[str, torch.Tensor]:
 
 
 def _draw(experts: int, dtype: torch.dtype, *leading: int) -> torch.Tensor:
-    """Multiples of 1/8, of which many are equal."""
+    """Multiples of 1/8: many are equal."""
     generator = torch.Generator().manual_seed(experts)
     drawn = torch.randint(-20, 20, (*leading, experts), generator=generator) / 8
     return drawn.to(DEVICE, dtype)

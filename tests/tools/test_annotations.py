@@ -20,7 +20,8 @@ def _without_types(source: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FunctionDef):
             continue
-        if any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+        decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+        if any("triton.jit" in each or "gluon.jit" in each for each in decorators):
             continue
         given = node.args
         every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]

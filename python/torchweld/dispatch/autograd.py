@@ -151,7 +151,7 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str], ready: b
     kept = {"_ready": "_ready"} if ready else {name: name for name in rest if name in wanted}
     kept |= {f"{name}_dtype": f"{name}.dtype" for name in tensors if f"{name}_dtype" in wanted}
     kept |= {flag: flag for flag in flags}
-    beside = returned[len(op.public) :]
+    extra = returned[len(op.public) :]
     to_save = [f"None if '{n}' in _unsaved else {n}" if op.unsaved else n for n in saved]
     find = [
         f"_op, _kernel = _NODES['{node}']",
@@ -173,13 +173,13 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str], ready: b
         f"_ctx.kept = {_tuple(kept.values())}" if kept else "",
         "_ctx.late = None",
         f"_ctx.set_materialize_grads({_wants_all(op)})" if len(returned) > 1 else "",
-        f"_ctx.mark_non_differentiable({', '.join(beside)})" if beside else "",
+        f"_ctx.mark_non_differentiable({', '.join(extra)})" if extra else "",
         f"return {', '.join(returned)}",
     ]
     lenders = [name for name in inputs if f"grad_{name}" in same.values()]
     incoming = [f"grad_{name}" for name in op.public]
     backward = [
-        f"def backward(_ctx, {', '.join(incoming)}{', *_' if beside else ''}):",
+        f"def backward(_ctx, {', '.join(incoming)}{', *_' if extra else ''}):",
         f"if {' and '.join(f'{name} is None' for name in incoming)}:",
         f"    return (None,) * {len(first) + len(passed)}",
         f"_grads = {_tuple(incoming)}",

@@ -44,7 +44,7 @@ def _load() -> Callable[..., Any] | None:
     """What makes direct calls; None, with the reason in native.missing, where they cannot be."""
     make = native.try_library(LIBRARY, _open, "it was built without Python's headers")
     if make is not None and not _is_right(make):
-        native.missing[LIBRARY] = "its calls and those of torch's dispatcher differ"
+        native.missing[LIBRARY] = "its calls differ from calls of torch's dispatcher"
         return None
     return make
 

@@ -257,8 +257,10 @@ class _Total(torch.autograd.Function):
         ctx.kept = None
         if grad.device.type != "cpu" or grad != 1:
             for of in kept:
-                if of is not None:
+                if of is not None and of.is_cuda:
                     rows.SCALE.run(of, grad)
+                elif of is not None:
+                    of.mul_(grad)
         return (*before, *kept, *after)
 
 
