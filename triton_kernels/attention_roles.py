@@ -90,9 +90,13 @@ def tiles_with_roles(call: Any, kernel: str) -> tuple[Tile, ...]:
     return (tile._replace(persistent=True), tile)
 
 
+def _residents(call: Any, tile: Tile) -> int:
+    """The programs of a multiprocessor: two consumers, or wide heads, take all of its registers."""
+    return 1 if tile.own > 64 or call.options["WIDTH"] > 128 else 2
+
+
 def _options(call: Any, tile: Tile, consumers: int) -> dict[str, Any]:
     """Options of every kernel. `consumers`: registers of each of their threads if there are two."""
-    alone = tile.own > 64 or call.options["WIDTH"] > 128
     return {
         "CAUSAL": call.options["CAUSAL"],
         "BLOCK": tile.own,
@@ -100,15 +104,14 @@ def _options(call: Any, tile: Tile, consumers: int) -> dict[str, Any]:
         "STAGES": tile.stages,
         "REGISTERS": consumers,
         "num_warps": 4,
-        "maxnreg": 168 if alone else 128,  # one or two programs to a multiprocessor
+        "maxnreg": 168 if _residents(call, tile) == 1 else 128,
     }
 
 
 def _grid(call: Any, tile: Tile, count: int) -> int:
     if not tile.persistent:
         return count
-    alone = tile.own > 64 or call.options["WIDTH"] > 128
-    return min(count, (1 if alone else 2) * processors(call.q.device))
+    return min(count, _residents(call, tile) * processors(call.q.device))
 
 
 def forward_launch(call: Any, y: torch.Tensor, lse: torch.Tensor, tile: Tile) -> Launch:

@@ -142,7 +142,7 @@ def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
 
 
 def contenders(x: torch.Tensor, weight: torch.Tensor) -> list[int]:
-    """The tiles that may be fastest for these factors, on their device; one that leads serves."""
+    """The tiles that may be fastest for these factors, on their device."""
     every = tiles(x.dtype)
     (columns, inner), size = weight.shape, x.dtype.itemsize
     tensor_cores = size == 2 or precision() == "tf32"
@@ -153,13 +153,12 @@ def contenders(x: torch.Tensor, weight: torch.Tensor) -> list[int]:
         and fits(x.reshape(-1, inner), _as_row_major(weight))
         and columns * size % 16 == 0
     )
-    found = [i for i, tile in enumerate(every[:-1]) if roles or not tile.roles]
     if roles:
         rule = every[BY_RULE]
         count = triton.cdiv(x.numel() // inner, rule.rows) * triton.cdiv(columns, rule.columns)
         if count >= processors(x.device):
-            found.sort(key=BY_RULE.__ne__)
-    return found
+            return [BY_RULE]  # others need not be compiled to be checked
+    return [i for i, tile in enumerate(every[:-1]) if roles or not tile.roles]
 
 
 def _as_row_major(weight: torch.Tensor) -> torch.Tensor:

@@ -120,6 +120,7 @@ def test_a_second_product_multiplies(save_z: bool) -> None:
     found = torch.from_numpy(results[0]).double()
     either = ((found - exact).abs() > 2**-8 * exact.abs()).double().mean()
     assert either < 0.01
+    # Such a step of 2**-8 of the gate changes silu by up to four times as much, of `up` by as much.
     torch.testing.assert_close(found, exact, rtol=2.0**-5, atol=1e-3)
     if save_z:
         for each, product in zip(results[1:], products, strict=True):
@@ -170,8 +171,8 @@ def test_it_serves_untimed_where_it_fills_the_processors(
     x = torch.empty(rows, 64, dtype=dtype, device="meta")
     found = linear_act.contenders(x, torch.empty(256, 64, dtype=dtype, device="meta"))
     assert linear_act.tiles(torch.bfloat16)[linear_act.BY_RULE].roles
-    assert (found[0] == linear_act.BY_RULE) == leads
-    assert sorted(found) == sorted(set(found))
+    assert (found == [linear_act.BY_RULE]) == leads
+    assert found
 
 
 WAIT = "            total = warpgroup_mma_wait(1, deps=(total,))\n"

@@ -440,7 +440,7 @@ def _rank(folder: Path, rank: int, dies: bool, names: Sequence[str]) -> None:
 
 
 def test_processes_lose_no_answer(tmp_path: Path) -> None:
-    """One cache and real processes, some of which die."""
+    """One cache and real processes; some die."""
     names = [f"class {n}" for n in range(12)]
     ranks = []
     for rank in range(6):

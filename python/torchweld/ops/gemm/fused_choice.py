@@ -130,7 +130,7 @@ def _make_question(
         trusted=torch.no_grad()(lambda: contest().trusted(*draw_sample())),
         exact=torch.no_grad()(lambda: contest().exact(*draw_sample())),
         prepare=prepare,
-        serves_untimed=list(tiles[:1]) == [kernels().BY_RULE],
+        serves_untimed=list(tiles) == [kernels().BY_RULE],
     )
 
 

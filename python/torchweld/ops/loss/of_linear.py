@@ -257,9 +257,9 @@ class _Total(torch.autograd.Function):
         ctx.kept = None
         if grad.device.type != "cpu" or grad != 1:
             for of in kept:
-                if of is not None and of.is_cuda:
+                if of is not None and of.is_cuda and of.is_contiguous():
                     rows.SCALE.run(of, grad)
-                elif of is not None:
+                elif of is not None:  # a gradient has the strides of its weight
                     of.mul_(grad)
         return (*before, *kept, *after)
 
