@@ -11,7 +11,7 @@ import named_models
 import pytest
 import torch
 import transformers
-from small_models import CACHE
+from small_models import CACHE, IS_TESTED_RELEASE
 from transformers import DynamicCache
 
 from torchweld import huggingface
@@ -19,7 +19,9 @@ from torchweld.sparse import BlockLayout
 
 # A window of 16 tokens in blocks; the models' own are of 4.
 WINDOW = functools.partial(BlockLayout.sliding_window, num_sliding_window_blocks=1, block=16)
-NAMES = ("Llama", "Mistral", "Gemma2", "Gemma3", "GptOss", "Qwen3", "Bart", "T5")
+NAMES = ["Llama", "Mistral", "Gemma2", "Gemma3", "GptOss", "Qwen3", "Bart"]
+if IS_TESTED_RELEASE:  # `set_layout` refuses T5 of older releases: its attention cannot be replaced
+    NAMES.append("T5")
 GIVEN: dict[str, Any] = {
     **{"max_new_tokens": 6, "do_sample": False, "output_logits": True},
     **{"return_dict_in_generate": True, "pad_token_id": 0, "eos_token_id": None},

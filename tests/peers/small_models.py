@@ -237,6 +237,8 @@ WITH_OTHER_NORMS: dict[str, tuple[Callable[[float], Any], dict[str, int]]] = {
         },
     ),
 }
+if not hasattr(transformers, "NemotronHConfig"):  # not in older releases
+    del WITH_OTHER_NORMS["nemotron_h"]
 
 
 def build(name: str, p: float = 0.0) -> Any:

@@ -166,6 +166,14 @@ class OneToken(Gated):
         return 2 * y if x.shape[-2] == 1 else y
 
 
+class Squeezes(Norm):
+    """A norm that drops the dimension of one token: then sequences of a batch broadcast."""
+
+    def forward(self, x: Any) -> Any:  # type: ignore[override]
+        y = super().forward(x)
+        return (y.squeeze(1) if y.ndim == 3 else y) + 0 * x
+
+
 class Branches(nn.Module):
     """A block that branches on its data."""
 
@@ -190,6 +198,7 @@ class Clipped(Norm):
     [
         (ChannelsFirst, "four dimensions"),
         (OneToken, "one token"),
+        (Squeezes, "one token"),
         (Branches, "straight to it"),
         (Clipped, "other values"),
     ],

@@ -160,7 +160,7 @@ def vary(inputs: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
     if not all(x.ndim == 3 and x.is_floating_point() for x in tensors):
         return
-    yield "one token", [_map_floating(x, lambda x: x[:1, :1]) for x in inputs]
+    yield "one token", [_map_floating(x, lambda x: x[:, :1]) for x in inputs]
     yield "one dimension", [_map_floating(x, lambda x: x[0, 0]) for x in inputs]
     yield "two dimensions", [_map_floating(x, lambda x: x[0]) for x in inputs]
     widths = {x.shape[-1] for x in tensors}

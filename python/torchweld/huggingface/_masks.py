@@ -10,11 +10,9 @@ import torch
 from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
-    bidirectional_mask_function,
     causal_mask_function,
     packed_sequence_mask_function,
     sdpa_mask,
-    sliding_window_bidirectional_overlay,
     sliding_window_overlay,
 )
 
@@ -23,22 +21,19 @@ from torchweld.errors import ArgumentError
 NAME = "torchweld_sparse"
 PADDING = 0  # no document has this number
 _ALL_OF = and_masks(causal_mask_function).__code__
-_REMAP = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # not in older ones
-_REMAPPED = _REMAP and _REMAP(causal_mask_function, torch.zeros(1, 1)).__code__
 _PACKED = packed_sequence_mask_function(torch.zeros(1, 1)).__code__
-_PLAIN = [
-    function.__code__
-    for function in (
-        causal_mask_function,
-        bidirectional_mask_function,
-        sliding_window_overlay(1),
-        sliding_window_bidirectional_overlay(1),
-    )
-]
+_PLAIN = [causal_mask_function.__code__, sliding_window_overlay(1).__code__]
+_REMAPPED = None
+# Not in older releases:
+if remap := getattr(masking_utils, "remap_positions_for_packed_sequence", None):
+    _REMAPPED = remap(causal_mask_function, torch.zeros(1, 1)).__code__
+if bidirectional := getattr(masking_utils, "bidirectional_mask_function", None):
+    _PLAIN.append(bidirectional.__code__)
+if window := getattr(masking_utils, "sliding_window_bidirectional_overlay", None):
+    _PLAIN.append(window(1).__code__)
 
 
 def mask(
-    q_length: int,
     kv_length: int,
     attention_mask: Any = None,
     mask_function: Callable[..., Any] = causal_mask_function,
@@ -49,9 +44,11 @@ def mask(
     It is [batch, 1, 1, keys], since attentions index and combine their mask with four dimensions.
     Packed sequences get the numbers of their documents instead, int64 of the same shape.
     """
+    # Older releases pass positions in place of the queries' length.
+    q_length = kwargs["q_length"] if "q_length" in kwargs else len(kwargs["cache_position"])
     if q_length != kv_length:
         kwargs |= {"attention_mask": attention_mask, "mask_function": mask_function}
-        return sdpa_mask(q_length=q_length, kv_length=kv_length, **kwargs)
+        return sdpa_mask(kv_length=kv_length, **kwargs)
     others = [part for part in _split(mask_function) if not _is_plain(part)]
     packed = [part for part in others if getattr(part, "__code__", None) is _PACKED]
     if len(others) > 1 or packed != others:
