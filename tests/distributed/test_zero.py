@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 from typing import Any
 
 import pytest
@@ -44,8 +45,18 @@ class _Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for layer in self.layers:
-            x = layer(x)
+            x = self.run_layer(layer, x)
         return self.head(self.norm(x))
+
+    def run_layer(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return layer(x)
+
+
+class _ModelWithoutHooks(_Model):
+    """As SqueezeBERT, which calls `forward` of its layers: torch runs no hooks of theirs."""
+
+    def run_layer(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return layer.forward(x)
 
 
 class _Layer(nn.Module):
@@ -58,10 +69,10 @@ class _Layer(nn.Module):
         return self.add(self.mlp(self.norm(x)), None, x)
 
 
-def _model(settings: dict[str, Any], p: float = 0.0) -> _Model:
+def _model(settings: dict[str, Any], p: float = 0.0, kind: type[_Model] = _Model) -> _Model:
     torch.manual_seed(0)
     narrow = "master_weights" in settings
-    return _Model(p).to(torch.bfloat16 if narrow else torch.float32)
+    return kind(p).to(torch.bfloat16 if narrow else torch.float32)
 
 
 def _batch(model: _Model, step: int) -> torch.Tensor:
@@ -120,8 +131,8 @@ def _recipes_equal_one_process(rank: int) -> None:
     plain = _model({})
     _train(plain, optim.AdamW(plain.parameters(), **given), plain, slice(None))
     mesh = init_device_mesh("cpu", (2,))
-    for stage in (1, 2, 3):
-        model = like = _model({})
+    for stage, kind in ((1, _Model), *itertools.product((2, 3), (_Model, _ModelWithoutHooks))):
+        model = like = _model({}, kind=kind)
         trained: Any
         optimizer: Any
         if stage == 1:

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import torchweld
 from processes import processes
 from stack_seams import keep_model
-from torchweld.distributed import tp_plan
+from torchweld.distributed import tp_plan, zero3
 from torchweld.errors import ArgumentError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -60,6 +60,12 @@ def _compare(whole: Any, given: dict[str, torch.Tensor], loss: Any, sequence: bo
         found = model(**given).loss
     except ArgumentError as error:  # the number of an image's patches is known only now
         return f"refused: {error}"
+    _check(model, whole, given, found, loss)
+    return "right"
+
+
+def _check(model: Any, whole: Any, given: dict[str, torch.Tensor], found: Any, loss: Any) -> None:
+    """Hold a shared model's loss, gradients and logits to the whole model's."""
     found.backward()
     torch.testing.assert_close(found, loss, rtol=1e-9, atol=1e-11)
     wanted = dict(whole.named_parameters())
@@ -75,18 +81,23 @@ def _compare(whole: Any, given: dict[str, torch.Tensor], loss: Any, sequence: bo
         logits, expected = (each(**given).logits for each in (model, whole))
     logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
-    return "right"
 
 
-def _plan(rank: int, name: str) -> None:
+def _build(name: str) -> tuple[Any, dict[str, torch.Tensor], torch.Tensor]:
+    """Build a fused model with gradients, its batch and its loss."""
     whole: Any = torchweld.fuse(named_models.build(name).double().train())
     batch = named_models.make_batch(name)
     given = {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
     loss = whole(**given).loss
     assert whole(**given).loss == loss  # nothing is random
     loss.backward()
+    return whole, given, loss.detach()
+
+
+def _plan(rank: int, name: str) -> None:
+    whole, given, loss = _build(name)
     plans = {"tensor": False, "sequence": True}
-    found = {key: _compare(whole, given, loss.detach(), plans[key]) for key in plans}
+    found = {key: _compare(whole, given, loss, plans[key]) for key in plans}
     if rank == 0:
         keep_model(name, found)
 
@@ -96,3 +107,17 @@ def test_a_plan_is_right_or_refused(name: str) -> None:
     """Losses and gradients of two processes in float64, with and without a sharded sequence."""
     with processes(2) as two:
         two.run("cpu", _plan, name)
+
+
+def _shard(rank: int, name: str) -> None:
+    whole, given, loss = _build(name)
+    model: Any = zero3(copy.deepcopy(whole), init_device_mesh("cpu", (2,)))
+    model.zero_grad()
+    _check(model, whole, given, model(**given).loss, loss)
+
+
+@pytest.mark.parametrize("name", ["SqueezeBert", "Funnel"])
+def test_zero3_is_right(name: str) -> None:
+    """The one calls `forward` of its layers, the other holds them in lists of lists."""
+    with processes(2) as two:
+        two.run("cpu", _shard, name)

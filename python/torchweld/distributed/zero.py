@@ -199,4 +199,23 @@ def zero3(model: torch.nn.Module, mesh: DeviceMesh, **settings: Any) -> FSDPModu
 def _shard_layers(model: Any, mesh: DeviceMesh, reshard: bool, **settings: Any) -> FSDPModule:
     for block in find_blocks(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, **settings)
+        _gather_in_forward(block)
     return fully_shard(model, mesh=mesh, reshard_after_forward=reshard, **settings)
+
+
+def _gather_in_forward(block: torch.nn.Module) -> None:
+    """Gather parameters also for `block.forward(...)`, as SqueezeBERT calls its layers.
+
+    fully_shard gathers them in hooks, which torch runs only for `block(...)`.
+    """
+    forward, called = block.forward, [False]
+
+    def note_call(*_: Any) -> None:
+        called[0] = True
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        through_hooks, called[0] = called[0], False
+        return forward(*args, **kwargs) if through_hooks else block(*args, **kwargs)
+
+    block.register_forward_pre_hook(note_call)
+    block.forward = run  # type: ignore[method-assign]
