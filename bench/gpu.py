@@ -27,7 +27,7 @@ from torchweld.bench.contenders import COMPILE, DENSE
 from torchweld.bench.evidence import CASE, KEPT, PROVEN, gpu_backends, sources_hash
 from torchweld.bench.jobs import Job, run_apart
 from torchweld.bench.runner import Plan, Result
-from torchweld.dispatch.engine import files
+from torchweld.dispatch.engine.store import write_json
 from torchweld.ops.optimizer.rule import RULES
 from torchweld.registry import BACKENDS, OPS
 
@@ -82,7 +82,7 @@ class Record:
                 outcomes[how]["passed"] += 1
             else:
                 outcomes[how]["faults"].append(fault)
-            files.write(self.path, self._content)
+            write_json(self.path, self._content)
 
     def add_results(self, results: Sequence[Result]) -> None:
         """Record one case and direction: each backend's times, with its rivals' times."""
@@ -107,7 +107,7 @@ class Record:
                 else:
                     continue
                 rows.append(entry)
-            files.write(self.path, self._content)
+            write_json(self.path, self._content)
 
     def _proof(self, op: str, backend: str) -> dict[str, Any]:
         """The entry for a backend's kernels with their present sources."""

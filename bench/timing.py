@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweld.dispatch.engine.clock import DeviceClock
+from torchweld.bench.clock import DeviceClock
 
 
 class Sample(NamedTuple):

@@ -36,13 +36,13 @@ class Trials:
 
 
 def try_on_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Trials:
-    """Try CPU tensors as a GPU's, with answers of their own."""
+    """Try CPU tensors as a GPU's, with answers of their own, as `torchweld tune` does."""
     trials = Trials(Engine(Store(folder / "answers.json"), CONDITIONS))
     monkeypatch.setattr(choice, "is_on_gpu", lambda x: not torch.compiler.is_compiling())
     monkeypatch.setattr(asking, "engine_for", lambda device: trials.engine)
     monkeypatch.setattr(asking, "take_times", trials.take_times)
     monkeypatch.setattr(asking, "has_trials", lambda device: True)
-    monkeypatch.setattr(asking, "mode", "time")
+    monkeypatch.setattr(asking, "mode", "check")
     forget(monkeypatch)
     return trials
 

@@ -141,11 +141,13 @@ def test_a_wrong_tile_does_not_serve(
     assert tiles[0] == BY_RULE
 
 
-@pytest.mark.parametrize("mode", ["off", "kept", "check"])
-def test_modes_that_time_nothing_take_the_rule(
+@pytest.mark.parametrize("mode", asking.MODES)
+def test_only_tuning_times(
     trials: Trials, tiles: list[str], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A user's process takes the rule's tile, in each mode."""
     monkeypatch.setattr(asking, "mode", mode)
+    monkeypatch.setattr(asking, "take_times", None)
     trials.ms[SMALLER] = 1.0
     _attend()
     assert tiles[0] == BY_RULE

@@ -64,7 +64,6 @@ def test_a_right_kernel_serves(name: str, trials: Trials) -> None:
             named.step()
     assert all(torch.equal(a, b) for a, b in zip(ours, asked, strict=True))
     assert {answer.backend for answer in trials.answers()} == {"cpu"}
-    assert all(answer.why == "check" for answer in trials.answers())
     assert not trials.timed
     counted = [int(state["step"]) for state in optimizer.state.values()]
     assert set(counted) == {3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -19,10 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchweld.dispatch import bare
-from torchweld.dispatch.engine import asking, files
+from torchweld.dispatch.engine import asking, store
 from torchweld.dispatch.engine.asking import Engine
 from torchweld.dispatch.engine.question import Question
-from torchweld.dispatch.engine.store import SHIPPED_VARIABLE, Store, shipped_files, write
+from torchweld.dispatch.engine.store import SHIPPED_VARIABLE, Store, list_shipped, write
 from trying import CONDITIONS
 
 BACKENDS = ("cuda", "triton")
@@ -78,10 +79,17 @@ class Script:
 @pytest.fixture(autouse=True)
 def on_a_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripted calls return the milliseconds that they take."""
+    monkeypatch.setattr(asking, "mode", "check")
     monkeypatch.setattr(asking, "has_trials", lambda device: True)
-    monkeypatch.setattr(
-        asking, "take_times", lambda calls: {name: call() for name, call in calls.items()}
-    )
+    monkeypatch.setattr(asking, "take_times", _take_times)
+
+
+def _take_times(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    found = {}
+    for name, call in calls.items():
+        with contextlib.suppress(RuntimeError):
+            found[name] = call()
+    return found
 
 
 @pytest.fixture
@@ -94,8 +102,8 @@ def _engine(folder: Path) -> Engine:
     return Engine(Store(folder / "answers.json"), CONDITIONS)
 
 
-def _ask(engine: Engine, script: Script, how: str = "time") -> str:
-    answer = engine.ask(script.question, how)
+def _ask(engine: Engine, script: Script) -> str:
+    answer = engine.ask(script.question)
     return EAGER if answer is None else answer.backend
 
 
@@ -126,37 +134,30 @@ def test_a_contender_needs_a_lead(ms: dict[str, float], chosen: str, engine: Eng
     assert _ask(engine, Script(ms=ms)) == chosen
 
 
-@pytest.mark.parametrize(
-    ("how", "judged", "chosen"),
-    [("off", 0, EAGER), ("kept", 0, EAGER), ("check", 2, "cuda"), ("time", 2, "triton")],
-)
-def test_modes(how: str, judged: int, chosen: str, engine: Engine) -> None:
-    script = Script(ms={"cuda": 3.0, "triton": 1.0, EAGER: 2.0})
-    assert _ask(engine, script, how) == chosen
-    assert len(script.judged) == judged
-    assert bool(script.timed) == (how == "time")
-
-
-@pytest.mark.parametrize("how", ["check", "time"])
-def test_what_is_only_checked_is_not_timed(how: str, engine: Engine) -> None:
-    script = Script(wrong=["cuda"], prepare=None)
-    with pytest.warns(RuntimeWarning, match="cuda for layer_norm is not used"):
-        assert _ask(engine, script, how) == "triton"
-    assert script.timed == []
-
-
-def test_what_must_be_timed_does_not_serve_unless_it_is(engine: Engine) -> None:
-    """Such a question has no answer for the mode that only checks."""
-    script = Script(ms=FAST, serves_untimed=False)
-    assert _ask(engine, script, "check") == EAGER
-    assert script.judged == []
-    assert _ask(engine, script, "time") == "cuda"
+@pytest.mark.parametrize("tunes", [False, True])
+@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize("how", asking.MODES)
+def test_modes(
+    how: str, timed: bool, tunes: bool, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only `torchweld tune` times; what must be timed does not serve a user's process until then,
+    and what need not be is never timed."""
+    monkeypatch.setattr(asking, "mode", how)
+    if not tunes:
+        monkeypatch.setattr(asking, "take_times", None)
+    ms = {"cuda": 3.0, "triton": 1.0, EAGER: 2.0}
+    script = Script(ms=ms) if timed else Script(prepare=None)
+    tried = how == "check" and (tunes or not timed)
+    served = ("triton" if timed else "cuda") if tried else EAGER
+    assert _ask(engine, script) == served
+    assert script.judged == ([*BACKENDS] if tried else [])
+    assert bool(script.timed) == (tried and timed)
 
 
 def test_the_environment() -> None:
     assert asking.read_mode({}) == "check"
     assert [asking.read_mode({asking.VARIABLE: m}) for m in asking.MODES] == [*asking.MODES]
-    with pytest.warns(UserWarning, match="accepted: off, kept, check, time"):
+    with pytest.warns(UserWarning, match="accepted: off, kept, check"):
         assert asking.read_mode({asking.VARIABLE: "always"}) == "check"
 
 
@@ -173,43 +174,25 @@ def test_a_capture_tries_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch
 # --- Sizes ----------------------------------------------------------------------------------------
 
 
-def test_a_right_result_is_right_at_every_size(engine: Engine) -> None:
-    """Contenders are judged once, and wrong ones stay refused; times are taken at each size."""
-    scripts = [Script(wrong=["triton"], ms={"cuda": 1.0, EAGER: 2.0}, size=n) for n in (10, 12)]
-    with pytest.warns(RuntimeWarning) as told:
-        assert [_ask(engine, script) for script in scripts] == ["cuda", "cuda"]
-    assert len(told) == 1
-    assert [script.judged for script in scripts] == [[*BACKENDS], []]
-    assert all("cuda" in script.timed for script in scripts)
-    assert "triton" not in scripts[1].timed
-
-
 @given(
     st.dictionaries(st.integers(0, 9), st.sampled_from([*BACKENDS, EAGER]), min_size=1),
     st.integers(-1, 10),
 )
-def test_a_size_between_two_that_agree_needs_no_trial(known: dict[int, str], size: int) -> None:
+def test_the_nearest_timed_size_serves(known: dict[int, str], size: int) -> None:
     def times(fastest: str) -> dict[str, float]:
         return {name: 1.0 if name == fastest else 9.0 for name in (*BACKENDS, EAGER)}
 
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         engine = _engine(Path(folder))
-        asked = {n: Script(ms=times(backend), size=n) for n, backend in known.items()}
-        answered = {}
-        for n in sorted(known, key=lambda n: (n % 3, n)):
-            answered[n] = _ask(engine, asked[n])
+        for n, backend in known.items():
+            script = Script(ms=times(backend), size=n)
+            assert _ask(engine, script) == backend
+            assert script.timed, "each size is tuned by itself"
+        patch.setattr(asking, "take_times", None)
         script = Script(ms=times(EAGER), size=size)
-        before = [n for n in answered if asked[n].timed]  # tried, and so in the file
-        below, above = [n for n in before if n < size], [n for n in before if n > size]
-        chosen = _ask(engine, script)
-        if size in before:
-            assert chosen == answered[size]
-        elif below and above and answered[max(below)] == answered[min(above)]:
-            assert chosen == answered[max(below)]
-            assert not script.timed
-        else:
-            assert script.timed
-            assert chosen == EAGER
+        nearest = min(abs(n - size) for n in known)
+        assert _ask(engine, script) in {known.get(size - nearest), known.get(size + nearest)}
+        assert not script.judged
 
 
 # --- Whatever goes wrong --------------------------------------------------------------------------
@@ -225,6 +208,7 @@ CALLS: st.SearchStrategy[list[dict[str, Any]]] = st.lists(
         dict,
         name=st.sampled_from(["a", "b", "c"]),
         how=st.sampled_from(asking.MODES),
+        tunes=st.booleans(),
         capturing=st.booleans(),
         error=st.sampled_from(ERRORS),
         fails=st.dictionaries(
@@ -261,12 +245,16 @@ def test_whatever_happens(calls: list[dict], kernels: dict[str, dict]) -> None:
             if call["restarted"]:
                 engine = _engine(place)
             patched.setattr(asking, "is_capturing", lambda _, c=call["capturing"]: c)
+            patched.setattr(asking, "mode", call["how"])
+            patched.setattr(asking, "take_times", _take_times if call["tunes"] else None)
             kernel = kernels[call["name"]]
             script = Script(call["name"], error=call["error"], fails=call["fails"], **kernel)
-            chosen = _ask(engine, script, call["how"])
+            chosen = _ask(engine, script)
             assert chosen not in kernel["wrong"]
             assert not asking._trial._is_owned()  # type: ignore[attr-defined]
         patched.setattr(asking, "is_capturing", lambda _: False)
+        patched.setattr(asking, "mode", "check")
+        patched.setattr(asking, "take_times", _take_times)
         for name, kernel in kernels.items():
             (place / "answers.json").unlink(missing_ok=True)
             chosen = _ask(_engine(place), Script(name, **kernel))
@@ -285,13 +273,13 @@ def test_a_damaged_file_is_put_aside_or_replaced(text: str) -> None:
         file.write_text(text)
         assert _ask(_engine(Path(folder)), Script(ms=FAST)) == "cuda"
         (entry,) = _engine(Path(folder)).entries()
-        assert (entry.answer.backend, entry.answer.why) == ("cuda", "time")
+        assert (entry.answer.backend, entry.answer.ms) == ("cuda", FAST)
         aside = file.with_suffix(".damaged")
         assert aside.exists() == (len(told) == 1)
         assert not aside.exists() or aside.read_text() == text
 
 
-@pytest.mark.parametrize("key", ["backend", "why", "right", "faults", "ms"])
+@pytest.mark.parametrize("key", ["backend", "faults", "ms"])
 def test_an_entry_of_another_form_is_not_read(key: str, tmp_path: Path) -> None:
     """It may be of another version; the others of the file are read."""
     for name in ("layer_norm", "rms_norm"):
@@ -315,36 +303,14 @@ def test_want_of_memory_is_kept_for_the_process_only(engine: Engine, tmp_path: P
     assert _ask(_engine(tmp_path), Script(ms=FAST)) == "cuda"
 
 
-def test_no_trial_takes_more_than_its_part_of_memory(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(asking, "_free_memory", lambda device: 2**30)
-    script = Script(ms=FAST, bytes=2**30)
-    with pytest.warns(RuntimeWarning, match="a trial takes 1024 MB, and 1024 MB are free"):
-        assert _ask(engine, script) == EAGER
-    assert script.judged == []
-    assert _ask(engine, Script("other", ms=FAST, bytes=2**29)) == "cuda"
-
-
-def test_a_call_without_memory_is_no_contender(engine: Engine) -> None:
-    """The baseline's too: dense attention, for example. It is no fault of the call's."""
-    out = torch.OutOfMemoryError("none left")
-    of_library = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
-    ms = {"cuda": 3.0, "triton": 2.0}
-    assert _ask(engine, Script("a", ms=ms, fails={EAGER: out})) == "triton"
-    assert _ask(engine, Script("b", ms=FAST, fails={"cuda": out})) == "triton"
-    assert _ask(engine, Script("c", ms=FAST, fails={"cuda": of_library})) == "triton"
-    assert all(not entry.answer.faults for entry in engine.entries())
-
-
-def test_a_kernel_that_fails_on_the_whole_is_refused(engine: Engine) -> None:
-    """It was right on the sample."""
-    script = Script(ms=FAST, fails={"cuda": RuntimeError("an illegal memory access")})
-    with pytest.warns(RuntimeWarning, match="cuda for layer_norm is not used: RuntimeError"):
-        assert _ask(engine, script) == "triton"
-    (entry,) = engine.entries()
-    assert entry.answer.right == ["triton"]
-    assert str(entry.answer.why_not("cuda")).endswith("an illegal memory access")
+def test_a_call_that_fails_on_the_whole_is_no_contender(engine: Engine) -> None:
+    """The baseline's too: dense attention without memory, for example."""
+    out, fault = torch.OutOfMemoryError("none left"), RuntimeError("an illegal memory access")
+    assert (
+        _ask(engine, Script("a", ms={"cuda": 3.0, "triton": 2.0}, fails={EAGER: out})) == "triton"
+    )
+    assert _ask(engine, Script("b", ms=FAST, fails={"cuda": fault})) == "triton"
+    assert _ask(engine, Script("c", ms=FAST, fails=dict.fromkeys(FAST, fault))) == EAGER
 
 
 def test_a_read_only_home_is_each_process_for_itself(
@@ -353,8 +319,8 @@ def test_a_read_only_home_is_each_process_for_itself(
     def refuse(*_: Any) -> Any:
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(files, "hold_lock", refuse)
-    monkeypatch.setattr(files, "write", refuse)
+    monkeypatch.setattr(store, "hold_lock", refuse)
+    monkeypatch.setattr(store, "write", refuse)
     script = Script(ms=FAST)
     assert [_ask(engine, script) for _ in range(2)] == ["cuda"] * 2
     assert script.judged == [*BACKENDS]
@@ -383,7 +349,7 @@ def test_a_question_inside_a_trial_has_a_trial_of_its_own(engine: Engine) -> Non
             return asks
 
     assert _ask(engine, Outer("outer", ms=FAST)) == "cuda"
-    assert seen == [("judged", "cuda")] * 2 + [("timed", "cuda")] * 6
+    assert seen == [("judged", "cuda")] * 2 + [("timed", "cuda")] * 3
     assert len(inner.judged) == 2
     assert _ask(engine, inner) == "cuda"
 
@@ -415,14 +381,15 @@ def test_a_shipped_file_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     shipped = tmp_path / "shipped.json"
     write(shipped, tuned.entries())
     monkeypatch.setenv(SHIPPED_VARIABLE, str(shipped))
-    fresh = Engine(Store(tmp_path / "fresh" / "answers.json", shipped_files()), CONDITIONS)
+    fresh = Engine(Store(tmp_path / "fresh" / "answers.json", list_shipped()), CONDITIONS)
     script = Script(ms={"cuda": 9.0, "triton": 1.0, EAGER: 3.0})
-    assert _ask(fresh, script, "kept") == "cuda"
+    assert _ask(fresh, script) == "cuda"
     assert script.judged == []
     assert _ask(_engine(tmp_path / "fresh"), script) == "triton"
     assert _ask(fresh, script) == "triton"
-    other = Engine(Store(tmp_path / "none.json", shipped_files()), {"device": "another GPU"})
-    assert _ask(other, Script(ms=FAST), "kept") == EAGER
+    monkeypatch.setattr(asking, "mode", "kept")
+    other = Engine(Store(tmp_path / "none.json", list_shipped()), {"device": "another GPU"})
+    assert _ask(other, Script(ms=FAST)) == EAGER
 
 
 # --- Processes ------------------------------------------------------------------------------------

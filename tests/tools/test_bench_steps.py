@@ -109,7 +109,7 @@ def test_a_rules_choice_is_what_its_steps_agree_on(
     assert rule.choose_for(param) == EAGER
     steps.take_step(steps.few(ADAM, "cpu", SHAPE))
     assert rule.choose_for(param) == "cpu"
-    wrong = Answer(EAGER, "check", [], {"cpu": "wrong"}, {})
+    wrong = Answer(EAGER, {"cpu": "wrong"}, {})
     trials.engine._store.add(Entry(CONDITIONS, {"op": "adam", "step": ["8 bits"]}, 0, wrong))
     assert rule.choose_for(param) == EAGER
 

@@ -93,15 +93,15 @@ def test_doctor_lists_what_was_found_here(monkeypatch: pytest.MonkeyPatch, tmp_p
     """On this GPU, with what decided and the day; of another GPU, or other kernels, nothing."""
     kept = Store(tmp_path / "answers.json")
     for device, op in (("this GPU", "layer_norm"), ("another", "rms_norm")):
-        answer = Answer("cuda", "time", ["cuda"], {}, {"cuda": 1.0, EAGER: 2.0}, "2026-01-02")
+        answer = Answer("cuda", {}, {"cuda": 1.0, EAGER: 2.0}, "2026-01-02")
         kept.add(Entry({"device": device}, {"op": op, "direction": "fwd"}, 12, answer))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     engine = Engine(Store(tmp_path / "answers.json"), {"device": "this GPU"})
     monkeypatch.setattr(asking, "engine_for", lambda device: engine)
-    expected = "layer_norm, fwd, sizes below 2^12, by time, 2026-01-02"
+    expected = "layer_norm, fwd, sizes below 2^12, timed 2026-01-02"
     assert doctor._answers_here() == [("cuda", expected)]
     assert doctor._why_not_found(OPS["layer_norm"], "cuda") is None
-    assert "cuda serves" in str(doctor._why_not_found(OPS["layer_norm"], "triton"))
+    assert "cuda comes first" in str(doctor._why_not_found(OPS["layer_norm"], "triton"))
     assert doctor._why_not_found(OPS["rms_norm"], "cuda") == choice.UNTRIED
 
 

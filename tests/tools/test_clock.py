@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fake_gpu import FakeGpu
-from torchweld.dispatch.engine import clock
-from torchweld.dispatch.engine.clock import DeviceClock
+from torchweld.bench import clock
+from torchweld.bench.clock import DeviceClock
 
 MS = st.floats(0.001, 10.0)
 

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.add_options(command)
     command.set_defaults(run=demo.run)
 
-    about = "check and time the kernels on this GPU; the results drive the automatic choice"
+    about = "check the kernels on this GPU and time their tiles; the results drive the choice"
     command = commands.add_parser("tune", help=about, description=_sentence(about))
     tune.add_options(command)
     command.set_defaults(run=tune.run)

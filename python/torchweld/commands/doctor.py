@@ -14,7 +14,7 @@ import torch
 from torchweld import pages
 from torchweld.bench.machine import ON_GPUS, cpu_name, find_tools, versions, why_not
 from torchweld.dispatch import choice, native
-from torchweld.dispatch.engine import asking, files, store
+from torchweld.dispatch.engine import asking, store
 from torchweld.dispatch.engine.question import describe
 from torchweld.fusion import peer
 from torchweld.registry import BACKENDS, EAGER, OPS, Op
@@ -30,7 +30,7 @@ Facts = list[tuple[str, str]]
 VARIABLES = (
     choice.BACKEND_VARIABLE,
     "TORCHWELD_CHECK_TARGETS",
-    files.VARIABLE,
+    store.FOLDER_VARIABLE,
     native.ISA_VARIABLE,
     "TORCHWELD_LIB",
     "TORCHWELD_POISON",
@@ -141,8 +141,9 @@ def _answers_here() -> Facts:
     engine = asking.engine_for(torch.device("cuda"))
     facts = []
     for entry in engine.entries():
-        answer, calls = entry.answer, describe(entry.kind, entry.size)
-        facts.append((answer.backend, f"{calls}, by {answer.why}, {answer.date}"))
+        how = "timed" if entry.answer.ms else "checked"
+        calls = describe(entry.kind, entry.size)
+        facts.append((entry.answer.backend, f"{calls}, {how} {entry.answer.date}"))
     nothing = (
         f"kernels are checked at their first use ({asking.VARIABLE}={asking.mode});"
         " `torchweld tune` does it beforehand"

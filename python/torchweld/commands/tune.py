@@ -11,14 +11,16 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from torchweld.bench import steps
 from torchweld.bench.cases import DTYPES, MIDDLE, SMALLEST, Case
 from torchweld.bench.cases import cases as op_cases
+from torchweld.bench.clock import DeviceClock, take_medians
 from torchweld.bench.command import add_ops
 from torchweld.bench.evidence import PROVEN
 from torchweld.bench.machine import Refusal, check_outputs
@@ -26,6 +28,7 @@ from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.dispatch.choice import choose
 from torchweld.dispatch.engine import asking, store
+from torchweld.dispatch.engine.judge import in_a_line
 from torchweld.dispatch.engine.question import describe
 from torchweld.dispatch.engine.store import Entry
 from torchweld.ops.optimizer.rule import RULES
@@ -37,6 +40,8 @@ STEPS = (4, 1024, 1024)
 SIZES = (SMALLEST, MIDDLE)
 # A process that takes longer is killed.
 SECONDS = 300.0
+# Milliseconds of device time that the tiles of a kernel may take at each size.
+BUDGET = 30.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -80,8 +85,8 @@ def _tune(names: Sequence[str]) -> list[str]:
     for at in progress(names):
         command = [sys.executable, "-m", "torchweld.commands.tune", names[at]]
         try:
-            timed = os.environ | {asking.VARIABLE: "time"}
-            status = subprocess.run(command, timeout=SECONDS, check=False, env=timed).returncode
+            checked = os.environ | {asking.VARIABLE: "check"}
+            status = subprocess.run(command, timeout=SECONDS, check=False, env=checked).returncode
             reason = f"its process ended with status {status}" if status else None
         except subprocess.TimeoutExpired:
             reason = f"it took longer than {SECONDS:g} s"
@@ -103,6 +108,18 @@ def ask(name: str, device: str = "cuda") -> None:
             _call(case.op, case, train)
 
 
+def take_times(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    """Milliseconds of each call on the current stream; a call that fails has none."""
+    right = {}
+    for name, run in calls.items():
+        try:
+            run()  # it compiles, and answers the questions that the call asks itself
+            right[name] = run
+        except Exception as error:
+            print(f"{name}: {in_a_line(error)}", file=sys.stderr)
+    return dict(zip(right, take_medians([*right.values()], DeviceClock(), BUDGET), strict=True))
+
+
 def _call(op: Op, case: Case, train: bool) -> None:
     inputs = materialize(case.arguments, case.dtype, case.device, requires_grad=train)
     with torch.set_grad_enabled(train):
@@ -114,13 +131,14 @@ def _call(op: Op, case: Case, train: bool) -> None:
 
 def show(entries: Sequence[Entry]) -> None:
     """Print the answers, one line for each."""
-    table = Table(["calls", "serves", "by", "ms"], numbers_from=3)
+    table = Table(["calls", "serves", "ms"], numbers_from=2)
     for entry in entries:
         answer = entry.answer
         times = ", ".join(f"{name} {ms:.3f}" for name, ms in answer.ms.items())
-        table.add(describe(entry.kind, entry.size), answer.backend, answer.why, times)
+        table.add(describe(entry.kind, entry.size), answer.backend, times)
     table.show()
 
 
 if __name__ == "__main__":
+    asking.take_times = take_times
     ask(sys.argv[1])

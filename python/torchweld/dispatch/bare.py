@@ -126,7 +126,7 @@ _ROUNDED = 2.0**-20
 def find_agreed(name: str, index: int | None) -> str:
     """The backend of all answers for an op or a rule, if they agree; compiled code uses it."""
     device = torch.device("cpu") if index is None else torch.device("cuda", index)
-    return asking.reduce_to_one(asking.engine_for(device).find_backends(op=name), EAGER)
+    return asking.engine_for(device).agreed(EAGER, op=name)
 
 
 def _word(value: Any) -> Any:

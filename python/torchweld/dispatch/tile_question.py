@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ def connect() -> None:
 
 
 def choose_tile(on: torch.Tensor, contest: Any) -> Any:
-    """The tile that serves this class of launches: stored, found now, or by rule."""
+    """The tile that serves this class of launches: a timed one that is stored, or by rule."""
     make = functools.partial(_make_question, on, contest)
     name, _ = asking.pick((on.device, contest.key), make)
     return next(tile for tile in contest.tiles if str(tile) == name)
@@ -33,8 +32,8 @@ def choose_tile(on: torch.Tensor, contest: Any) -> Any:
 
 def _make_question(on: torch.Tensor, contest: Any) -> Question:
     run = importlib.import_module("torchweld.triton_kernels.launch").run
-    by_rule, *others = map(str, contest.tiles)
-    tiles = dict(zip((by_rule, *others), contest.tiles, strict=True))
+    tiles = {str(tile): tile for tile in contest.tiles}
+    by_rule, *others = tiles
 
     def find_results(name: str) -> Results:
         # Results that were allocated in inference mode can be changed only there.
@@ -44,9 +43,6 @@ def _make_question(on: torch.Tensor, contest: Any) -> Question:
                 result.zero_()
             run(on, *contest.launches_with(tiles[name]))
             return {str(at): result.clone() for at, result in enumerate(contest.results)}
-
-    def prepare(name: str) -> Callable[[], Any]:
-        return functools.partial(run, on, *contest.launches_with(tiles[name]))
 
     by_rule_results = functools.cache(functools.partial(find_results, by_rule))
     return Question(
@@ -60,7 +56,5 @@ def _make_question(on: torch.Tensor, contest: Any) -> Question:
         exact=by_rule_results,
         # Sums in another order: a few numbers, and factors of products, round the other way.
         rounded=torch.finfo(on.dtype).eps,
-        prepare=prepare,
-        serves_untimed=False,
-        bytes=3 * sum(result.nbytes for result in contest.results),
+        prepare=lambda name: functools.partial(run, on, *contest.launches_with(tiles[name])),
     )

@@ -1,5 +1,5 @@
-"""The one engine that chooses among callables; it knows neither ops nor rules.
+"""The check of kernels at their first use; it knows neither ops nor rules.
 
-question: questions and answers; judge: checks results; clock: times calls; store: answers in a
-file; apart: isolates trials; asking: puts them together.
+question: questions and answers; judge: checks results; store: answers in a file; asking: puts them
+together.
 """

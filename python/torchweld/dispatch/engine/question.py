@@ -1,4 +1,4 @@
-"""A question to the engine (which of several callables serves a class of calls?) and its answer."""
+"""A question (which of several callables serves a class of calls?) and its answer."""
 
 from __future__ import annotations
 
@@ -15,17 +15,14 @@ Results = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Which of several callables serves a class of calls on a device.
-
-    Three roles may differ: the baseline to beat, the trusted results, and the exact ones.
-    """
+    """Which of several callables serves a class of calls on a device."""
 
     # `kind` holds everything that correctness depends on. Only times depend on `size`, for example
     # the bit length of the number of rows.
     kind: Key
     size: int = 0
     device: torch.device
-    # Serves until there is an answer, and if no contender is both correct and faster.
+    # Serves where no contender does.
     baseline: str
     # The names of callables that can serve, the preferred one first.
     contenders: Sequence[str]
@@ -36,29 +33,18 @@ class Question:
     exact: Callable[[], Results]
     # If no result is exact: the accepted error, as a part of the largest number.
     rounded: float = 0.0
-    # Takes a name and returns a function to be timed, on the call's own inputs. None: a correct
-    # contender serves untimed, since the baseline is known to be slower, or too large to run.
+    # Takes a name and returns a function that `torchweld tune` times, on the call's own inputs.
+    # Until it has, the baseline serves. None: the first correct contender serves.
     prepare: Callable[[str], Callable[[], Any]] | None = None
-    # Whether a correct contender serves in a mode that forbids timing.
-    serves_untimed: bool = True
-    # The memory that a trial allocates in addition to the inputs.
-    bytes: int = 0
-
-    def names(self) -> list[str]:
-        """Every possible answer."""
-        return [self.baseline, *self.contenders]
 
     def __str__(self) -> str:
         return describe(self.kind, self.size)
 
 
 class Answer(NamedTuple):
-    """The backend for a class of calls, and why: by "check", by "time", or by other sizes."""
+    """The backend for a class of calls, what is wrong with others, and the times it is based on."""
 
     backend: str
-    why: str
-    # The correct contenders, and what is wrong with each of the others.
-    right: list[str]
     faults: dict[str, str]
     ms: dict[str, float]
     date: str = ""
@@ -69,7 +55,7 @@ class Answer(NamedTuple):
             return None
         if backend in self.faults:
             return f"at its first use here: {self.faults[backend]}"
-        return f"{self.backend} serves, by {self.why}"
+        return f"{self.backend} comes first"
 
 
 def describe(kind: Key, size: int) -> str:

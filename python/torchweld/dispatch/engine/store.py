@@ -1,18 +1,22 @@
-"""Stores answers in one JSON file. Keys are data, and look-ups compare them field by field."""
+"""Answers in a JSON file of the user's cache. Their keys are data, compared field by field."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchweld.dispatch.engine import files
 from torchweld.dispatch.engine.question import Answer, Key
 
-# A file of answers that `torchweld tune --write` made, for machines whose cache starts empty.
+# The folder of the cache; without it, torchweld in the user's cache.
+FOLDER_VARIABLE = "TORCHWELD_CACHE"
+# Files of answers that `torchweld tune --write` made, for machines whose cache starts empty.
 SHIPPED_VARIABLE = "TORCHWELD_TUNED"
 
 
@@ -33,46 +37,31 @@ class Store:
 
     def __init__(self, file: Path, shipped: Sequence[Path] = ()) -> None:
         self.file, self._shipped = file, shipped
-        self._memory: dict[str, Entry] = {}
-        self._read: dict[Path, tuple[Any, list[Entry]]] = {}
+        self._memory: list[Entry] = []
 
     def entries(self, conditions: Key) -> list[Entry]:
         """Every answer under these conditions."""
-        by_identity: dict[str, Entry] = {}
-        for path in (*self._shipped, self.file):
-            by_identity |= {_identity(entry): entry for entry in self._entries_of(path)}
-        by_identity |= self._memory
-        return [entry for entry in by_identity.values() if entry.conditions == conditions]
-
-    def answers(self, conditions: Key, kind: Key) -> dict[int, Answer]:
-        """The answers of a kind, by size."""
-        kind = _as_kept(kind)
-        return {e.size: e.answer for e in self.entries(conditions) if e.kind == kind}
+        known = [entry for path in (*self._shipped, self.file) for entry in _read_entries(path)]
+        wanted = as_text(conditions)
+        return [e for e in _take_last([*known, *self._memory]) if as_text(e.conditions) == wanted]
 
     def add(self, entry: Entry) -> None:
         """Keep an answer."""
-        entry = entry._replace(conditions=_as_kept(entry.conditions), kind=_as_kept(entry.kind))
-        self._memory[_identity(entry)] = entry
+        self._memory.append(entry)
         # Where the file cannot be written, only this process has the answer.
-        with contextlib.suppress(OSError), files.hold_lock(self.file.with_suffix(".lock")):
-            by_identity = {_identity(e): e for e in self._entries_of(self.file)}
-            write(self.file, [*(by_identity | {_identity(entry): entry}).values()])
-
-    def _entries_of(self, path: Path) -> list[Entry]:
-        """The entries of a file, read again only after it has changed."""
-        try:
-            status = os.stat(path)
-        except OSError:
-            return []
-        stamp = status.st_mtime_ns, status.st_size, status.st_ino
-        known = self._read.get(path)
-        if known is None or known[0] != stamp:
-            known = stamp, list(_read(path))
-            self._read[path] = known
-        return known[1]
+        with contextlib.suppress(OSError), hold_lock(self.file.with_suffix(".lock")):
+            write(self.file, _take_last([*_read_entries(self.file), entry]))
 
 
-def shipped_files() -> list[Path]:
+def find_folder() -> Path:
+    """The folder of the cache, which may not exist yet."""
+    if chosen := os.environ.get(FOLDER_VARIABLE):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "torchweld"
+
+
+def list_shipped() -> list[Path]:
     """The files of answers that the environment names."""
     return [Path(path) for path in os.environ.get(SHIPPED_VARIABLE, "").split(os.pathsep) if path]
 
@@ -80,12 +69,22 @@ def shipped_files() -> list[Path]:
 def write(path: Path, entries: Sequence[Entry]) -> None:
     """Write a file of answers, for a Store or to ship."""
     listed = [entry._asdict() | {"answer": entry.answer._asdict()} for entry in entries]
-    files.write(path, {"answers": listed})
+    write_json(path, {"answers": listed})
 
 
-def _read(path: Path) -> Iterator[Entry]:
+def _take_last(entries: Sequence[Entry]) -> list[Entry]:
+    """Without entries that a later one replaces."""
+    return [*{as_text(entry[:-1]): entry for entry in entries}.values()]
+
+
+def as_text(key: Any) -> str:
+    """A key as text, in which lists and tuples are equal, as in a file."""
+    return json.dumps(key, sort_keys=True)
+
+
+def _read_entries(path: Path) -> Iterator[Entry]:
     """The valid entries of a file."""
-    listed = files.read(path).get("answers")
+    listed = read_json(path).get("answers")
     for record in listed if isinstance(listed, list) else ():
         with contextlib.suppress(TypeError, KeyError, AttributeError):
             answer = Answer(**record["answer"])
@@ -93,11 +92,44 @@ def _read(path: Path) -> Iterator[Entry]:
                 yield Entry(record["conditions"], record["kind"], record["size"], answer)
 
 
-def _identity(entry: Entry) -> str:
-    return json.dumps([entry.conditions, entry.kind, entry.size], sort_keys=True)
+def read_json(file: Path) -> dict[str, Any]:
+    """The file's content; empty if the file is missing or damaged.
+
+    A damaged file is put aside under another name.
+    """
+    try:
+        content = json.loads(file.read_bytes())
+        if isinstance(content, dict):
+            return content
+    except OSError:
+        return {}
+    except ValueError:
+        pass
+    aside = file.with_suffix(".damaged")
+    with contextlib.suppress(OSError):  # another process may have put it aside
+        os.replace(file, aside)
+        warnings.warn(f"torchweld: {file} was damaged; it is now {aside}", stacklevel=2)
+    return {}
 
 
-def _as_kept(key: Key) -> dict[str, Any]:
-    """A key as JSON returns it, with lists instead of tuples."""
-    kept: dict[str, Any] = json.loads(json.dumps(dict(key)))
-    return kept
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Replace the file atomically, so that no reader sees half of it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, unfinished = tempfile.mkstemp(prefix=f"{file.stem}.", dir=file.parent)
+    try:
+        with os.fdopen(handle, "w") as out:
+            out.write(json.dumps(content, indent=1) + "\n")
+        os.replace(unfinished, file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)
+        raise
+
+
+@contextlib.contextmanager
+def hold_lock(file: Path) -> Iterator[None]:
+    """Hold a lock across processes; the system releases it even if the process crashes."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield

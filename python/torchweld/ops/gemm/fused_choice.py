@@ -62,12 +62,12 @@ def explain(unfused: str, x: torch.Tensor, kind: Kind, reason: str | None) -> st
         return f"{unfused}: {reason}"
     answer = _find_answer(x, kind)
     if answer is None:
-        return f"{unfused}: not timed yet; a call outside of compiled code and graphs does that"
-    if not answer.right:
+        return f"{unfused}: its tiles are not timed yet; `torchweld tune` does that"
+    if answer.faults and not answer.ms:
         return f"{unfused}: one kernel for all was wrong, or failed, on this GPU"
     times = {name: ms for name, ms in answer.ms.items() if name != UNFUSED}
     ratio = answer.ms[UNFUSED] / min(times.values()) if times and UNFUSED in answer.ms else None
-    if answer.why == "check" and answer.backend != UNFUSED:
+    if not answer.ms:
         return "one kernel for all, which an H200's times advise"
     if answer.backend == UNFUSED:
         return f"{unfused}: one kernel for all was measured {_speed(ratio, 'its speed')}"
@@ -96,8 +96,7 @@ def _with_precision(kind: Kind) -> Kind:
 def _choose_while_compiling(device: torch.device, kind: Kind) -> int | None:
     """The tile of all answers so far, if they agree, as a constant of the compiled graph."""
     fields = dict(_with_precision(kind))
-    answers = asking.engine_for(device).find_backends(**fields)
-    return _read_tile(asking.reduce_to_one(answers, UNFUSED))
+    return _read_tile(asking.engine_for(device).agreed(UNFUSED, **fields))
 
 
 def _make_question(
@@ -129,8 +128,7 @@ def _make_question(
         run=torch.no_grad()(lambda name: contest().fused[int(name)](*draw_sample())),
         trusted=torch.no_grad()(lambda: contest().trusted(*draw_sample())),
         exact=torch.no_grad()(lambda: contest().exact(*draw_sample())),
-        prepare=prepare,
-        serves_untimed=list(tiles) == [kernels().BY_RULE],
+        prepare=None if list(tiles) == [kernels().BY_RULE] else prepare,
     )
 
 
