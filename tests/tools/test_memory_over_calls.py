@@ -22,9 +22,11 @@ import fresh
 import torchweld
 from torchweld import functional as fused
 from torchweld.bench.cases import Case
+from torchweld.bench.demo import CONTENDERS, GPT, LENGTH
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.registry import OPS
+from torchweld.sparse import BlockLayout
 
 pytestmark = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="mallinfo2 and VmRSS are glibc's and Linux's"
@@ -143,13 +145,19 @@ def walk(which: str, threads: int) -> list[int]:
     """Resident kB after a random sequence of ops of different sizes, at 100 and 300 rounds."""
     torch.set_num_threads(threads)
     order, width = random.Random(0), 1024
-    w = torch.ones(width, requires_grad=True)
+    w, wide = torch.ones(width, requires_grad=True), torch.zeros(2000, width, requires_grad=True)
+    layout = BlockLayout.sliding_window(WINDOW, 3, block=16)
+    seen = layout.to_mask()
     ours = {
         "norm": lambda h: fused.rms_norm(h, [width], w),
         "gate": lambda h: fused.gated_act(h, h),
         "residual": lambda h: fused.dropout_add_rms_norm(h, h, w, p=0.1),
         "act": lambda h: fused.bias_act(h, activation="gelu"),
         "softmax": lambda h: fused.softmax_dropout(h, p=0.1),
+        "linear": lambda h: fused.linear_act(h, wide[:width], w, activation="gelu"),
+        "loss": lambda h: h * fused.cross_entropy(h, torch.arange(len(h))),
+        "linear loss": lambda h: h * fused.linear_cross_entropy(h, wide, torch.arange(len(h))),
+        "attention": lambda h: _attend(h, lambda q: fused.block_sparse_attention(q, q, q, layout)),
     }
     theirs = {
         "norm": lambda h: functional.rms_norm(h, [width], w),
@@ -157,8 +165,17 @@ def walk(which: str, threads: int) -> list[int]:
         "residual": lambda h: functional.rms_norm(functional.dropout(h, 0.1) + h, [width], w),
         "act": functional.gelu,
         "softmax": lambda h: functional.dropout(h.softmax(-1), 0.1),
+        "linear": lambda h: functional.gelu(functional.linear(h, wide[:width], w)),
+        "loss": lambda h: h * functional.cross_entropy(h, torch.arange(len(h))),
+        "linear loss": lambda h: (
+            h * functional.cross_entropy(functional.linear(h, wide), torch.arange(len(h)))
+        ),
+        "attention": lambda h: _attend(
+            h, lambda q: functional.scaled_dot_product_attention(q, q, q, seen)
+        ),
     }
     ops = ours if which == "ours" else theirs
+    optimizer = (torchweld.optim.AdamW if which == "ours" else torch.optim.AdamW)([w, wide], 1e-4)
     resident = []
     for round_ in range(300):
         h = torch.ones(order.choice((60, 300, 700)), width)
@@ -168,7 +185,37 @@ def walk(which: str, threads: int) -> list[int]:
             if h.requires_grad:
                 h.sum().backward()
                 h = h.detach()
+        if round_ % 10 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
         if round_ in (99, 299):
+            resident.append(read_resident())
+    return resident
+
+
+WINDOW = 256  # tokens of a call of attention
+
+
+def _attend(h: torch.Tensor, attend: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Attention over the first tokens in sixteen heads."""
+    rows = torch.cat([h, h, h, h, h])[:WINDOW]
+    result = attend(rows.view(1, WINDOW, 16, -1).transpose(1, 2)).transpose(1, 2).reshape_as(rows)
+    return torch.cat([result[: len(h)], h[WINDOW:]])
+
+
+def train(which: str, threads: int) -> list[int]:
+    """Resident kB after 20 and 60 steps of the demo's model on batches of different sizes."""
+    torch.set_num_threads(threads)
+    order = random.Random(0)
+    model, optimizer = CONTENDERS["fused" if which == "ours" else "eager"](GPT(64, 0.1))
+    resident = []
+    for step in range(60):
+        tokens = torch.randint(256, (order.choice((1, 2, 3)), LENGTH))
+        loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step in (19, 59):
             resident.append(read_resident())
     return resident
 
@@ -181,14 +228,17 @@ def test_a_call_keeps_no_native_memory() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_long_run_of_different_ops_stays_bounded(threads: int) -> None:
-    """After 300 rounds it takes at most a tenth more memory than torch's ops do."""
+@pytest.mark.parametrize("what", ["walk", "train"])
+def test_a_long_run_stays_bounded(what: str, threads: int) -> None:
+    """At its end it takes at most a tenth more memory than torch's ops do."""
     ours, theirs = (
-        json.loads(fresh.run_file(__file__, which, str(threads))) for which in ("ours", "theirs")
+        json.loads(fresh.run_file(__file__, what, which, str(threads)))
+        for which in ("ours", "theirs")
     )
     assert ours[-1] <= 1.1 * max(theirs)
 
 
 if __name__ == "__main__":
-    asked = sys.argv[1]
-    print(json.dumps(count_all() if asked == "count" else walk(asked, int(sys.argv[2]))))
+    what, *how = sys.argv[1:]
+    measure = {"walk": walk, "train": train}
+    print(json.dumps(measure[what](how[0], int(how[1])) if how else count_all()))
