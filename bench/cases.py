@@ -34,7 +34,9 @@ class Case:
     @property
     def variant(self) -> str:
         """How it differs from the op's other cases of this shape: "mask, scale 0.125"."""
-        everywhere = set.intersection(*[set(_in_words(self.op, a)) for a in self.op.benchmarks])
+        everywhere = set.intersection(
+            *[set(_in_words(self.op, a)) for a in self.op.cases.benchmarks]
+        )
         return ", ".join(
             word for word in _in_words(self.op, self.arguments) if word not in everywhere
         )
@@ -110,7 +112,7 @@ class Problem:
 
     def part(self) -> Problem:
         """The problem to check in float64: itself, or one with fewer rows."""
-        if self.op.has_dense_reference:
+        if self.op.cases.has_dense_reference:
             return self._take_sample() if self._count_scores() > MOST_JUDGED else self
         case = self.case.part()
         return self if case is self.case else case.draw()
@@ -177,7 +179,7 @@ def cases(
     """The cases to measure: all shapes of each op, or only the shapes of these sizes."""
     cases = []
     for op in ops:
-        arguments = op.benchmarks if device == "cpu" else op.benchmarks_on_gpu
+        arguments = op.cases.benchmarks if device == "cpu" else op.cases.benchmarks_on_gpu
         if sizes is not None:
             ordered = sorted(arguments, key=_elements)
             arguments = tuple(ordered[int(size * len(ordered))] for size in sizes)

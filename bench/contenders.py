@@ -126,8 +126,8 @@ def contenders(
     op: Op, inputs: Sequence[Any], backends: Sequence[str], rivals: Sequence[str]
 ) -> tuple[list[Contender], dict[str, str]]:
     """Eager and the requested contenders that can take part, and why the others cannot."""
-    plain = op.plain or op.reference
-    judged = op.plain is None or not op.draws(inputs)
+    plain = op.cases.plain or op.reference
+    judged = op.cases.plain is None or not op.draws(inputs)
     contenders = [Contender(EAGER, plain, judged=judged)]
     absent: dict[str, str] = {}
     for backend in [b for b in op.sources if b in backends]:

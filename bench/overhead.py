@@ -36,10 +36,10 @@ class Overhead:
 
 def overhead(op: Op, device: str, backends: Sequence[str], seconds: float) -> list[Overhead]:
     """Measure on the host's clock, with warm caches, on one thread."""
-    problem = Case(op, op.tiny, torch.float32, device).draw()
+    problem = Case(op, op.cases.tiny, torch.float32, device).draw()
     ours = _as_users_call(op)
     calls: list[tuple[Callable[..., Any], str | None]] = [
-        (getattr(torch.nn.functional, op.name, op.plain or op.reference), None),
+        (getattr(torch.nn.functional, op.name, op.cases.plain or op.reference), None),
         (ours, None),
     ]
     asked = [b for b in op.sources if b in backends and op.why_not(b, problem.inputs) is None]

@@ -91,11 +91,11 @@ class Target:
 
     def sized(self, leading: tuple[int, ...], row: tuple[int, ...]) -> tuple[Any, ...]:
         """Arguments of this size, or with narrower rows if the backend needs them."""
-        arguments = self.op.sized(leading, row)
+        arguments = self.op.cases.sized(leading, row)
         while self.op.why_refused(self.backend, arguments) is not None:
             row = (*row[:-1], row[-1] // 2)
             assert row[-1] > 0, f"{self} serves no size"
-            arguments = self.op.sized(leading, row)
+            arguments = self.op.cases.sized(leading, row)
         return arguments
 
 
@@ -126,7 +126,7 @@ TARGETS = [
     for place, (backend, device, missing) in PLACES.items()
     for op in (KERNELS if place in ("interpreter", "emulator") else OPS.values())
     if backend in op.sources and missing is None
-    if all(op.why_refused(backend, arguments) is None for arguments in op.samples)
+    if all(op.why_refused(backend, arguments) is None for arguments in op.cases.samples)
 ]
 
 

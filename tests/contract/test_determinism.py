@@ -19,7 +19,7 @@ def test_bitwise_the_same(target: Target) -> None:
     """Run twice with one thread, then with more: only the shape determines how work is split."""
     threads = torch.get_num_threads()
     try:
-        for arguments in target.op.samples + target.op.benchmarks[:1]:
+        for arguments in target.op.cases.samples + target.op.cases.benchmarks[:1]:
             inputs = materialize(arguments, torch.float32, target.device)
             torch.set_num_threads(1)
             first = run(target.op, inputs)

@@ -46,7 +46,7 @@ def _samples(op: Op) -> list[tuple[Any, ...]]:
     names = op.forward_signature.arguments
     at = names.index("training") if "training" in names else None
     found: dict[Any, tuple[Any, ...]] = {}
-    for sample in filter(fits, op.samples):
+    for sample in filter(fits, op.cases.samples):
         key = None if at is None else sample[at]
         if key not in found or given(sample) > given(found[key]):
             found[key] = sample
@@ -94,7 +94,7 @@ def _exactly(op: Op, inputs: list[Any]) -> tuple[Results, Results]:
     inputs = [v.clone() if isinstance(v, torch.Tensor) else v for v in inputs]
     oracle = exact(op, inputs)
     grads = {f"grad_{name}": incoming(oracle[name]) for name in op.public}
-    return oracle, op.numerics.terms(*inputs, **grads)
+    return oracle, op.cases.numerics.terms(*inputs, **grads)
 
 
 def _assert_right(op: Op, inputs: list[Any], oracle: Results, terms: Results, what: str) -> None:

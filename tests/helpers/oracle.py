@@ -86,7 +86,7 @@ def assert_right(op: Op, inputs: list[Any]) -> None:
     """Compare with the oracle: a wrong index is off by about 1, rounding by about 1e-6."""
     oracle = exact(op, inputs)
     grads = {f"grad_{name}": incoming(oracle[name]) for name in op.public}
-    terms = op.numerics.terms(*inputs, **grads)
+    terms = op.cases.numerics.terms(*inputs, **grads)
     unit = torch.finfo(inputs[0].dtype).eps / 2
     for name, value in run(op, inputs).items():
         assert torch.all((value - oracle[name]).abs() <= 16 * unit * terms[name] + 1e-30), name
@@ -104,7 +104,7 @@ def assert_bounded(
     for inputs in samples:
         oracle = exact(op, inputs)
         grads = {f"grad_{name}": incoming(oracle[name]) for name in op.public}
-        terms = op.numerics.terms(*inputs, **grads)
+        terms = op.cases.numerics.terms(*inputs, **grads)
         mine, theirs = ours(inputs), run(op, inputs, op.reference)
         for name, value in oracle.items():
             assert mine[name].dtype == theirs[name].dtype
@@ -121,11 +121,11 @@ def assert_bounded(
             error, eager, rounding, sums = (
                 getattr(pool[kind], measure) for kind in ("ours", "eager", "rounding", "terms")
             )
-            of_eager = op.numerics.eager.get(name, 1.1) if narrow else 1.1
+            of_eager = op.cases.numerics.eager.get(name, 1.1) if narrow else 1.1
             if result_dtype == torch.float32:
-                bound = max(of_eager * eager, op.numerics.fp32[name] * 2**-24 * sums)
+                bound = max(of_eager * eager, op.cases.numerics.fp32[name] * 2**-24 * sums)
             else:
-                bound = min(of_eager * eager, op.numerics.rounding.get(name, 1.1) * rounding)
+                bound = min(of_eager * eager, op.cases.numerics.rounding.get(name, 1.1) * rounding)
             slack = 1 if measure == "rms" else 4
             report = f"{name} {result_dtype} {measure}: {error:.3g}, bound {slack * bound:.3g}"
             print(f"{report}, eager {eager:.3g}, rounding {rounding:.3g}")
@@ -164,11 +164,11 @@ def sample_inputs(
     """Every sample of the op, drawn."""
     return [
         materialize(arguments, dtype, device, param_dtype=param_dtype, seed=seed)
-        for seed, arguments in enumerate(op.samples)
+        for seed, arguments in enumerate(op.cases.samples)
     ]
 
 
 def takes_several_trailing_dimensions(op: Op) -> bool:
     """Whether a parameter may have more than one dimension."""
-    specs = [v for sample in op.samples for v in sample if isinstance(v, TensorSpec)]
+    specs = [v for sample in op.cases.samples for v in sample if isinstance(v, TensorSpec)]
     return any(spec.kind == "parameter" and len(spec.shape) > 1 for spec in specs)

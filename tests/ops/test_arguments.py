@@ -142,7 +142,7 @@ def test_constructors_refuse_the_arguments_that_calls_refuse(case: str) -> None:
 
 def test_nodes_have_the_ops_name(op: Op) -> None:
     """In grad_fn, in the profiler, and in the output of anomaly detection."""
-    inputs = materialize(op.samples[0], torch.float32)
+    inputs = materialize(op.cases.samples[0], torch.float32)
     seen: set[str] = set()
 
     def function(*given: Any) -> Any:

@@ -64,7 +64,7 @@ def test_samples(dtype: torch.dtype, at: int) -> None:
     inputs = materialize(_few_heads(SAMPLES[at]), dtype, DEVICE, param_dtype=dtype, seed=at)
     oracle = exact(OP, inputs)
     grads = {f"grad_{name}": incoming(oracle[name]) for name in OP.public}
-    terms = OP.numerics.terms(*inputs, **grads)
+    terms = OP.cases.numerics.terms(*inputs, **grads)
     info = torch.finfo(dtype)
     unit = info.eps / 2
     # A subnormal weight is off by at most half of the smallest subnormal number.
@@ -163,7 +163,7 @@ def test_a_shard_of_queries_and_keys_is_that_of_the_whole(first_query: int, firs
 @pytest.mark.parametrize("special", [torch.inf, -torch.inf, torch.nan])
 def test_special_values_reach_what_they_reach_in_eager(special: float) -> None:
     """Infinity is multiplied by the zeros past the last key, also with a soft cap."""
-    inputs = materialize(OP.sized((33,), (16,)), torch.float32, DEVICE)
+    inputs = materialize(OP.cases.sized((33,), (16,)), torch.float32, DEVICE)
     inputs[0][3, 7] = inputs[0][32, 15] = special
     ours = run(OP, inputs)
     for name, value in exact(OP, inputs).items():

@@ -96,7 +96,7 @@ def test_every_tile(device: str, fused: Callable[[int], None], dtype: torch.dtyp
         sizes = arguments((rows + 9,), 72, columns + 8)
         inputs = materialize((*sizes, "gelu", "none"), dtype, device)
         oracle = exact(LINEAR, inputs)["y"]
-        terms = LINEAR.numerics.terms(*inputs, grad_y=incoming(oracle))["y"]
+        terms = LINEAR.cases.numerics.terms(*inputs, grad_y=incoming(oracle))["y"]
         with torch.no_grad():
             found = functional.linear_act(*inputs[:3])
         assert torch.all((found - oracle).abs() <= 8 * torch.finfo(dtype).eps * terms)

@@ -30,7 +30,7 @@ def _kernels() -> Iterator[None]:
 def _drawn(name: str, dtype: torch.dtype = torch.float32, dropping: bool = True) -> list[Any]:
     """A sample of 64 x 256."""
     op = OPS[name]
-    arguments = next(s for s in op.benchmarks if op.draws(s) == dropping)
+    arguments = next(s for s in op.cases.benchmarks if op.draws(s) == dropping)
     return materialize(arguments, dtype, requires_grad=True)
 
 
@@ -45,7 +45,9 @@ def test_a_float32_stream_is_not_rounded(name: str) -> None:
     stream = op.forward_signature.arguments.index("residual")
     inputs[stream] = inputs[stream].detach().float() * 1.2345
     oracle = exact(op, inputs)
-    terms = op.numerics.terms(*inputs, **{f"grad_{n}": incoming(oracle[n]) for n in op.public})
+    terms = op.cases.numerics.terms(
+        *inputs, **{f"grad_{n}": incoming(oracle[n]) for n in op.public}
+    )
     found = run(op, inputs)
     for result in (op.public[0], "grad_residual"):
         assert found[result].dtype == torch.float32

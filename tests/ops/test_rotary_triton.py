@@ -25,7 +25,9 @@ pytestmark = [
     pytest.mark.skipif(PLACES[PLACE][2] is not None, reason=str(PLACES[PLACE][2])),
 ]
 
-SERVED = [at for at, given in enumerate(OP.samples) if OP.why_refused("triton", given) is None]
+SERVED = [
+    at for at, given in enumerate(OP.cases.samples) if OP.why_refused("triton", given) is None
+]
 # Keys with fewer heads; proportional pairs with an angle a column; interleaved pairs with a norm.
 TELLING = (6, 10, 11)
 
@@ -40,7 +42,7 @@ def _assert_bounded(inputs: Any) -> None:
     """Errors within 16 roundings of the sum of terms; exactly the results written; fakes right."""
     oracle = exact(OP, inputs)
     grads = {f"grad_{name}": incoming(oracle[name]) for name in OP.public}
-    terms = OP.numerics.terms(*inputs, **grads)
+    terms = OP.cases.numerics.terms(*inputs, **grads)
     info = torch.finfo(inputs[0].dtype)
     unit = info.eps / 2
     for name, value in watched(OP, "triton", inputs).items():

@@ -232,7 +232,7 @@ def test_inference_rounds_only_the_result(dtype: torch.dtype) -> None:
         pytest.skip(f"oneDNN has no GEMM of {dtype} on this CPU")
     ours, rounding = Pool(), Pool()
     layouts = (lambda t: t, lambda t: t.t().contiguous().t(), lambda t: torch.cat([t, t])[1::2])
-    for arguments in LINEAR.samples:
+    for arguments in LINEAR.cases.samples:
         x, weight, *rest = materialize(arguments, dtype)
         if x.ndim < 2 or not x.numel() or not weight.numel() or rest[1] not in epilogue._ONEDNN:
             continue

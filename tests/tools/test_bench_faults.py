@@ -24,7 +24,7 @@ from torchweld.registry import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYER_NORM = OPS["layer_norm"]
-SMALL = Case(LAYER_NORM, LAYER_NORM.tiny, torch.float32, "cpu")
+SMALL = Case(LAYER_NORM, LAYER_NORM.cases.tiny, torch.float32, "cpu")
 ON_CPU = Job("layer_norm", Plan(("fwd", "full"), ("cpu",), (), 0.0, (1, 1)), device="cpu")
 
 
@@ -75,7 +75,7 @@ def test_a_rival_without_a_kernel_is_left_out(
     op = OPS["block_sparse_attention"]
     rival = replace(PEERS["sdpa_cudnn"], devices=("cpu",))
     monkeypatch.setitem(PEERS, "sdpa_cudnn", rival)
-    case = Case(op, op.tiny, torch.float32, "cpu")
+    case = Case(op, op.cases.tiny, torch.float32, "cpu")
     plan = Plan(("fwd",), ("cpu",), ("sdpa", "sdpa_cudnn"), 0.0, (1, 1))
     (results,) = runner.measure(case, plan, clock_for("cpu"))
     status = {r.contender: r.status for r in results}

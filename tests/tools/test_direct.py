@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fresh
 from oracle import run
 from torchweld.dispatch import direct, native
-from torchweld.dispatch.autograd import Differentiable, Ready, make_ready
+from torchweld.dispatch.autograd import Ready, make_ready
 from torchweld.dispatch.direct import make_direct
 from torchweld.registry import OPS, Op, materialize
 
@@ -41,20 +41,20 @@ def _make_both(op: Op, twin: Callable[..., Any] | None = None) -> Ready:
 def test_bits_of_the_dispatcher(name: str, dtype: torch.dtype) -> None:
     """Every sample, and none of them takes the dispatcher."""
     op = OPS[name]
-    kernel, differentiable = op.kernels["cpu"], Differentiable.of(op)
-    for sample in op.samples:
+    kernel = op.kernels["cpu"]
+    for sample in op.cases.samples:
         inputs = materialize(sample, dtype)
         if op.why_not("cpu", inputs) is not None:
             continue
         # A number that is an integer in a sample is one that the dispatcher turns into a float.
         kinds = zip(inputs, op.forward_signature.types, strict=True)
         inputs = [float(v) if "float" in kind and type(v) is int else v for v, kind in kinds]
-        ready = make_ready(differentiable, _make_both(op, _refuse), inputs)
+        ready = make_ready(op, _make_both(op, _refuse), inputs)
         found = run(
             op,
             list(inputs),
             lambda *i, ready=ready: kernel.ready_function.apply(
-                ready, *[i[at] for at in differentiable.tensors_at]
+                ready, *[i[at] for at in op.tensors_at]
             ),
         )
         wanted = run(op, list(inputs), lambda *i: kernel.function.apply(*i))

@@ -138,7 +138,7 @@ def test_a_rehearsal_of_the_whole_run(
 def test_a_job_in_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: a kernel is judged by the reference in float64, and its outcome recorded."""
     op = OPS["softmax_dropout"]
-    monkeypatch.setattr(Job, "cases", lambda job: [Case(op, op.tiny, torch.float32, "cpu")])
+    monkeypatch.setattr(Job, "cases", lambda job: [Case(op, op.cases.tiny, torch.float32, "cpu")])
     plan = Plan(["full"], ["triton"], [], seconds=0.0, rounds=(1, 1))
     record = gpu.Record(tmp_path, MACHINE, ROOT)
     with running_at("interpreter", monkeypatch):

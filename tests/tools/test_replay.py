@@ -16,7 +16,7 @@ from conftest import PLACES, running_at
 from oracle import Results, run
 from torchweld import triton_kernels
 from torchweld.dispatch import replay
-from torchweld.dispatch.autograd import Differentiable, make_ready
+from torchweld.dispatch.autograd import make_ready
 from torchweld.registry import OPS, Op, TensorSpec, materialize
 from torchweld.triton_kernels import launch
 
@@ -58,14 +58,11 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def _run_with_plans(op: Op, inputs: Sequence[Any]) -> Results:
     """As by a short way, which has found the kernel."""
     kernel = op.kernels["triton"]
-    differentiable = Differentiable.of(op)
-    ready = make_ready(differentiable, kernel.steps, inputs)
+    ready = make_ready(op, kernel.steps, inputs)
     return run(
         op,
         [*inputs],
-        lambda *inputs: kernel.ready_function.apply(
-            ready, *[inputs[at] for at in differentiable.tensors_at]
-        ),
+        lambda *inputs: kernel.ready_function.apply(ready, *[inputs[at] for at in op.tensors_at]),
     )
 
 
@@ -84,7 +81,7 @@ def _list_small_samples(op: Op, count: int) -> list[Any]:
     """The smallest samples that the kernel serves: the interpreter takes long for others."""
     served = [
         sample
-        for sample in op.samples
+        for sample in op.cases.samples
         if op.why_not("triton", materialize(sample, torch.float32, DEVICE)) is None
     ]
 

@@ -4,48 +4,13 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_compiling
 
 from torchweld.dispatch.alike import copy_constant
-from torchweld.registry import Op, Signature
-
-
-@dataclass(frozen=True)
-class Differentiable:
-    """The parts of an autograd function; torchweld.registry explains the argument names."""
-
-    name: str
-    forward_signature: Signature
-    backward_signature: Signature
-    # Names of the forward op's results that the function returns with a gradient.
-    public: Sequence[str]
-    # Maps the backward op's arguments to its results in eager torch, for second derivatives.
-    eager_backward: Callable[..., Any]
-    # The next two are documented in Op.
-    unsaved: Callable[..., Collection[str]] | None = None
-    same_gradient: Mapping[str, tuple[str, Callable[..., bool]]] = field(default_factory=dict)
-    tensors_at: Sequence[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        types_of = enumerate(self.forward_signature.types)
-        object.__setattr__(self, "tensors_at", [at for at, kind in types_of if "Tensor" in kind])
-
-    @classmethod
-    def of(cls, op: Op) -> Differentiable:
-        """Make one from an op's declaration."""
-        return cls(
-            op.name,
-            op.forward_signature,
-            op.backward_signature,
-            op.public,
-            op.backward_reference or derive_from_reference(op),
-            op.unsaved,
-            op.same_gradient,
-        )
+from torchweld.registry import Differentiable, Op
 
 
 def exports_a_derivative() -> bool:
@@ -193,7 +158,7 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str], ready: b
         *_lend(same, lenders),
         "_is_eager = not is_compiling()",
         "if _is_eager and torch.is_grad_enabled():",  # its graph gives second derivatives
-        f"    _run = _NODES['{node}'][0].eager_backward",
+        f"    _run = find_eager_backward(_NODES['{node}'][0])",
         f"    {_tuple(gradients)} = as_tuple(_run({', '.join(wanted)}))",
         "else:",
         "    _run = _ready.backward" if ready else f"    _run = _NODES['{node}'][1].backward",
@@ -280,6 +245,14 @@ def _will_run(node: Any) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # a leaf: torch.autograd.grad is to return its gradient
         return True
+
+
+def find_eager_backward(op: Differentiable) -> Callable[..., Any]:
+    """The backward pass in eager torch, for second derivatives."""
+    if op.backward_reference is not None:
+        return op.backward_reference
+    assert isinstance(op, Op)
+    return derive_from_reference(op)
 
 
 def derive_from_reference(op: Op) -> Callable[..., tuple[torch.Tensor | None, ...]]:

@@ -10,7 +10,6 @@ import torch
 from torch.compiler import is_compiling
 
 from torchweld.dispatch.autograd import (
-    Differentiable,
     Ready,
     as_tuple,
     autograd_function,
@@ -47,7 +46,7 @@ class Kernel:
         self._public_at = [results.index(name) for name in op.public]
         self._results = len(results)
         self.steps = Ready(make_step(forward), make_step(backward))
-        self._op = Differentiable.of(op)
+        self._op = op
         self.function = autograd_function(self._op, self)
         self.ready_function = autograd_function(self._op, self, ready=True)
         self._apply, self._apply_ready = map(_find_apply, (self.function, self.ready_function))

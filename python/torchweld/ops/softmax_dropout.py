@@ -14,7 +14,17 @@ from torchweld.dispatch.kernels import define
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.random import Shard, draw_seed, drop, split_shard
-from torchweld.registry import ROWS, SEED, Numerics, Op, activation, boolean, constant, why_not_now
+from torchweld.registry import (
+    ROWS,
+    SEED,
+    Cases,
+    Numerics,
+    Op,
+    activation,
+    boolean,
+    constant,
+    why_not_now,
+)
 from torchweld.registry.cost import count_per_element
 
 
@@ -353,27 +363,31 @@ OP = Op(
     " -> Tensor grad_input",
     inputs=_inputs,
     reference=_reference,
-    plain=_plain,
+    cases=Cases(
+        plain=_plain,
+        sized=_sized,
+        flops=count_per_element(20, 10),
+        samples=_SAMPLES,
+        benchmarks=tuple(_measured((2, 4, 64, 64), (4, 8, 512, 512), (1, 4, 2048, 2048))),
+        benchmarks_on_gpu=tuple(
+            _measured((8, 16, 512, 512), (4, 32, 2048, 2048), (1, 4, 8192, 8192))
+        ),
+        tiny=(activation(1, 64), None, 1.0, False, 0.1, SEED, *_WHOLE),
+        numerics=Numerics(
+            fp32={"y": 2.0, "grad_input": 2.0},
+            terms=_terms,
+            rounding={"grad_input": 2.0},  # y was saved in 16 bits
+        ),
+    ),
     backward_reference=_backward_reference,
     unsaved=_unsaved,
     check=_check,
     fake=_fake,
     sharding=ROWS,
-    sized=_sized,
-    flops=count_per_element(20, 10),
     sources={
         "cpu": ("csrc/cpu/softmax.cpp",),
         "triton": ("triton_kernels/softmax.py",),
     },
-    samples=_SAMPLES,
-    benchmarks=tuple(_measured((2, 4, 64, 64), (4, 8, 512, 512), (1, 4, 2048, 2048))),
-    benchmarks_on_gpu=tuple(_measured((8, 16, 512, 512), (4, 32, 2048, 2048), (1, 4, 8192, 8192))),
-    tiny=(activation(1, 64), None, 1.0, False, 0.1, SEED, *_WHOLE),
-    numerics=Numerics(
-        fp32={"y": 2.0, "grad_input": 2.0},
-        terms=_terms,
-        rounding={"grad_input": 2.0},  # y was saved in 16 bits
-    ),
     small=2**14,
     eager_rounds=True,
     autocast={"cuda": torch.float32},

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torchweld.registry.op import Op
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Composite(Op):
     """torch's GEMMs and our ops between them, which share one choice of a backend.
 
@@ -19,7 +19,7 @@ class Composite(Op):
     """
 
     # Takes the backend of the ops and the forward's arguments; returns the result.
-    fused: Callable[..., Any] = field(kw_only=True)
+    fused: Callable[..., Any]
     # Takes the same arguments; says in words how it runs them, if that was measured.
     detail: Callable[..., str] | None = None
     # For the docs: the components, with {} for the kernels, and the saved tensors.

@@ -33,24 +33,10 @@ class Numerics:
     eager: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Op:
-    """The declaration of an op. `torchweld.dispatch.define` makes its kernels."""
+@dataclass(frozen=True, kw_only=True)
+class Cases:
+    """What tests and benchmarks need of an op: arguments, its cost and its exactness."""
 
-    name: str
-    forward: str
-    backward: str
-    # Eager torch, differentiable by torch: from the forward's arguments to the public results.
-    reference: Callable[..., Any]
-    # Raises ArgumentError if the arguments are not acceptable. Called only after a failure.
-    check: Callable[..., None]
-    # The forward's outputs as empty tensors.
-    fake: Callable[..., tuple[torch.Tensor, ...]]
-    # Which dimensions of the arguments may be sharded over devices.
-    sharding: Rows
-    # Backend -> the files with its kernels, from the repository's root; what they include or import
-    # is derived. For Triton it is a module with a function for each schema, named as the op.
-    sources: Mapping[str, Sequence[str]]
     samples: tuple[tuple[Any, ...], ...]
     # Arguments of a given size with every tensor present. Takes the leading sizes of the first
     # argument and the sizes of a row, which has one dimension unless the op takes several.
@@ -62,27 +48,67 @@ class Op:
     benchmarks_on_gpu: tuple[tuple[Any, ...], ...]
     tiny: tuple[Any, ...]
     numerics: Numerics
-    # With fewer elements in the first argument eager is as fast on the CPU, since overhead exceeds
-    # the work. Calls with dropout never fall back: eager draws random numbers in many steps.
-    small: int
-    # Whether eager rounds 16-bit values between its steps. Kernels do not, so they also serve small
-    # 16-bit inputs: a result must not depend on the size of its batch.
-    eager_rounds: bool = False
-    # Takes the public function's arguments by name; returns the forward's. None if they are equal.
-    inputs: Callable[..., Sequence[Any]] | None = None
     # Plain torch for the benchmark, if the reference is slower. With dropout it is, since it
     # reproduces our masks and torch's own dropout does not.
     plain: Callable[..., Any] | None = None
+    # Whether the reference's memory grows with the square of a size: benchmarks judge a sample.
+    has_dense_reference: bool = False
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Differentiable:
+    """What autograd needs of an op; torchweld.registry explains the argument names."""
+
+    name: str
+    forward: str
+    backward: str
     # The backward pass in eager torch, differentiable by torch. Needed if the backward op does not
     # take all of the forward's arguments.
     backward_reference: Callable[..., Any] | None = None
-    # The backward op's results as empty tensors, where they are not like the inputs that it takes.
-    fake_backward: Callable[..., tuple[torch.Tensor, ...]] | None = None
     # Takes the forward's arguments; names the tensors that need not be saved for the backward op.
     unsaved: Callable[..., Collection[str]] | None = None
     # Input -> an incoming gradient that equals the input's own, and the condition on the forward's
     # arguments under which it does: {"residual": ("grad_y", lambda *_: True)}.
     same_gradient: dict[str, tuple[str, Callable[..., bool]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.forward_signature, self.backward_signature = map(
+            Signature, (self.forward, self.backward)
+        )
+        results, wanted = self.forward_signature.results, self.backward_signature.arguments
+        # The forward's outputs that the public function returns, by name.
+        self.public = [name for name in results if f"grad_{name}" in wanted]
+        # Positions of the forward's tensors.
+        kinds = enumerate(self.forward_signature.types)
+        self.tensors_at = tuple(at for at, kind in kinds if "Tensor" in kind)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Op(Differentiable):
+    """The declaration of an op. `torchweld.dispatch.define` makes its kernels."""
+
+    # Eager torch, differentiable by torch: from the forward's arguments to the public results.
+    reference: Callable[..., Any]
+    # Raises ArgumentError if the arguments are not acceptable. Called only after a failure.
+    check: Callable[..., None]
+    # The forward's outputs as empty tensors.
+    fake: Callable[..., tuple[torch.Tensor, ...]]
+    # Which dimensions of the arguments may be sharded over devices.
+    sharding: Rows
+    # Backend -> the files with its kernels, from the repository's root; what they include or import
+    # is derived. For Triton it is a module with a function for each schema, named as the op.
+    sources: Mapping[str, Sequence[str]]
+    # With fewer elements in the first argument eager is as fast on the CPU, since overhead exceeds
+    # the work. Calls with dropout never fall back: eager draws random numbers in many steps.
+    small: int
+    cases: Cases
+    # Whether eager rounds 16-bit values between its steps. Kernels do not, so they also serve small
+    # 16-bit inputs: a result must not depend on the size of its batch.
+    eager_rounds: bool = False
+    # Takes the public function's arguments by name; returns the forward's. None if they are equal.
+    inputs: Callable[..., Sequence[Any]] | None = None
+    # The backward op's results as empty tensors, where they are not like the inputs that it takes.
+    fake_backward: Callable[..., tuple[torch.Tensor, ...]] | None = None
     dtypes: tuple[torch.dtype, ...] = (
         torch.float32,
         torch.bfloat16,
@@ -97,45 +123,28 @@ class Op:
     sample: Callable[[Sequence[Any], int], Sequence[Any]] | None = None
     # Stand-in arguments while compiling, when sizes may be symbolic. None: some of `sized`.
     arguments_while_compiling: tuple[Any, ...] | None = None
-    # Whether the reference's memory grows with the square of a size: benchmarks judge a sample.
-    has_dense_reference: bool = False
     # Device type -> the dtype in which eager computes and returns under autocast, if it has a rule.
     autocast: dict[str, torch.dtype] = field(default_factory=dict)
-    forward_signature: Signature = field(init=False)
-    backward_signature: Signature = field(init=False)
-    # Names of the forward's arguments that get a gradient, and the position of dropout's seed.
-    differentiable: list[str] = field(init=False)
-    seed_at: int | None = field(init=False)
-    # The dtypes in which eager serves small inputs.
-    dtypes_of_eager: tuple[torch.dtype, ...] = field(init=False)
-    # Positions of the forward's tensors, of the weights among them (factors of GEMMs, which have
-    # other sizes than rows), and of the flags that decide what a kernel does.
-    tensors_at: tuple[int, ...] = field(init=False)
-    weights_at: tuple[int, ...] = field(init=False)
-    flags_at: tuple[int, ...] = field(init=False)
-    # The backends it has kernels for, the preferred one first.
-    backends: tuple[str, ...] = field(init=False)
     # Backend -> its implementation, made by torchweld.dispatch.
     kernels: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "forward_signature", Signature(self.forward))
-        object.__setattr__(self, "backward_signature", Signature(self.backward))
-        arguments = self.forward_signature.arguments
+        super().__post_init__()
+        arguments, kinds = self.forward_signature.arguments, self.forward_signature.types
         made = {*self.backward_signature.results, *(f"grad_{n}" for n in self.same_gradient)}
-        object.__setattr__(self, "differentiable", [n for n in arguments if f"grad_{n}" in made])
-        seed_at = arguments.index("seed") if "seed" in arguments else None
-        object.__setattr__(self, "seed_at", seed_at)
-        exact = tuple(x for x in self.dtypes if x.itemsize != 2 or not self.eager_rounds)
-        object.__setattr__(self, "dtypes_of_eager", exact)
-        kinds = list(enumerate(self.forward_signature.types))
-        object.__setattr__(self, "tensors_at", tuple(i for i, kind in kinds if "Tensor" in kind))
-        specs = ((i, value) for sample in self.samples for i, value in enumerate(sample))
-        weights = {i for i, value in specs if getattr(value, "kind", "") == "weight"}
-        object.__setattr__(self, "weights_at", tuple(sorted(weights)))
-        flags = tuple(i for i, kind in kinds if kind in ("bool", "str"))
-        object.__setattr__(self, "flags_at", flags)
-        object.__setattr__(self, "backends", tuple(self.sources))
+        # The arguments that get a gradient, by name.
+        self.differentiable = [n for n in arguments if f"grad_{n}" in made]
+        # Positions of dropout's seed, of weights (factors of GEMMs, which have other sizes than
+        # rows), and of flags that decide what a kernel does.
+        self.seed_at = arguments.index("seed") if "seed" in arguments else None
+        specs = [pair for sample in self.cases.samples for pair in enumerate(sample)]
+        weights = {at for at, value in specs if getattr(value, "kind", "") == "weight"}
+        self.weights_at = tuple(sorted(weights))
+        self.flags_at = tuple(at for at, kind in enumerate(kinds) if kind in ("bool", "str"))
+        exact = (x for x in self.dtypes if x.itemsize != 2 or not self.eager_rounds)
+        self.dtypes_of_eager = tuple(exact)
+        # The backends it has kernels for, the preferred one first.
+        self.backends = tuple(self.sources)
         OPS[self.name] = self
 
     def __repr__(self) -> str:
@@ -144,7 +153,7 @@ class Op:
     @property
     def stand_in(self) -> tuple[Any, ...]:
         """Stand-in arguments for a compiled graph."""
-        return self.arguments_while_compiling or self.sized((4096,), (1024,))
+        return self.arguments_while_compiling or self.cases.sized((4096,), (1024,))
 
     def take_sample(self, inputs: Sequence[Any], rows: int) -> Sequence[Any]:
         """Cut the arguments to about `rows` rows."""
@@ -156,12 +165,6 @@ class Op:
     def draws(self, inputs: Sequence[Any]) -> bool:
         """Whether the op drops elements of these inputs."""
         return self.seed_at is not None and inputs[self.seed_at] is not None
-
-    @property
-    def public(self) -> list[str]:
-        """Names of the forward's outputs that the public function returns."""
-        wanted = self.backward_signature.arguments
-        return [name for name in self.forward_signature.results if f"grad_{name}" in wanted]
 
     def why_not(self, backend: str, inputs: Sequence[Any]) -> str | None:
         """Why this backend cannot serve these inputs; None if it can."""

@@ -13,7 +13,7 @@ from torchweld.dispatch.kernels import define
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.ops.activation import common as activations
-from torchweld.registry import ELEMENTS, Numerics, Op, activation, parameter
+from torchweld.registry import ELEMENTS, Cases, Numerics, Op, activation, parameter
 from torchweld.registry.cost import count_per_element
 
 
@@ -119,13 +119,15 @@ OP = Op(
     fake=_fake,
     sources=activations.SOURCES,
     sharding=ELEMENTS,
-    sized=lambda leading, row: _benchmarks([(*leading, *row)])[0],
-    flops=count_per_element(20, 25),
-    samples=_samples(),
-    benchmarks=_benchmarks(activations.MEASURED),
-    benchmarks_on_gpu=_benchmarks(activations.MEASURED_ON_GPU),
-    tiny=_benchmarks([(1, 64)])[0],
-    numerics=Numerics(fp32=dict.fromkeys(("y", "grad_input", "grad_bias"), 2.0), terms=_terms),
+    cases=Cases(
+        sized=lambda leading, row: _benchmarks([(*leading, *row)])[0],
+        flops=count_per_element(20, 25),
+        samples=_samples(),
+        benchmarks=_benchmarks(activations.MEASURED),
+        benchmarks_on_gpu=_benchmarks(activations.MEASURED_ON_GPU),
+        tiny=_benchmarks([(1, 64)])[0],
+        numerics=Numerics(fp32=dict.fromkeys(("y", "grad_input", "grad_bias"), 2.0), terms=_terms),
+    ),
     small=0,
 )
 define(OP)

@@ -12,7 +12,7 @@ from torchweld.dispatch.kernels import define
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.ops.activation import common as activations
-from torchweld.registry import ELEMENTS, Numerics, Op, activation
+from torchweld.registry import ELEMENTS, Cases, Numerics, Op, activation
 from torchweld.registry.cost import count_per_element
 
 
@@ -98,13 +98,15 @@ OP = Op(
     fake=_fake,
     sources=activations.SOURCES,
     sharding=ELEMENTS,
-    sized=lambda leading, row: _arguments((*leading, *row), "silu", "none"),
-    flops=count_per_element(20, 30),
-    samples=_samples(),
-    benchmarks=tuple(_arguments(s, "silu", "none") for s in activations.MEASURED),
-    benchmarks_on_gpu=tuple(_arguments(s, "silu", "none") for s in activations.MEASURED_ON_GPU),
-    tiny=_arguments((1, 64), "silu", "none"),
-    numerics=Numerics(fp32=dict.fromkeys(("y", "grad_gate", "grad_up"), 2.0), terms=_terms),
+    cases=Cases(
+        sized=lambda leading, row: _arguments((*leading, *row), "silu", "none"),
+        flops=count_per_element(20, 30),
+        samples=_samples(),
+        benchmarks=tuple(_arguments(s, "silu", "none") for s in activations.MEASURED),
+        benchmarks_on_gpu=tuple(_arguments(s, "silu", "none") for s in activations.MEASURED_ON_GPU),
+        tiny=_arguments((1, 64), "silu", "none"),
+        numerics=Numerics(fp32=dict.fromkeys(("y", "grad_gate", "grad_up"), 2.0), terms=_terms),
+    ),
     small=131072,
     eager_rounds=True,
 )

@@ -29,7 +29,7 @@ from torchweld.ops.attention.samples import (
     take_sample,
 )
 from torchweld.random import Shard, draw_seed, split_shard
-from torchweld.registry import Numerics, Op, Rows
+from torchweld.registry import Cases, Numerics, Op, Rows
 from torchweld.sparse import BlockBias, BlockLayout
 from torchweld.sparse.lists import count_of, repeat_for_query_heads, words_of
 
@@ -397,36 +397,38 @@ OP = Op(
     check=_check,
     fake=_fake,
     sharding=Rows(lambda q, *_: min(q.ndim, 2)),  # batch and heads
-    sized=sized,
+    cases=Cases(
+        sized=sized,
+        has_dense_reference=True,
+        flops=flops,
+        samples=SAMPLES,
+        benchmarks=benchmark_window(4096),
+        benchmarks_on_gpu=(*benchmark_window(16384, 16), *benchmark_window(16384, 16, 128, 128)),
+        tiny=TINY,
+        numerics=Numerics(
+            fp32=dict.fromkeys(_RESULTS, 2.0),
+            terms=terms,
+            # y was rounded, and all gradients of a query depend on it. For y and grad_v, tensor
+            # cores take rounded weights, as the reference does.
+            rounding={
+                "y": 2.0,
+                "grad_q": 3.0,
+                "grad_k": 3.0,
+                "grad_v": 2.0,
+                "grad_sinks": 3.0,
+                "grad_bias": 3.0,
+            },
+            # The error of a rounded y, of up to sqrt(8) roundings, over the error of a weight's
+            # gradient, which eager rounds once.
+            eager={"grad_bias": 8**0.5},
+        ),
+    ),
     sample=take_sample,
     arguments_while_compiling=benchmark_window(1024)[0],
-    has_dense_reference=True,
-    flops=flops,
     sources={
         "cpu": ("csrc/cpu/block_sparse.cpp", "csrc/cpu/block_sparse_few.cpp"),
         "triton": ("triton_kernels/block_sparse_attention.py",),
     },
-    samples=SAMPLES,
-    benchmarks=benchmark_window(4096),
-    benchmarks_on_gpu=(*benchmark_window(16384, 16), *benchmark_window(16384, 16, 128, 128)),
-    tiny=TINY,
-    numerics=Numerics(
-        fp32=dict.fromkeys(_RESULTS, 2.0),
-        terms=terms,
-        # y was rounded, and all gradients of a query depend on it. For y and grad_v, tensor cores
-        # take rounded weights, as the reference does.
-        rounding={
-            "y": 2.0,
-            "grad_q": 3.0,
-            "grad_k": 3.0,
-            "grad_v": 2.0,
-            "grad_sinks": 3.0,
-            "grad_bias": 3.0,
-        },
-        # The error of a rounded y, of up to sqrt(8) roundings, over the error of a weight's
-        # gradient, which eager rounds once.
-        eager={"grad_bias": 8**0.5},
-    ),
     small=0,
     refuses=_refuses,
 )

@@ -8,7 +8,6 @@ import torch
 
 from torchweld import checks
 from torchweld.dispatch.autograd import (
-    Differentiable,
     autograd_function,
     exports_a_derivative,
 )
@@ -24,6 +23,7 @@ from torchweld.ops.batch_norm.columns import add_up, add_up_with_gradient, gathe
 from torchweld.registry import (
     BACKENDS,
     WHOLE,
+    Cases,
     Composite,
     Numerics,
     Op,
@@ -120,7 +120,7 @@ class _Training:
         normalization = normalize_act.OP.kernels[backend]
         self._while_compiling = (*overloads, normalization)
         self._steps = (*map(make_step, overloads), normalization.steps)
-        self.function = autograd_function(Differentiable.of(OP), self, OP.forward_signature.results)
+        self.function = autograd_function(OP, self, OP.forward_signature.results)
 
     def _find_parts(self) -> tuple[Any, Any, Any]:
         return self._while_compiling if torch.compiler.is_compiling() else self._steps
@@ -483,16 +483,18 @@ OP = Composite(
     fake=_fake,
     sharding=WHOLE,
     sample=lambda inputs, rows: take_rows(inputs, rows, 1, ()),
-    sized=lambda leading, row: _arguments((*leading, *row), True, "gelu", "none"),
-    flops=count_per_element(28, 40),
-    sources=batch_norms.SOURCES,
-    samples=_samples(),
-    benchmarks=tuple(_arguments(s, True, "gelu", "none") for s in batch_norms.MEASURED),
-    benchmarks_on_gpu=tuple(
-        _arguments(s, True, "gelu", "none") for s in batch_norms.MEASURED_ON_GPU
+    cases=Cases(
+        sized=lambda leading, row: _arguments((*leading, *row), True, "gelu", "none"),
+        flops=count_per_element(28, 40),
+        samples=_samples(),
+        benchmarks=tuple(_arguments(s, True, "gelu", "none") for s in batch_norms.MEASURED),
+        benchmarks_on_gpu=tuple(
+            _arguments(s, True, "gelu", "none") for s in batch_norms.MEASURED_ON_GPU
+        ),
+        tiny=_arguments((2, 64), True, "gelu", "none"),
+        numerics=Numerics(fp32=dict.fromkeys(_RESULTS, 2.5), terms=_terms),
     ),
-    tiny=_arguments((2, 64), True, "gelu", "none"),
-    numerics=Numerics(fp32=dict.fromkeys(_RESULTS, 2.5), terms=_terms),
+    sources=batch_norms.SOURCES,
     small=2**15,
     eager_rounds=True,
 )

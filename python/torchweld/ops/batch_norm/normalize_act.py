@@ -12,7 +12,16 @@ from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.ops.activation import common as activations
 from torchweld.ops.batch_norm import common as batch_norms
-from torchweld.registry import ELEMENTS, Numerics, Op, activation, constant, parameter, variance
+from torchweld.registry import (
+    ELEMENTS,
+    Cases,
+    Numerics,
+    Op,
+    activation,
+    constant,
+    parameter,
+    variance,
+)
 from torchweld.registry.cost import count_per_element
 
 
@@ -129,13 +138,15 @@ OP = Op(
     fake=_fake,
     sources=batch_norms.SOURCES,
     sharding=ELEMENTS,
-    sized=lambda leading, row: _arguments((*leading, *row), "gelu", "none"),
-    flops=count_per_element(24, 30),
-    samples=_samples(),
-    benchmarks=tuple(_arguments(s, "gelu", "none") for s in batch_norms.MEASURED),
-    benchmarks_on_gpu=tuple(_arguments(s, "gelu", "none") for s in batch_norms.MEASURED_ON_GPU),
-    tiny=_arguments((1, 64), "gelu", "none"),
-    numerics=Numerics(fp32=dict.fromkeys(_RESULTS, 2.0), terms=_terms),
+    cases=Cases(
+        sized=lambda leading, row: _arguments((*leading, *row), "gelu", "none"),
+        flops=count_per_element(24, 30),
+        samples=_samples(),
+        benchmarks=tuple(_arguments(s, "gelu", "none") for s in batch_norms.MEASURED),
+        benchmarks_on_gpu=tuple(_arguments(s, "gelu", "none") for s in batch_norms.MEASURED_ON_GPU),
+        tiny=_arguments((1, 64), "gelu", "none"),
+        numerics=Numerics(fp32=dict.fromkeys(_RESULTS, 2.0), terms=_terms),
+    ),
     small=2**15,
     eager_rounds=True,
 )

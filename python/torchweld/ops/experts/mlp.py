@@ -25,6 +25,7 @@ from torchweld.ops.experts.grouped import Factors, Form
 from torchweld.ops.gemm import gemm
 from torchweld.registry import (
     WHOLE,
+    Cases,
     Composite,
     Made,
     Numerics,
@@ -499,8 +500,25 @@ OP = Composite(
         x.new_empty((*x.shape[:-1], down.shape[2 if how[4] else 1])),
     ),
     sharding=WHOLE,
-    sized=lambda leading, row: arguments(leading, 2, 3, (row[0],) * 3, biases=True),
-    flops=_flops,
+    cases=Cases(
+        sized=lambda leading, row: arguments(leading, 2, 3, (row[0],) * 3, biases=True),
+        flops=_flops,
+        samples=_samples(),
+        # Layers of OLMoE and, with half of its experts, Qwen3-30B-A3B.
+        benchmarks=(
+            arguments((512,), 8, 64, (2048, 1024, 2048)),
+            arguments((512,), 8, 64, (2048, 768, 2048)),
+        ),
+        benchmarks_on_gpu=(arguments((8192,), 8, 128, (2048, 768, 2048)),),
+        tiny=arguments((1,), 2, 4, (64, 64, 64)),
+        # A chain of two GEMMs with three roundings to 16 bits between them. The terms of a router
+        # weight's gradient cancel.
+        numerics=Numerics(
+            fp32=dict.fromkeys(_RESULTS, 2.0),
+            terms=_terms,
+            rounding=dict.fromkeys(_RESULTS, 3.0) | {"grad_weights": 6.0},
+        ),
+    ),
     sources={
         "cpu": activations.SOURCES["cpu"],
         "triton": (grouped.TRITON_SOURCE, *activations.SOURCES["triton"]),
@@ -508,22 +526,7 @@ OP = Composite(
     made_of="torch's GEMMs, expert by expert, on the GPU grouped ones in Triton; among them {}",
     saves="input, the result of the first GEMMs and the order of the rows; with `recompute`, no"
     " result of a GEMM",
-    samples=_samples(),
     sample=_take_sample,
-    # Layers of OLMoE and, with half of its experts, Qwen3-30B-A3B.
-    benchmarks=(
-        arguments((512,), 8, 64, (2048, 1024, 2048)),
-        arguments((512,), 8, 64, (2048, 768, 2048)),
-    ),
-    benchmarks_on_gpu=(arguments((8192,), 8, 128, (2048, 768, 2048)),),
-    tiny=arguments((1,), 2, 4, (64, 64, 64)),
-    # A chain of two GEMMs with three roundings to 16 bits between them. The terms of a router
-    # weight's gradient cancel.
-    numerics=Numerics(
-        fp32=dict.fromkeys(_RESULTS, 2.0),
-        terms=_terms,
-        rounding=dict.fromkeys(_RESULTS, 3.0) | {"grad_weights": 6.0},
-    ),
     small=0,
     eager_rounds=True,
 )

@@ -16,7 +16,6 @@ from torch.nn.functional import linear
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchweld.dispatch.autograd import (
-    Differentiable,
     autograd_function,
     derive_from_reference,
     exports_a_derivative,
@@ -29,7 +28,7 @@ from torchweld.ops.activation import common as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import fused_choice, gemm
 from torchweld.ops.gemm.fused_choice import Contest, Kind
-from torchweld.registry import Signature
+from torchweld.registry import Differentiable
 
 _SOURCE = "triton_kernels/linear_act.py"
 SOURCES: dict[str, tuple[str, ...]] = {
@@ -216,16 +215,11 @@ class _Activation:
         self.function = autograd_function(
             Differentiable(
                 name="activated_with_its_gemm",
-                forward_signature=Signature(
-                    "(Tensor input, Tensor? bias, str activation, str approximate, Tensor y)"
-                    " -> (Tensor activated)"
-                ),
-                backward_signature=Signature(
-                    "(Tensor grad_activated, Tensor input, Tensor? bias, str activation,"
-                    " str approximate, bool need_bias) -> (Tensor grad_input, Tensor grad_bias)"
-                ),
-                public=["activated"],
-                eager_backward=_derivatives,
+                forward="(Tensor input, Tensor? bias, str activation, str approximate, Tensor y)"
+                " -> (Tensor activated)",
+                backward="(Tensor grad_activated, Tensor input, Tensor? bias, str activation,"
+                " str approximate, bool need_bias) -> (Tensor grad_input, Tensor grad_bias)",
+                backward_reference=_derivatives,
             ),
             self,
         )

@@ -15,7 +15,7 @@ from torchweld.ops.activation import common as activations
 from torchweld.ops.activation import gated_act
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import gemm
-from torchweld.registry import ROWS, Composite, Numerics, activation, weight
+from torchweld.registry import ROWS, Cases, Composite, Numerics, activation, weight
 from torchweld.registry.cost import count_for_gemms
 
 
@@ -160,19 +160,21 @@ OP = Composite(
     check=_check,
     fake=lambda x, gate, up, down, *_: (x.new_empty((*x.shape[:-1], down.shape[0])),),
     sharding=ROWS,
-    sized=lambda leading, row: _arguments(leading, row[0], row[0], "silu", "none"),
-    flops=_flops,
-    sources=activations.SOURCES,
-    samples=_samples(),
-    benchmarks=tuple(_arguments((rows,), 768, 2048, "silu", "none") for rows in (64, 2048)),
-    benchmarks_on_gpu=(_arguments((8192,), 4096, 14336, "silu", "none"),),
-    tiny=_arguments((1,), 64, 64, "silu", "none"),
-    # A chain of two GEMMs with three roundings to 16 bits between them.
-    numerics=Numerics(
-        fp32=dict.fromkeys(_RESULTS, 2.0),
-        terms=_terms,
-        rounding=dict.fromkeys(_RESULTS, 3.0),
+    cases=Cases(
+        sized=lambda leading, row: _arguments(leading, row[0], row[0], "silu", "none"),
+        flops=_flops,
+        samples=_samples(),
+        benchmarks=tuple(_arguments((rows,), 768, 2048, "silu", "none") for rows in (64, 2048)),
+        benchmarks_on_gpu=(_arguments((8192,), 4096, 14336, "silu", "none"),),
+        tiny=_arguments((1,), 64, 64, "silu", "none"),
+        # A chain of two GEMMs with three roundings to 16 bits between them.
+        numerics=Numerics(
+            fp32=dict.fromkeys(_RESULTS, 2.0),
+            terms=_terms,
+            rounding=dict.fromkeys(_RESULTS, 3.0),
+        ),
     ),
+    sources=activations.SOURCES,
     small=65536,
     eager_rounds=True,
 )

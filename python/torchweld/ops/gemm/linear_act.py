@@ -11,7 +11,7 @@ from torchweld.dispatch.way import short
 from torchweld.ops.activation import common as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import epilogue
-from torchweld.registry import ROWS, Composite, Numerics
+from torchweld.registry import ROWS, Cases, Composite, Numerics
 from torchweld.registry.cost import count_for_gemms
 
 
@@ -174,25 +174,27 @@ OP = Composite(
     check=_check_all,
     fake=_fake,
     sharding=ROWS,
-    sized=lambda leading, row: (*layers.arguments(leading, *row, *row), "gelu", "none"),
-    flops=lambda x, weight, *_: count_for_gemms(x.numel() * weight.shape[0]),
+    cases=Cases(
+        sized=lambda leading, row: (*layers.arguments(leading, *row, *row), "gelu", "none"),
+        flops=lambda x, weight, *_: count_for_gemms(x.numel() * weight.shape[0]),
+        samples=_samples(),
+        benchmarks=tuple(
+            (*layers.arguments((rows,), *features), "gelu", "none")
+            for rows, *features in ((64, 768, 3072), (2048, 768, 3072), (2048, 4096, 11008))
+        ),
+        benchmarks_on_gpu=tuple(
+            (*layers.arguments((8192,), *features), "gelu", kind)
+            for features in ((1024, 4096), (4096, 16384))
+            for kind in ("none", "tanh")
+        ),
+        tiny=(*layers.arguments((1,), 64, 64), "gelu", "none"),
+        # A 16-bit z, or its gradient, is rounded before the result is.
+        numerics=Numerics(
+            fp32=dict.fromkeys(_RESULTS, 2.0), terms=_terms, rounding=dict.fromkeys(_RESULTS, 2.0)
+        ),
+    ),
     sources=epilogue.SOURCES,
     detail=epilogue.explain,
     made_of=epilogue.MADE_OF,
-    samples=_samples(),
-    benchmarks=tuple(
-        (*layers.arguments((rows,), *features), "gelu", "none")
-        for rows, *features in ((64, 768, 3072), (2048, 768, 3072), (2048, 4096, 11008))
-    ),
-    benchmarks_on_gpu=tuple(
-        (*layers.arguments((8192,), *features), "gelu", kind)
-        for features in ((1024, 4096), (4096, 16384))
-        for kind in ("none", "tanh")
-    ),
-    tiny=(*layers.arguments((1,), 64, 64), "gelu", "none"),
-    # A 16-bit z, or its gradient, is rounded before the result is.
-    numerics=Numerics(
-        fp32=dict.fromkeys(_RESULTS, 2.0), terms=_terms, rounding=dict.fromkeys(_RESULTS, 2.0)
-    ),
     small=65536,
 )

@@ -16,7 +16,7 @@ from torchweld.ops.batch_norm import batch_norm_act, normalize_act
 from torchweld.ops.batch_norm import common as batch_norms
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import gemm
-from torchweld.registry import ROWS, Composite, Numerics, constant, parameter, variance
+from torchweld.registry import ROWS, Cases, Composite, Numerics, constant, parameter, variance
 from torchweld.registry.cost import count_for_gemms
 
 
@@ -276,23 +276,27 @@ OP = Composite(
     check=_check,
     fake=_fake,
     sharding=ROWS,
-    sized=lambda leading, row: _arguments(leading, row[0], row[0], True, "gelu", "none", bias=True),
-    flops=lambda x, weight, *_: count_for_gemms(x.numel() * weight.shape[0]),
+    cases=Cases(
+        sized=lambda leading, row: _arguments(
+            leading, row[0], row[0], True, "gelu", "none", bias=True
+        ),
+        flops=lambda x, weight, *_: count_for_gemms(x.numel() * weight.shape[0]),
+        samples=_samples(),
+        benchmarks=tuple(
+            _arguments((rows,), width, features, True, "gelu", "none", bias=True)
+            for rows, width, features in ((64, 768, 3072), (2048, 768, 3072), (2048, 4096, 11008))
+        ),
+        benchmarks_on_gpu=tuple(
+            _arguments((8192,), *features, True, "gelu", "none", bias=True)
+            for features in ((1024, 4096), (4096, 16384))
+        ),
+        tiny=_arguments((2,), 64, 64, True, "gelu", "none", bias=True),
+        # A 16-bit z, or its gradient, is rounded before the result is.
+        numerics=Numerics(
+            fp32=dict.fromkeys(_RESULTS, 2.5), terms=_terms, rounding=dict.fromkeys(_RESULTS, 2.0)
+        ),
+    ),
     sources=batch_norms.SOURCES,
-    samples=_samples(),
-    benchmarks=tuple(
-        _arguments((rows,), width, features, True, "gelu", "none", bias=True)
-        for rows, width, features in ((64, 768, 3072), (2048, 768, 3072), (2048, 4096, 11008))
-    ),
-    benchmarks_on_gpu=tuple(
-        _arguments((8192,), *features, True, "gelu", "none", bias=True)
-        for features in ((1024, 4096), (4096, 16384))
-    ),
-    tiny=_arguments((2,), 64, 64, True, "gelu", "none", bias=True),
-    # A 16-bit z, or its gradient, is rounded before the result is.
-    numerics=Numerics(
-        fp32=dict.fromkeys(_RESULTS, 2.5), terms=_terms, rounding=dict.fromkeys(_RESULTS, 2.0)
-    ),
     small=65536,
     eager_rounds=True,
 )

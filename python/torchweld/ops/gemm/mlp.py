@@ -12,7 +12,7 @@ from torchweld.ops.activation import common as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import epilogue, gemm
 from torchweld.ops.gemm.act_linear import act_linear
-from torchweld.registry import ROWS, Composite, Numerics, activation, weight
+from torchweld.registry import ROWS, Cases, Composite, Numerics, activation, weight
 from torchweld.registry.cost import count_for_gemms
 
 
@@ -258,24 +258,26 @@ OP = Composite(
         x.new_empty((*x.shape[:-1], down_weight.shape[0])),
     ),
     sharding=ROWS,
-    sized=lambda leading, row: arguments(leading, *(row[0], row[0], row[0]), "gelu", "none"),
-    flops=_flops,
+    cases=Cases(
+        sized=lambda leading, row: arguments(leading, *(row[0], row[0], row[0]), "gelu", "none"),
+        flops=_flops,
+        samples=_samples(),
+        benchmarks=tuple(arguments((rows,), 768, 3072, 768, "gelu", "none") for rows in (64, 2048)),
+        benchmarks_on_gpu=tuple(
+            arguments((8192,), width, 4 * width, width, "gelu", kind)
+            for width in (1024, 4096)
+            for kind in ("none", "tanh")
+        ),
+        tiny=arguments((1,), 64, 64, 64, "gelu", "none"),
+        # A chain of two GEMMs with two roundings to 16 bits between them.
+        numerics=Numerics(
+            fp32=dict.fromkeys(_RESULTS, 2.0),
+            terms=_terms,
+            rounding=dict.fromkeys(_RESULTS, 3.0),
+        ),
+    ),
     sources=epilogue.SOURCES,
     detail=_explain,
     made_of=epilogue.MADE_OF,
-    samples=_samples(),
-    benchmarks=tuple(arguments((rows,), 768, 3072, 768, "gelu", "none") for rows in (64, 2048)),
-    benchmarks_on_gpu=tuple(
-        arguments((8192,), width, 4 * width, width, "gelu", kind)
-        for width in (1024, 4096)
-        for kind in ("none", "tanh")
-    ),
-    tiny=arguments((1,), 64, 64, 64, "gelu", "none"),
-    # A chain of two GEMMs with two roundings to 16 bits between them.
-    numerics=Numerics(
-        fp32=dict.fromkeys(_RESULTS, 2.0),
-        terms=_terms,
-        rounding=dict.fromkeys(_RESULTS, 3.0),
-    ),
     small=65536,
 )

@@ -12,7 +12,7 @@ from torchweld.dispatch.kernels import define
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.ops.norm import common as norms
-from torchweld.registry import Op, Rows
+from torchweld.registry import Cases, Op, Rows
 from torchweld.registry.cost import count_per_element
 
 
@@ -83,14 +83,16 @@ OP = Op(
     check=_check,
     fake=_fake,
     sharding=Rows(norms.columns),
-    sized=norms.sized(2, 1e-5),
-    flops=count_per_element(8, 12),
+    cases=Cases(
+        sized=norms.sized(2, 1e-5),
+        flops=count_per_element(8, 12),
+        samples=norms.samples(2, 1e-5),
+        benchmarks=norms.benchmarks(norms.MEASURED, 2, 1e-5),
+        benchmarks_on_gpu=norms.benchmarks(norms.MEASURED_ON_GPU, 2, 1e-5),
+        tiny=norms.benchmarks([(1, 64)], 2, 1e-5)[0],
+        numerics=norms.numerics(centered=True),
+    ),
     sources=norms.SOURCES,
-    samples=norms.samples(2, 1e-5),
-    benchmarks=norms.benchmarks(norms.MEASURED, 2, 1e-5),
-    benchmarks_on_gpu=norms.benchmarks(norms.MEASURED_ON_GPU, 2, 1e-5),
-    tiny=norms.benchmarks([(1, 64)], 2, 1e-5)[0],
-    numerics=norms.numerics(centered=True),
     small=2**19,
     # torch's variance in 16 bits is so inexact that equal elements give results up to 1, not 0.
     eager_rounds=True,

@@ -12,7 +12,7 @@ from torchweld.dispatch.kernels import define
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.ops.norm import common as norms
-from torchweld.registry import Op, Rows
+from torchweld.registry import Cases, Op, Rows
 from torchweld.registry.cost import count_per_element
 
 
@@ -87,15 +87,17 @@ OP = Op(
     check=_check,
     fake=_fake,
     sharding=Rows(norms.columns),
-    sized=norms.sized(1, 1e-5),
-    flops=count_per_element(5, 10),
+    cases=Cases(
+        sized=norms.sized(1, 1e-5),
+        flops=count_per_element(5, 10),
+        samples=norms.samples(1, 1e-6) + norms.samples(1, None)[:5],
+        benchmarks=norms.benchmarks(norms.MEASURED, 1, 1e-6),
+        benchmarks_on_gpu=norms.benchmarks(norms.MEASURED_ON_GPU, 1, 1e-6),
+        tiny=norms.benchmarks([(1, 64)], 1, 1e-6)[0],
+        numerics=norms.numerics(centered=False),
+    ),
     sources=norms.SOURCES,
     refuses=_refuses,
-    samples=norms.samples(1, 1e-6) + norms.samples(1, None)[:5],
-    benchmarks=norms.benchmarks(norms.MEASURED, 1, 1e-6),
-    benchmarks_on_gpu=norms.benchmarks(norms.MEASURED_ON_GPU, 1, 1e-6),
-    tiny=norms.benchmarks([(1, 64)], 1, 1e-6)[0],
-    numerics=norms.numerics(centered=False),
     small=8192,
     autocast={"cuda": torch.float32} if _AUTOCAST else {},
 )

@@ -15,7 +15,7 @@ from torchweld.errors import ArgumentError
 from torchweld.ops.norm.common import MEASURED, MEASURED_ON_GPU
 from torchweld.ops.residual.common import as_wide
 from torchweld.random import Shard, draw_seed, drop, split_shard
-from torchweld.registry import ELEMENTS, SEED, Numerics, Op, activation, parameter, residual
+from torchweld.registry import ELEMENTS, SEED, Cases, Numerics, Op, activation, parameter, residual
 from torchweld.registry.cost import count_per_element
 
 
@@ -219,7 +219,18 @@ OP = Op(
     " -> (Tensor grad_input, Tensor grad_bias)",
     inputs=_inputs,
     reference=_reference,
-    plain=_plain,
+    cases=Cases(
+        plain=_plain,
+        sized=lambda leading, row: _sample((*leading, *row), 0.1),
+        flops=count_per_element(4, 2),
+        samples=_SAMPLES,
+        benchmarks=_measured(MEASURED),
+        benchmarks_on_gpu=_measured(MEASURED_ON_GPU),
+        tiny=_sample((1, 64), 0.1),
+        numerics=Numerics(
+            fp32=dict.fromkeys(("y", "grad_input", "grad_bias", "grad_residual"), 2.0), terms=_terms
+        ),
+    ),
     backward_reference=_backward_reference,
     same_gradient={
         "residual": ("grad_y", lambda *_: True),
@@ -231,19 +242,10 @@ OP = Op(
     check=_check,
     fake=_fake,
     sharding=ELEMENTS,
-    sized=lambda leading, row: _sample((*leading, *row), 0.1),
-    flops=count_per_element(4, 2),
     sources={
         "cpu": ("csrc/cpu/bias_dropout_add.cpp",),
         "triton": ("triton_kernels/bias_dropout_add.py",),
     },
-    samples=_SAMPLES,
-    benchmarks=_measured(MEASURED),
-    benchmarks_on_gpu=_measured(MEASURED_ON_GPU),
-    tiny=_sample((1, 64), 0.1),
-    numerics=Numerics(
-        fp32=dict.fromkeys(("y", "grad_input", "grad_bias", "grad_residual"), 2.0), terms=_terms
-    ),
     small=2**20,
     eager_rounds=True,
 )

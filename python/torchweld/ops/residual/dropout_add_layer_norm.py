@@ -15,7 +15,7 @@ from torchweld.ops.norm import common as norms
 from torchweld.ops.norm import layer_norm
 from torchweld.ops.residual import common
 from torchweld.random import Shard, drop
-from torchweld.registry import Op, Rows
+from torchweld.registry import Cases, Op, Rows
 from torchweld.registry.cost import count_per_element
 
 
@@ -209,20 +209,22 @@ OP = Op(
     " -> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)",
     inputs=_inputs,
     reference=_reference,
-    plain=_plain,
+    cases=Cases(
+        plain=_plain,
+        sized=common.sized(2, 1e-5),
+        flops=count_per_element(11, 16),
+        samples=common.samples(2, 1e-5),
+        benchmarks=common.benchmarks(norms.MEASURED, 2, 1e-5),
+        benchmarks_on_gpu=common.benchmarks(norms.MEASURED_ON_GPU, 2, 1e-5),
+        tiny=common.benchmarks([(1, 64)], 2, 1e-5)[0],
+        numerics=common.numerics(centered=True),
+    ),
     backward_reference=_backward_reference,
     same_gradient=common.SAME_GRADIENT,
     check=_check,
     fake=_fake,
     sharding=Rows(common.columns),
-    sized=common.sized(2, 1e-5),
-    flops=count_per_element(11, 16),
     sources=common.SOURCES,
-    samples=common.samples(2, 1e-5),
-    benchmarks=common.benchmarks(norms.MEASURED, 2, 1e-5),
-    benchmarks_on_gpu=common.benchmarks(norms.MEASURED_ON_GPU, 2, 1e-5),
-    tiny=common.benchmarks([(1, 64)], 2, 1e-5)[0],
-    numerics=common.numerics(centered=True),
     small=2**19,
     eager_rounds=True,
 )

@@ -15,7 +15,7 @@ from torchweld.ops.norm import common as norms
 from torchweld.ops.norm import rms_norm
 from torchweld.ops.residual import common
 from torchweld.random import Shard, drop
-from torchweld.registry import Op, Rows
+from torchweld.registry import Cases, Op, Rows
 from torchweld.registry.cost import count_per_element
 
 
@@ -201,20 +201,22 @@ OP = Op(
     " -> (Tensor grad_input, Tensor grad_residual, Tensor grad_weight)",
     inputs=_inputs,
     reference=_reference,
-    plain=_plain,
+    cases=Cases(
+        plain=_plain,
+        sized=common.sized(1, 1e-5),
+        flops=count_per_element(8, 14),
+        samples=common.samples(1, 1e-6),
+        benchmarks=common.benchmarks(norms.MEASURED, 1, 1e-6),
+        benchmarks_on_gpu=common.benchmarks(norms.MEASURED_ON_GPU, 1, 1e-6),
+        tiny=common.benchmarks([(1, 64)], 1, 1e-6)[0],
+        numerics=common.numerics(centered=False),
+    ),
     backward_reference=_backward_reference,
     same_gradient=common.SAME_GRADIENT,
     check=_check,
     fake=_fake,
     sharding=Rows(common.columns),
-    sized=common.sized(1, 1e-5),
-    flops=count_per_element(8, 14),
     sources=common.SOURCES,
-    samples=common.samples(1, 1e-6),
-    benchmarks=common.benchmarks(norms.MEASURED, 1, 1e-6),
-    benchmarks_on_gpu=common.benchmarks(norms.MEASURED_ON_GPU, 1, 1e-6),
-    tiny=common.benchmarks([(1, 64)], 1, 1e-6)[0],
-    numerics=common.numerics(centered=False),
     small=8192,
     eager_rounds=True,
 )

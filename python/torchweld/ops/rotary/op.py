@@ -18,7 +18,7 @@ from torchweld.ops.rotary.reference import (
     normalize,
     turn,
 )
-from torchweld.registry import Numerics, Op, Rows, activation, constant, parameter
+from torchweld.registry import Cases, Numerics, Op, Rows, activation, constant, parameter
 
 # The arguments of both schemas after the tensors.
 _HOW = (
@@ -406,32 +406,34 @@ OP = Op(
     " -> (Tensor grad_x, Tensor grad_k, Tensor grad_norm_weight, Tensor grad_k_norm_weight)",
     inputs=prepare,
     reference=_reference,
-    plain=_plain,
+    cases=Cases(
+        plain=_plain,
+        # Half of the columns are rotated, so that the pairing of columns matters.
+        sized=lambda leading, row: sample((*leading, *row), rotary_dim=row[-1] // 4 * 2),
+        flops=_flops,
+        samples=_SAMPLES,
+        benchmarks=_measured((1, 128, 8, 2), (4, 1024, 16, 4), (1, 4096, 32, 8)),
+        benchmarks_on_gpu=_measured((8, 4096, 32, 8), (1, 32768, 32, 8)),
+        tiny=_model(1, 1, 4, 2, None),
+        numerics=Numerics(
+            fp32=dict.fromkeys(
+                ("y", "k_y", "grad_x", "grad_k", "grad_norm_weight", "grad_k_norm_weight"), 2.0
+            ),
+            terms=_terms,
+        ),
+    ),
     backward_reference=_backward_reference,
     fake_backward=_fake_backward,
     unsaved=_unsaved,
     check=check,
     fake=_fake,
     sharding=Rows(_columns),
-    # Half of the columns are rotated, so that the pairing of columns matters.
-    sized=lambda leading, row: sample((*leading, *row), rotary_dim=row[-1] // 4 * 2),
     sample=_sample_rows,
-    flops=_flops,
     dtypes=DTYPES,
     sources={
         "cpu": ("csrc/cpu/rotary.cpp",),
         "triton": ("triton_kernels/rotary.py",),
     },
-    samples=_SAMPLES,
-    benchmarks=_measured((1, 128, 8, 2), (4, 1024, 16, 4), (1, 4096, 32, 8)),
-    benchmarks_on_gpu=_measured((8, 4096, 32, 8), (1, 32768, 32, 8)),
-    tiny=_model(1, 1, 4, 2, None),
-    numerics=Numerics(
-        fp32=dict.fromkeys(
-            ("y", "k_y", "grad_x", "grad_k", "grad_norm_weight", "grad_k_norm_weight"), 2.0
-        ),
-        terms=_terms,
-    ),
     small=0,
     refuses=_refuses,
 )
