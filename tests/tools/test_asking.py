@@ -28,6 +28,7 @@ from trying import CONDITIONS
 
 BACKENDS = ("cuda", "triton")
 EAGER = "eager"
+TWICE = ["cuda", "cuda", "triton", "triton"]  # each correct contender runs twice
 ONE = torch.ones(4096, dtype=torch.float64)
 
 
@@ -150,7 +151,7 @@ def test_modes(
     tried = how == "check" and (tunes or not timed)
     served = ("triton" if timed else "cuda") if tried else EAGER
     assert _ask(engine, script) == served
-    assert script.judged == ([*BACKENDS] if tried else [])
+    assert script.judged == (TWICE if tried else [])
     assert bool(script.timed) == (tried and timed)
 
 
@@ -295,6 +296,19 @@ def test_an_entry_of_another_form_is_not_read(key: str, tmp_path: Path) -> None:
     assert len(_engine(tmp_path).entries()) == 1
 
 
+def test_a_kernel_whose_launches_differ_is_not_used(engine: Engine) -> None:
+    """Within the bounds, but by other bits in its second launch."""
+
+    class Racing(Script):
+        def _run(self, backend: str) -> dict[str, torch.Tensor]:
+            ran = super()._run(backend)
+            late = backend == "cuda" and self.judged.count("cuda") == 2
+            return {"y": ran["y"].where(ONE.cumsum(0) < 4096, 1 + 1e-16 * 3)} if late else ran
+
+    with pytest.warns(RuntimeWarning, match="cuda for .* two equal launches differ in y"):
+        assert _ask(engine, Racing(ms=FAST)) == "triton"
+
+
 def test_want_of_memory_is_kept_for_the_process_only(engine: Engine, tmp_path: Path) -> None:
     script = Script(error=torch.OutOfMemoryError("none left"))
     with pytest.warns(RuntimeWarning, match="could not be tried: OutOfMemoryError"):
@@ -323,7 +337,7 @@ def test_a_read_only_home_is_each_process_for_itself(
     monkeypatch.setattr(store, "write", refuse)
     script = Script(ms=FAST)
     assert [_ask(engine, script) for _ in range(2)] == ["cuda"] * 2
-    assert script.judged == [*BACKENDS]
+    assert script.judged == TWICE
 
 
 # --- Questions inside a trial ---------------------------------------------------------------------
@@ -349,8 +363,8 @@ def test_a_question_inside_a_trial_has_a_trial_of_its_own(engine: Engine) -> Non
             return asks
 
     assert _ask(engine, Outer("outer", ms=FAST)) == "cuda"
-    assert seen == [("judged", "cuda")] * 2 + [("timed", "cuda")] * 3
-    assert len(inner.judged) == 2
+    assert seen == [("judged", "cuda")] * 4 + [("timed", "cuda")] * 3
+    assert inner.judged == TWICE
     assert _ask(engine, inner) == "cuda"
 
 
@@ -367,7 +381,7 @@ def test_other_threads_take_the_baseline_during_a_trial(engine: Engine) -> None:
             return super()._run(backend)
 
     assert _ask(engine, Outer("outer", ms=FAST)) == "cuda"
-    assert chosen == [EAGER] * 2
+    assert chosen == [EAGER] * 4
     assert _ask(engine, inner) == "cuda"
 
 

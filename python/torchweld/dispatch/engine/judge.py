@@ -68,14 +68,25 @@ class Judge:
     def find_fault_of(self, function: Callable[[], Results]) -> str | None:
         """The fault in a function's results, or the error that it raises; None if there is none.
 
-        A lack of memory propagates: it says nothing about the function.
+        It runs twice, and both results must be equal: a race shows in few launches. A lack of
+        memory propagates: it says nothing about the function.
         """
         try:
-            return self.find_fault(function())
+            results = function()
+            return self.find_fault(results) or _find_difference(results, function())
         except Exception as error:  # a kernel on trial never fails the user's call
             if is_out_of_memory(error):
                 raise
             return in_a_line(error)
+
+
+def _find_difference(first: Results, second: Results) -> str | None:
+    """How results of two equal launches differ; None if they are equal."""
+    for name, value in first.items():
+        other = second[name]
+        if not bool(((value == other) | (value.isnan() & other.isnan())).all()):
+            return f"two equal launches differ in {name}"
+    return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
