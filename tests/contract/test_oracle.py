@@ -66,6 +66,33 @@ def test_every_sample(target: Target, dtype: torch.dtype) -> None:
             assert_bounded(op, samples, lambda inputs: ours(op, inputs=inputs))
 
 
+def _widen_range(inputs: list[Any]) -> list[Any]:
+    """One row a hundred times larger and one like another: real activations, not normals."""
+    wide = []
+    for value in inputs:
+        rows = isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim >= 2
+        if rows and value.shape[-2] > 2:
+            changed = value.detach().clone()
+            changed[..., 1, :] *= 100
+            changed[..., -1, :] = changed[..., 0, :]
+            value = changed.requires_grad_(value.requires_grad)
+        wide.append(value)
+    return wide
+
+
+@pytest.mark.targets()
+def test_a_wide_range(target: Target) -> None:
+    """Errors are in units of the terms that are summed, so that a large row hides no other."""
+    op = target.op
+    if target.place == "interpreter" and op.name == "block_sparse_attention":
+        pytest.skip("ten thousand heads take too many programs: see test_block_sparse_triton.py")
+    samples = [_widen_range(inputs) for inputs in sample_inputs(op, torch.float32, target.device)]
+    if target.place in ("emulator", "interpreter"):
+        samples = _choose(samples, target, torch.float32, torch.float32)
+    ours = functools.partial(watched, op, backend=target.backend)
+    assert_bounded(op, samples, lambda inputs: ours(inputs=inputs))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_small_16_bit_calls_round_once(op: Op, dtype: torch.dtype) -> None:
     """The automatic choice is as exact for few elements as for many."""
