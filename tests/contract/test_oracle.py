@@ -80,7 +80,7 @@ def _widen_range(inputs: list[Any]) -> list[Any]:
     return wide
 
 
-@pytest.mark.targets()
+@pytest.mark.targets
 def test_a_wide_range(target: Target) -> None:
     """Errors are in units of the terms that are summed, so that a large row hides no other."""
     op = target.op
