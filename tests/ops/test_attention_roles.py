@@ -103,6 +103,15 @@ def test_heads_that_share_keys(causal: bool, started: list[str]) -> None:
     assert started == EVERY
 
 
+def test_a_wide_range(started: list[str]) -> None:
+    """Queries a hundred times larger, and keys that are alike."""
+    q, k = _random(2, 2, 296, 64), _random(2, 2, 344, 64)
+    q[:, :, 5::64] *= 100
+    k[:, :, 1::2] = k[:, :, ::2]
+    assert _worst(q, k, _layout(64, 296, 344)) <= 8
+    assert started == EVERY
+
+
 def test_lines_that_other_kernels_divide(
     started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
