@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchweld import optim
+from torchweld import functional, nn, optim
 from torchweld.commands import cli
 from torchweld.distributed import Links, Parallel, Profile, memory_estimate, plan_for
 from torchweld.distributed.costs import PROFILES, Choice, Cost, Model, divide, simulate
@@ -125,10 +125,41 @@ def test_a_model_on_meta_is_measured() -> None:
     assert sum(u.saved for u in work.units) == pytest.approx(real - logits, rel=0.03)
 
 
+class _Mixture(torch.nn.Module):
+    """Layers of routed experts on embeddings."""
+
+    def __init__(self, experts: int = 8, layers: int = 3) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(64, 64)
+        self.routers = torch.nn.ParameterList(torch.randn(experts, 64) for _ in range(layers))
+        self.layers = torch.nn.ModuleList(nn.ExpertsMLP(experts, 64, 32) for _ in range(layers))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for router, layer in zip(self.routers, self.layers, strict=True):
+            routes = functional.route(x @ router.t(), 2)
+            x = x + layer(x, routes.indices, routes.weights)
+        return x
+
+
+@pytest.mark.parametrize("experts", [2, 8])
+def test_the_work_of_experts(experts: int) -> None:
+    """Each token's products with two experts, whatever their number, and all parameters."""
+    example = (torch.zeros((1, 16), dtype=torch.int64),)
+    layer = measure_work(_Mixture(experts), example, lambda _: True).units[2]
+    assert layer.parameters == experts * 3 * 64 * 32
+    router = 2 * 16 * 64 * experts  # of the next layer
+    assert layer.flops == 2 * 16 * 2 * 3 * 64 * 32 + router
+    assert layer.kept == 16 * 2 * (2 * 32 * 4 + 8) + 16 * experts * 4  # z, order and logits
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: Transformer(Settings(length=64, width=64, layers=3)), _Mixture]
+)
 @pytest.mark.parametrize("data", ["ddp", "zero2", "zero3"])
-def test_memory_agrees_with_memory_estimate(data: Any) -> None:
+def test_memory_agrees_with_memory_estimate(data: Any, build: Any) -> None:
     """Where both are asked: data parallelism with accumulated gradients."""
-    model = Transformer(Settings(length=64, width=64, layers=3))
+    model = build()
     example = (torch.zeros((1, 64), dtype=torch.int64),)
     work = measure_work(model, example, lambda _: True)
     costs = Model(work, SMALL, Links(), 8)

@@ -14,13 +14,17 @@ import pytest
 import torch
 import transformers
 from small_models import mixture, tokens
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import torchweld
-from torchweld import huggingface
+from processes import processes
+from torchweld import huggingface, optim
 from torchweld.fusion.patterns.experts import find_form
 
 HOW = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 NAMES = ["Mixtral", "Qwen3Moe", "Olmoe"]
+NEAR: dict[str, float] = {"rtol": 1e-8, "atol": 1e-10}  # of float64, whose sums have another order
 
 
 def _build(name: str) -> Any:
@@ -69,6 +73,41 @@ def test_models(name: str, way: str) -> None:
     _assert_near(ours, model)
     prompt = tokens()["input_ids"][:2, :9]
     assert torch.equal(ours.generate(prompt, **HOW), model.generate(prompt, **HOW))
+
+
+def _trains_under_fsdp(rank: int, way: str) -> None:
+    """Two steps, each process with half of the batch; experts have a mesh of their own."""
+    alone = _build("Mixtral").double().train()
+    if way == "fuse":
+        torchweld.fuse(alone)
+    else:
+        huggingface.register()
+        alone.set_experts_implementation("torchweld")
+    model = copy.deepcopy(alone)
+    apart = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "experts"))
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.experts, mesh=apart)
+        fully_shard(layer)
+    fully_shard(model)
+    optimizers = [optim.AdamW(each.parameters(), lr=0.01) for each in (alone, model)]
+    for _ in range(2):
+        for own in (0, 1):
+            rows = {name: t[2 * own : 2 * own + 2] for name, t in tokens().items()}
+            (alone(**rows).loss / 2).backward()
+            if own == rank:
+                model(**rows).loss.backward()
+        wanted = dict(alone.named_parameters())
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad.full_tensor(), wanted[name].grad, **NEAR)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["fuse", "register"])
+def test_fsdp(way: str) -> None:
+    with processes(2) as two:
+        two.run(None, _trains_under_fsdp, way)
 
 
 @pytest.mark.parametrize(

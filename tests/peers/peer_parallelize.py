@@ -18,6 +18,7 @@ from torchweld.errors import ArgumentError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROWS, MICROBATCHES, STEPS = 2, 2, 3
+MIXTURES = ["Mixtral"]
 
 
 def _compute_loss(result: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -26,8 +27,9 @@ def _compute_loss(result: Any, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _start(name: str, config: Any) -> Any:
+    build = small_models.mixture if name in MIXTURES else small_models.build
     return parallelize(
-        torchweld.fuse(small_models.build(name).train()),
+        torchweld.fuse(build(name).train()),
         config,
         device="cpu",
         example=(torch.zeros((ROWS, 24), dtype=torch.int64),),
@@ -68,7 +70,7 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "opt"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "opt", *MIXTURES])
 def test_a_model_trains_as_in_one_process(name: str, config: Any, tmp_path: Path) -> None:
     """Norms of all gradients, whose parameters come from the steps before."""
     alone = _run(1, name, {}, path=tmp_path / "alone")

@@ -10,7 +10,7 @@ import small_models
 import torch
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import torchweld
@@ -97,12 +97,15 @@ def test_planned_layers_compile(sequence: bool) -> None:
 # --- Norms of heads, norms of other classes, routers ----------------------------------------------
 
 _EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
-OTHERS = {
+OTHERS: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 16},
     "Gemma3": {"head_dim": 16, "sliding_window": 16},
     "Cohere": {},
     "Mixtral": {"num_local_experts": 4, **_EXPERTS},
     "Qwen3Moe": {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 32, **_EXPERTS},
+    # With a shared expert; its layers are whole on each device.
+    "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 32, **_EXPERTS},
+    "Glm4Moe": {"n_routed_experts": 4, "first_k_dense_replace": 0, "head_dim": 16, **_EXPERTS},
 }
 
 
@@ -118,6 +121,9 @@ def _holds_what_it_does_not_know(rank: int, name: str, sequence: bool) -> None:
     whole = _another(name, **OTHERS[name])
     model = copy.deepcopy(whole)
     parallelize_module(model, init_device_mesh("cpu", (2,)), tp_plan(model, sequence))
+    stacked = [p for p in model.parameters() if p.ndim == 3]
+    assert len(stacked) == (4 if "experts_implementation" in OTHERS[name] else 0)
+    assert all(p.placements == (Shard(0),) for p in stacked)
     _same_gradients(whole, model)
 
 

@@ -52,12 +52,12 @@ def run_on_shards(op: Op, run: Callable[..., Any], *inputs: Any) -> Any:
         keeps = dim is not None and dim % rank < rows
         placements.append(move_placement(placement, dim % rank) if keeps else Replicate())
     if "whole" in names:
-        shard_offsets = _find_offsets(x.shape, mesh, placements)
+        shard_offsets = find_offsets(x.shape, mesh, placements)
         if shard_offsets is None:
             # The op takes a shard that is a range, so strided shards become whole dimensions.
             dims = [find_sharded_dim(placement) for placement in placements]
             placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-            shard_offsets = _find_offsets(x.shape, mesh, placements)
+            shard_offsets = find_offsets(x.shape, mesh, placements)
         assert shard_offsets is not None
         offsets = shard_offsets
 
@@ -108,6 +108,40 @@ def run_on_shards(op: Op, run: Callable[..., Any], *inputs: Any) -> Any:
     return tuple(map(whole, results)) if isinstance(results, tuple) else whole(results)
 
 
+def replicate(mesh: Any) -> list[Any]:
+    """The placements of a tensor that every device has."""
+    from torch.distributed.tensor import Replicate
+
+    return [Replicate()] * mesh.ndim
+
+
+def is_strided(placement: Any) -> bool:
+    """Whether the positions that a placement gives a device may be no range."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, _StridedShard)
+
+
+def take_part(function: str, name: str, value: Any, mesh: Any, placements: Any, grads: Any) -> Any:
+    """This device's part of an argument under these placements; its gradient has those of `grads`.
+
+    A plain tensor is the same on every device.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not is_dtensor(value):
+        if value.requires_grad and torch.is_grad_enabled():
+            actual = "a plain tensor that requires grad"
+            raise ArgumentError(function, name, actual, "a DTensor, as input is")
+        value = DTensor.from_local(value, mesh, replicate(mesh), run_check=False)
+    elif value.device_mesh != mesh:  # type: ignore[attr-defined]
+        raise ArgumentError(function, name, "on another mesh", "the mesh of input")
+    value = value.redistribute(mesh, placements)
+    return value.to_local(grad_placements=grads)
+
+
 def find_indices(
     shape: Sequence[int],
     mesh: Any,
@@ -128,12 +162,10 @@ def find_indices(
     return here.flatten()
 
 
-def _find_offsets(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> list[int] | None:
+def find_offsets(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> list[int] | None:
     """The begin of this device's shard in each dimension; None if its positions are no range."""
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     # Dynamo of torch 2.10 cannot ask a placement for its attributes.
-    if any(isinstance(placement, _StridedShard) for placement in placements):
+    if any(map(is_strided, placements)):
         return _strided_offsets(shape, mesh, placements)
     # Only numbers: Dynamo cannot read the elements of a tensor.
     begins, ends = [0] * len(shape), list(shape)
@@ -146,7 +178,7 @@ def _find_offsets(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) ->
 
 
 def _strided_offsets(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Any:
-    """Like _find_offsets, but shards may be strided."""
+    """Like find_offsets, but shards may be strided."""
     offsets = [0] * len(shape)
     for dim in {
         dim for placement in placements if (dim := find_sharded_dim(placement)) is not None

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchweld import nn
+from torchweld.distributed.experts_style import ExpertsParallel
 from torchweld.distributed.packed import (
     PackedColwiseParallel,
     PackedConv1DParallel,
@@ -36,6 +37,7 @@ from torchweld.distributed.sums import Sums
 from torchweld.distributed.trial import try_plan
 from torchweld.distributed.vocabulary import VocabularyParallel
 from torchweld.errors import ArgumentError
+from torchweld.fusion.patterns.experts import Experts
 
 Plan = dict[str, ParallelStyle]
 _Styles = dict[str, Style]
@@ -57,13 +59,14 @@ def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False, *, ring: bo
     The names of layers identify transformers made of torchweld.nn's modules, and after
     `torchweld.fuse` GPT-2, Llama, BERT, OPT, T5, Phi3, ViT and StableLM of transformers. Each block
     has two all-reduces in the forward and two in the backward pass; `sequence_parallel` replaces
-    each by an all-gather and a reduce-scatter. Other modules have whole parameters on each device;
+    each by an all-gather and a reduce-scatter. Stacked experts, of `nn.ExpertsMLP` and of mixtures
+    after `fuse`, are shared among devices. Other modules have whole parameters on each device;
     these become DTensors too.
 
     Args:
         model: a whole model, or a stage of a pipeline. Its blocks are in a ModuleList or
-            ModuleDict. Heads, key heads and the features between the layers of an MLP are multiples
-            of the number of devices.
+            ModuleDict. Heads, key heads, the features between the layers of an MLP and experts are
+            multiples of the number of devices.
         sequence_parallel: shard the sequence in norms, dropouts, additions and all else in the
             blocks. Lengths must be multiples of the number of devices.
         ring: make the plan for a mesh of two dimensions, ring and tensor. The model's inputs are
@@ -282,7 +285,13 @@ _MIXES = (
     torch.nn.modules.conv._ConvNd,
     torch.nn.modules.batchnorm._BatchNorm,
 )
-_PLACES = (ActivationParallel, FusedColwiseParallel, FusedRowwiseParallel, VocabularyParallel)
+_PLACES = (
+    ActivationParallel,
+    ExpertsParallel,
+    FusedColwiseParallel,
+    FusedRowwiseParallel,
+    VocabularyParallel,
+)
 
 
 # --- Recipes: from a module to the names inside it and their styles -------------------------------
@@ -319,8 +328,9 @@ def _plan_block(block: torch.nn.Module, stream: Placement) -> _Recipe:
     for name, module in modules.items():
         if name.startswith(heads):
             continue
-        recipes = [_plan_attention, _plan_bert_layer]
-        # Experts of a mixture are left whole: devices would have different rows.
+        recipes = [_plan_attention, _plan_bert_layer, _plan_experts]
+        # A mixture's experts that are modules of their own are left whole: devices would have
+        # different rows.
         if _is_only_one(modules, name):
             recipes.append(_plan_mlp)
         if "." not in name or isinstance(module, _ON_ROWS[2:]):
@@ -412,6 +422,11 @@ def _is_mlp(module: torch.nn.Module, names: tuple[str, ...]) -> bool:
     }
     # An MLP's layers can be children of the block itself, next to the stream's norms.
     return not sizes & {1, hidden} if attention else not others
+
+
+def _plan_experts(module: torch.nn.Module, stream: Placement) -> _Recipe:
+    if isinstance(module, (nn.ExpertsMLP, Experts)):
+        yield "", ExpertsParallel(stream)
 
 
 def _plan_bert_layer(module: torch.nn.Module, stream: Placement) -> _Recipe:

@@ -37,7 +37,11 @@ _REDUCTIONS = {
     torch.ops._c10d_functional.all_reduce,
     torch.ops._c10d_functional.reduce_scatter_tensor,
 }
-_OURS = {torch.ops.torchweld.linear_act, torch.ops.torchweld.block_sparse_attention}
+_OURS = {
+    torch.ops.torchweld.linear_act,
+    torch.ops.torchweld.block_sparse_attention,
+    torch.ops.torchweld.experts_mlp,
+}
 _KEPT = _GEMMS | _ATTENTION | _REDUCTIONS | _OURS
 
 

@@ -156,7 +156,10 @@ def measure_work(
 
 
 # Our ops with matrix products. Their flops are counted; for all other ops, the traffic.
-_PRODUCTS = ("block_sparse_attention", "linear_act", "linear_batch_norm_act", "mlp", "gated_mlp")
+_PRODUCTS = (
+    *("block_sparse_attention", "experts_mlp", "linear_act", "linear_batch_norm_act"),
+    *("mlp", "gated_mlp"),
+)
 
 
 class _Counter(TorchDispatchMode):

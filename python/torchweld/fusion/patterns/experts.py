@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import torch
 
 from torchweld import functional
 from torchweld.dispatch.call import choose_automatically
+from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.fusion import probe
 from torchweld.fusion.kinds import recognise_activation
 from torchweld.fusion.modules import is_welded, why_not_change
@@ -65,7 +65,8 @@ class Experts(Weld):
         return run_experts(self, self.weld_form, *arguments)
 
     def _serves(self, arguments: tuple[Any, ...]) -> bool:
-        if _is_on_cpu(arguments[0]):
+        x = arguments[0]
+        if _is_on_cpu(x) or is_dtensor(x):  # the class's own forward takes no shards of experts
             return True
         inputs = _find_inputs(self, self.weld_form, *arguments)
         return choose_automatically(mlp.OP, inputs) in mlp.OP.backends
@@ -154,7 +155,7 @@ def _list_forms(module: Any, gated: bool) -> Iterator[Form]:
 
 def _shrink(module: Any, parameters: dict[str, torch.Tensor], first: str) -> Any:
     """A shallow copy with few and small experts, of random values."""
-    small, generator = copy.copy(module), torch.Generator().manual_seed(0)
+    small, generator = _copy(module), torch.Generator().manual_seed(0)
     transposed = getattr(module, "is_transposed", False)
     hidden = parameters[_LAST].shape[1 if transposed else 2]
     wide = 2 if parameters[first].shape[2 if transposed else 1] == 2 * hidden else 1
@@ -175,6 +176,13 @@ def _shrink(module: Any, parameters: dict[str, torch.Tensor], first: str) -> Any
     for name, value in attributes.items():
         if name in vars(module):
             vars(small)[name] = value
+    return small
+
+
+def _copy(module: Any) -> Any:
+    """A shallow copy; copy.copy calls the constructor of a class that FSDP2 made."""
+    small = object.__new__(type(module))
+    vars(small).update(vars(module))
     return small
 
 
@@ -224,7 +232,7 @@ def _is_near(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 def _keeps_dtype(small: Any, form: Form) -> bool:
     """Whether the result keeps the class's dtype with router weights of another dtype."""
     parameters = {name: p.detach().bfloat16() for name, p in small._parameters.items()}
-    narrow = copy.copy(small)
+    narrow = _copy(small)
     vars(narrow)["_parameters"] = parameters
     x, weights = torch.ones(1, _WIDTH).bfloat16(), torch.ones(1, 2)
     indices = torch.tensor([[0, 1]])

@@ -17,11 +17,13 @@ from torchweld.dispatch.autograd import (
     take_left_over,
 )
 from torchweld.dispatch.call import call
+from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.ops.activation import common as activations
 from torchweld.ops.experts import grouped
 from torchweld.ops.experts.grouped import Factors, Form
+from torchweld.ops.experts.sharded import run_on_devices
 from torchweld.ops.gemm import gemm
 from torchweld.registry import (
     WHOLE,
@@ -66,6 +68,10 @@ def experts_mlp(
     not depend on the order of other tokens, nor on which they are, but on how many its experts
     have: a GEMM of another size may add in another order.
 
+    Experts may be DTensors with Shard(0) along some dimensions of the mesh, and input, indices and
+    weights with any placements. Each device computes its experts' part of the sums; the result is
+    Partial along these dimensions.
+
     Args:
         input: [*, in_features]; float32, bfloat16, float16 (or float64).
         gate_up: [E, 2 * hidden_features, in_features]; [E, hidden_features, in_features] of
@@ -95,7 +101,11 @@ def experts_mlp(
     form = (activation, approximate, gated, interleaved, transposed, weights_first)
     more = (limit, up_offset, recompute)
     tensors = (input, gate_up, down, indices, weights, gate_up_bias, down_bias)
-    return call(OP, *tensors, *form, *more)  # type: ignore[no-any-return]
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        return call(OP, *tensors, *form, *more)  # type: ignore[no-any-return]
+
+    return run_on_devices(run, tensors) if any(map(is_dtensor, tensors)) else run(*tensors)
 
 
 # --- The node -------------------------------------------------------------------------------------
@@ -476,7 +486,7 @@ def _samples() -> tuple[tuple[Any, ...], ...]:
     for name, form in FORMS.items():
         biases = name not in ("plain", "gelu", "transposed")
         samples.append(arguments((15,), 2, 2, (4, 3, 4), form, biases=biases, skipped=True))
-        if form[0] != "relu" and form[6] is None:
+        if Form(*form[:-1]).activation != "relu" and Form(*form[:-1]).limit is None:
             samples.append(arguments((64,), 4, 7, (48, 31, 37), form, biases=biases))
     return tuple(samples)
 
@@ -496,8 +506,8 @@ OP = Composite(
     reference=_reference,
     fused=_fused,
     check=_check,
-    fake=lambda x, gate_up, down, indices, weights, b1, b2, *how: (
-        x.new_empty((*x.shape[:-1], down.shape[2 if how[4] else 1])),
+    fake=lambda x, gate_up, down, indices, weights, gate_up_bias, down_bias, *how: (
+        x.new_empty((*x.shape[:-1], down.shape[2 if Form(*how[:-1]).transposed else 1])),
     ),
     sharding=WHOLE,
     cases=Cases(

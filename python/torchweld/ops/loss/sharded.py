@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld import checks
-from torchweld.dispatch.dtensor import is_dtensor
+from torchweld.dispatch.dtensor import is_dtensor, is_strided, replicate, take_part
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import rows
 from torchweld.ops.loss.results import Wanted
@@ -128,7 +128,7 @@ class Place(NamedTuple):
         if tuple(value.shape[: len(self.leading)]) != self.leading:
             accepted = f"the rows' shape, {[*self.leading]}"
             raise ArgumentError(self.function, name, f"of shape {[*value.shape]}", accepted)
-        return _to_local(self.function, name, value, self.mesh, self.of_rows, self.of_rows)
+        return take_part(self.function, name, value, self.mesh, self.of_rows, self.of_rows)
 
     def take_target(self, target: Any) -> Any:
         """Take this device's rows of a target, and its classes of probabilities."""
@@ -145,14 +145,14 @@ class Place(NamedTuple):
 
         last, at = len(self.leading), self.shared_along
         placements = [Shard(last) if i == at else of for i, of in enumerate(self.of_rows)]
-        return _to_local(self.function, "target", target, self.mesh, placements, placements)
+        return take_part(self.function, "target", target, self.mesh, placements, placements)
 
     def take_whole(self, name: str, value: Any) -> Any:
         """All of a tensor."""
         if not isinstance(value, torch.Tensor):
             return value
-        whole = _replicate(self.mesh)
-        return _to_local(self.function, name, value, self.mesh, whole, whole)
+        whole = replicate(self.mesh)
+        return take_part(self.function, name, value, self.mesh, whole, whole)
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the devices that have different rows."""
@@ -162,14 +162,14 @@ class Place(NamedTuple):
             return x
         parts = [of if isinstance(of, Replicate) else Partial() for of in self.of_rows]
         total = DTensor.from_local(x, self.mesh, parts, run_check=False)
-        return total.redistribute(self.mesh, _replicate(self.mesh)).to_local()  # type: ignore[no-any-return]
+        return total.redistribute(self.mesh, replicate(self.mesh)).to_local()  # type: ignore[no-any-return]
 
     def wrap(self, result: torch.Tensor) -> Any:
         """A result of each row, or one number that all devices have, as a DTensor."""
         from torch.distributed.tensor import DTensor
 
         if result.ndim == 0:
-            return DTensor.from_local(result, self.mesh, _replicate(self.mesh), run_check=False)
+            return DTensor.from_local(result, self.mesh, replicate(self.mesh), run_check=False)
         shape = (*self.leading, *result.shape[len(self.leading) :])
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
@@ -196,17 +196,17 @@ def find_place(function: str, input: Any, weight: Any, bias: Any) -> tuple[Place
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     mesh, count = input.device_mesh, input.ndim - 1
-    on_weight = weight.placements if is_dtensor(weight) else _replicate(mesh)
+    on_weight = weight.placements if is_dtensor(weight) else replicate(mesh)
     if is_dtensor(weight) and weight.device_mesh != mesh:
         raise ArgumentError(function, "linear_weight", "on another mesh", "the mesh of input")
     along = [at for at, of in enumerate(on_weight) if not isinstance(of, Replicate)]
     fits = [isinstance(on_weight[at], Shard) and on_weight[at].dim == 0 for at in along]
-    if not all(fits) or len(along) > 1 or any(map(_is_strided, on_weight)):
+    if not all(fits) or len(along) > 1 or any(map(is_strided, on_weight)):
         placed = ", ".join(map(str, on_weight))
         accepted = "Shard(0) along at most one dimension of the mesh, Replicate() along the others"
         raise ArgumentError(function, "linear_weight", f"a DTensor placed {placed}", accepted)
     shared = along[0] if along else None
-    if any(map(_is_strided, input.placements)):
+    if any(map(is_strided, input.placements)):
         raise ArgumentError(function, "input", "a DTensor with strided shards", "Shard(dim)")
     of_rows, on_input, of_classes = [], [], []
     for at, of in enumerate(input.placements):
@@ -223,38 +223,9 @@ def find_place(function: str, input: Any, weight: Any, bias: Any) -> tuple[Place
         classes = Classes(group, begin, min(each, whole - begin), whole, each)
     of_weight = tuple(on_weight)
     parts = (
-        _to_local(function, "input", input, mesh, of_rows, on_input),
-        _to_local(function, "linear_weight", weight, mesh, of_weight, of_classes),
-        _to_local(function, "linear_bias", bias, mesh, of_weight, of_classes),
+        take_part(function, "input", input, mesh, of_rows, on_input),
+        take_part(function, "linear_weight", weight, mesh, of_weight, of_classes),
+        take_part(function, "linear_bias", bias, mesh, of_weight, of_classes),
     )
     leading = tuple(input.shape[:-1])
     return Place(function, mesh, tuple(of_rows), leading, shared, classes), parts
-
-
-def _replicate(mesh: Any) -> list[Any]:
-    from torch.distributed.tensor import Replicate
-
-    return [Replicate()] * mesh.ndim
-
-
-def _is_strided(placement: Any) -> bool:
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    return isinstance(placement, _StridedShard)
-
-
-def _to_local(function: str, name: str, value: Any, mesh: Any, placements: Any, grads: Any) -> Any:
-    """This device's part of a tensor with these placements; its gradient's placements: `grads`."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(value, torch.Tensor):
-        return value
-    if not is_dtensor(value):
-        if value.requires_grad and torch.is_grad_enabled():
-            actual = "a plain tensor that requires grad"
-            raise ArgumentError(function, name, actual, "a DTensor, as input is")
-        value = DTensor.from_local(value, mesh, _replicate(mesh), run_check=False)
-    elif value.device_mesh != mesh:  # type: ignore[attr-defined]
-        raise ArgumentError(function, name, "on another mesh", "the mesh of input")
-    value = value.redistribute(mesh, placements)
-    return value.to_local(grad_placements=grads)

@@ -1,0 +1,59 @@
+"""ExpertsParallel: the style of a mixture's experts, which devices share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from torchweld.distributed.nearest import accept_multiples
+from torchweld.distributed.styles import Style
+from torchweld.errors import ArgumentError
+
+
+class ExpertsParallel(Style):
+    """Shard stacked experts by dimension 0, and run each device's experts on all tokens.
+
+    Devices add up their parts of each token's sum: an all-reduce in each direction, or a gather and
+    a reduce-scatter where they share the sequence.
+
+    Args:
+        placement: placement of the stream.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self.placement = placement
+
+    def check(self, name: str, module: torch.nn.Module, count: int) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter.shape[0] % count:
+                actual = f"with {parameter.shape[0]} experts in {name}"
+                accepted = accept_multiples("numbers of experts", parameter.shape[0], count)
+                raise ArgumentError("tp_plan", "model", actual, accepted)
+
+    def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        self.distribute(module, device_mesh, lambda _: Shard(0))
+        # Each row is a token of its own, so shards of the sequence count as shards of rows.
+        placed = self.place_rows(self.placement)
+        rows = tuple(Shard(0) if of.is_shard() else of for of in placed)
+        module.forward = partial(_run, module.forward, device_mesh, rows)  # type: ignore[method-assign]
+        return module
+
+
+def _run(
+    forward: Callable[..., Any],
+    mesh: DeviceMesh,
+    rows: tuple[Placement, ...],
+    *args: torch.Tensor,
+    **kwargs: torch.Tensor,
+) -> torch.Tensor:
+    def place(x: torch.Tensor) -> DTensor:
+        return DTensor.from_local(x, mesh, rows, run_check=False)
+
+    y = forward(*map(place, args), **{name: place(x) for name, x in kwargs.items()})
+    return y.redistribute(placements=rows).to_local()  # type: ignore[no-any-return]
