@@ -123,7 +123,7 @@ def is_strided(placement: Any) -> bool:
 
 
 def take_part(function: str, name: str, value: Any, mesh: Any, placements: Any, grads: Any) -> Any:
-    """This device's part of an argument under these placements; its gradient has those of `grads`.
+    """This device's part of an argument; `placements` place it, and `grads` its gradient.
 
     A plain tensor is the same on every device.
     """
