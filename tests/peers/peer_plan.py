@@ -121,7 +121,7 @@ def _holds_what_it_does_not_know(rank: int, name: str, sequence: bool) -> None:
     whole = _another(name, **OTHERS[name])
     model = copy.deepcopy(whole)
     parallelize_module(model, init_device_mesh("cpu", (2,)), tp_plan(model, sequence))
-    stacked = [p for p in model.parameters() if p.ndim == 3]
+    stacked: list[Any] = [p for p in model.parameters() if p.ndim == 3]
     assert len(stacked) == (4 if "experts_implementation" in OTHERS[name] else 0)
     assert all(p.placements == (Shard(0),) for p in stacked)
     _same_gradients(whole, model)

@@ -102,7 +102,7 @@ def experts_mlp(
     more = (limit, up_offset, recompute)
     tensors = (input, gate_up, down, indices, weights, gate_up_bias, down_bias)
 
-    def run(*tensors: torch.Tensor) -> torch.Tensor:
+    def run(*tensors: torch.Tensor | None) -> torch.Tensor:
         return call(OP, *tensors, *form, *more)  # type: ignore[no-any-return]
 
     return run_on_devices(run, tensors) if any(map(is_dtensor, tensors)) else run(*tensors)
