@@ -158,7 +158,7 @@ def _tile(width: int) -> dict[str, int]:
 
 def _dropout(
     p: float,
-    seed: torch.Tensor | None,
+    seed: torch.Tensor | int | None,
     shape: Sequence[int],
     whole: Sizes,
     offset: Sizes,
@@ -224,9 +224,9 @@ def bias_dropout_add(
 ) -> torch.Tensor:
     check_beside(x, x.shape, residual)
     check_beside(x, x.shape[-1:], bias)
-    check_dropout(x, p, seed, whole, offset)
+    given = check_dropout(x, p, seed, whole, offset)
     y = empty_like(residual)
-    dropout = _dropout(p, seed, x.shape, whole, offset)
+    dropout = _dropout(p, given, x.shape, whole, offset)
     run(x, _forward_launch(rows_of(x), contiguous(bias), rows_of(residual), y, dropout))
     return y
 
@@ -245,10 +245,10 @@ def bias_dropout_add_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_beside(grad_y, grad_y.shape, grad_y, dtype=x_dtype)
     check_beside(grad_y, grad_y.shape[-1:], bias, dtype=x_dtype)
-    check_dropout(grad_y, p, seed, whole, offset)
+    given = check_dropout(grad_y, p, seed, whole, offset)
     grad_x = torch.empty(grad_y.shape, dtype=x_dtype, device=grad_y.device) if need_x else None
     grad_bias = gradient_of(bias, need_bias)
-    dropout = _dropout(p, seed, grad_y.shape, whole, offset)
+    dropout = _dropout(p, given, grad_y.shape, whole, offset)
     run(grad_y, *_backward_launches(rows_of(grad_y), grad_x, grad_bias, dropout))
     return or_empty(grad_x, grad_y), or_empty(grad_bias, grad_y)
 

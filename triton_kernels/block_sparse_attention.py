@@ -116,7 +116,7 @@ class Call(NamedTuple):
     sinks: torch.Tensor | None
     rows: _Lists
     columns: _Lists
-    beside: tuple[torch.Tensor | None, ...]  # masks, padding, slopes, bias, seed
+    beside: tuple[torch.Tensor | int | None, ...]  # masks, padding, slopes, bias, seed
     group: int
     first_head: int
     sloping: tuple[int, int, int]  # strides, and the distance from the first key to the first query
@@ -261,7 +261,7 @@ def make_call(
     offset: Sizes,
 ) -> Call:
     *place, first_key = offset or (0,)  # the last offset is that of the keys
-    check_dropout(q, p, seed, whole, (*place, 0) if offset else offset)
+    given = check_dropout(q, p, seed, whole, (*place, 0) if offset else offset)
     refuse(bool(whole) and (whole or ())[-1] != q.shape[-1], "shard: q lacks columns")
     refuse(first_key < 0 or first_key % 8 != 0, "shard: the first key is no eighth one")
     refuse(not 1 <= q.dim() <= 4 or q.dim() != k.dim(), "q or k has no fitting dimensions")
@@ -297,7 +297,7 @@ def make_call(
     if slopes is not None:
         strides = (slopes.stride(0) if slopes.dim() == 4 else 0, slopes.stride(-3))
         sloping = (*strides, sloping[2])
-    seed_, threshold, kept_scale, *_ = dropout_arguments(p, seed, (1, 1), None, None)
+    seed_, threshold, kept_scale, *_ = dropout_arguments(p, given, (1, 1), None, None)
     number_strides = (sizes[1] * sizes[2], sizes[2])
     first_number = offsets[0] * number_strides[0] + offsets[1] * number_strides[1] + offsets[2]
     has_masks = masks is not None and masks.shape[0] > 0

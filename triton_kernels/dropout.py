@@ -20,6 +20,7 @@ from .rows import place, row_map
 
 # The sizes of the whole and the offset of a part in it, or nothing if the tensor is the whole.
 Sizes = Sequence[int] | None
+_HOST = torch.device("cpu")
 
 
 @triton.jit
@@ -43,7 +44,8 @@ def factors_of_groups(seed_ptr, number, group, threshold, scale):
     low = number.to(tl.uint32)[:, None]
     high = (number >> 32).to(tl.uint32)[:, None]
     zero = tl.zeros([ROWS, BLOCK // 8], tl.uint32)
-    seed = tl.load(seed_ptr)
+    # A seed that the host knows is a number; the seed of a captured graph is in memory.
+    seed = tl.load(seed_ptr) if seed_ptr.dtype.is_ptr() else seed_ptr.to(tl.int64)
     word0, word1, word2, word3 = tl.philox(seed, zero + group, zero + low, zero + high, zero)
     # Both halves of a word are compared in its upper half.
     limit = threshold.to(tl.uint32) << 16
@@ -78,14 +80,17 @@ def check_dropout(
     seed: torch.Tensor | None,
     whole: Sizes,
     offset: Sizes,
-) -> None:
-    """Refuse what the native bindings refuse too."""
+) -> torch.Tensor | int | None:
+    """The seed for `dropout_arguments`; refuses what the native bindings refuse too."""
     if not 0 <= p <= 1:
         raise ValueError("p is not between 0 and 1")
     if p and (
-        seed is None or seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != x.device
+        seed is None
+        or seed.dtype != torch.int64
+        or seed.numel() != 1
+        or seed.device not in (x.device, _HOST)
     ):
-        raise ValueError("seed is not one int64 on the device of x")
+        raise ValueError("seed is not one int64 on the device of x or on the CPU")
     if (whole or offset) and not (
         whole
         and offset
@@ -93,11 +98,17 @@ def check_dropout(
         and all(o >= 0 and o + n <= w for o, n, w in zip(offset, x.shape, whole, strict=True))
     ):
         raise ValueError("shard: x does not fit into the whole")
+    return seed if seed is None or is_in_memory(seed, x) else seed.item()
+
+
+def is_in_memory(seed: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether x's device can read the seed. Tests replace this function."""
+    return seed.device == x.device
 
 
 def dropout_arguments(
     p: float,
-    seed: torch.Tensor | None,
+    seed: torch.Tensor | int | None,
     shape: Sequence[int],
     whole: Sizes,
     offset: Sizes,

@@ -347,7 +347,7 @@ def _dropout(
     offset: Sizes,
 ) -> tuple[Any, ...]:
     """The kernels' arguments from `seed_ptr` on; a norm needs whole rows."""
-    check_dropout(x, p, seed, whole, offset)
+    given = check_dropout(x, p, seed, whole, offset)
     leading, width = x.dim() - len(normalized_shape), math.prod(normalized_shape)
     if whole and tuple(whole[leading:]) != tuple(normalized_shape):
         raise ValueError("shard: x lacks columns, and a norm needs whole rows")
@@ -356,7 +356,7 @@ def _dropout(
         return [*sizes[:leading], columns] if sizes else []
 
     sizes = (flattened(x.shape, width), flattened(whole, width), flattened(offset, 0))
-    return dropout_arguments(p, seed, *sizes)
+    return dropout_arguments(p, given, *sizes)
 
 
 def _dropout_add_norm(

@@ -305,14 +305,14 @@ def _common(
     offset: Sizes,
 ) -> tuple[Any, ...]:
     """The arguments that both kernels take, from `rows` and `width` to `stride2`."""
-    check_dropout(scores, p, seed, whole, offset)
+    given = check_dropout(scores, p, seed, whole, offset)
     shape = scores.shape
     width, queries = shape[-1], shape[-2] if causal and len(shape) > 1 else 1
     first, every = (offset[-2], whole[-2]) if whole and offset and len(shape) > 1 else (0, queries)
     return (
         *(math.prod(shape[:-1]), width, scale, queries, first + width - every + 1),
         *_mask(mask, shape),
-        *dropout_arguments(p, seed, shape, whole, offset),
+        *dropout_arguments(p, given, shape, whole, offset),
     )
 
 

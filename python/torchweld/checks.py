@@ -160,8 +160,8 @@ def dropout(
     whole: Sequence[int] | None,
     offset: Sequence[int] | None,
 ) -> None:
-    """Check that the seed is on the device of x, and that x fits into the whole at this offset."""
-    if seed is not None:
+    """Check that x's device can take the seed, and that x fits into the whole at this offset."""
+    if seed is not None and not seed.is_cpu:
         like(function, "seed", seed, x, x_name)
     whole, offset = whole or (), offset or ()
     if not whole and not offset:

@@ -11,8 +11,10 @@ below round(p * 2**16), and kept elements are scaled by what this leaves. So eve
 shard of a tensor and every recomputation drops the same elements, and no mask is stored.
 
 The seed of a call is drawn from torch's default generator of the device, so `torch.manual_seed`
-governs it; passing a seed with `seed=` repeats what it dropped. Processes that share a tensor must
-share the seed: seed their generators alike, or pass it.
+governs it. On a GPU it is computed on the host, from the generator's own seed and its offset, which
+advances as by a draw on the GPU; only graphs have their seeds in the GPU's memory. Passing a seed
+with `seed=` repeats what it dropped. Processes that share a tensor must share the seed: seed their
+generators alike, or pass it.
 
 Stochastic rounding in optimizers uses other counters, which end in a parameter's number, from 1.
 """
@@ -27,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld.checks import probability
-from torchweld.dispatch.library import LIBRARY
+from torchweld.dispatch.seeds import draw, seed
 from torchweld.errors import ArgumentError
 
 __all__ = ["Shard", "make_mask", "seed"]  # the rest serves the ops
@@ -46,28 +48,6 @@ class Shard(NamedTuple):
 
     sizes: Sequence[int]
     offsets: Sequence[int]
-
-
-def seed(device: torch.device | str = "cpu") -> torch.Tensor:
-    """Draw a seed from torch's default generator of the device: one int64, from 0 to 2**63 - 1."""
-    if torch.compiler.is_compiling():
-        return torch.ops.torchweld.seed(torch.empty(1, device=device))
-    if torch._C._are_functorch_transforms_active():  # vmap cannot draw in place
-        # The same draw as random_(): all 64 bits except the first.
-        return torch.randint(-(2**63), 2**63 - 1, (1,), device=device) & (2**63 - 1)
-    return torch.empty(1, dtype=torch.int64, device=device).random_()
-
-
-def _seed(fresh: torch.Tensor) -> torch.Tensor:
-    return torch.empty(1, dtype=torch.int64, device=fresh.device).random_()
-
-
-def _fake_seed(fresh: torch.Tensor) -> torch.Tensor:
-    return fresh.new_empty(1, dtype=torch.int64)
-
-
-LIBRARY.impl("seed", _seed, "CompositeExplicitAutograd")
-torch.library.register_fake("torchweld::seed", _fake_seed, lib=LIBRARY)
 
 
 def philox(
@@ -158,7 +138,8 @@ def as_seed(
         if value.dtype != torch.int64 or value.numel() != 1:
             actual = f"a {value.dtype} tensor of shape {list(value.shape)}"
             raise ArgumentError(function, "seed", actual, "an int or one int64")
-        return value if value.shape == (1,) and value.is_cpu else value.to(device).reshape(1)
+        is_here = value.is_cpu and (device is None or torch.device(device).type == "cpu")
+        return value if value.shape == (1,) and is_here else value.to(device).reshape(1)
     number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not number or not 0 <= value < 2**63:
         raise ArgumentError(
@@ -181,7 +162,7 @@ def draw_seed(
         return 0.0, None
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(function, x_name, f"a {type(x).__name__}", "a tensor")
-    return float(p), seed(x.device) if seed_ is None else as_seed(function, seed_, x.device)
+    return float(p), draw(x) if seed_ is None else as_seed(function, seed_, x.device)
 
 
 def split_shard(shard: Shard | None) -> tuple[list[int], list[int]] | tuple[None, None]:
@@ -204,5 +185,5 @@ def drop(
     if seed is None:
         return x
     shard = Shard(whole, offset) if whole and offset else None
-    mask = make_mask(x.shape, p, seed, shard=shard, trailing=trailing)
+    mask = make_mask(x.shape, p, seed, shard=shard, trailing=trailing, device=x.device)
     return x * mask * find_scale(p)

@@ -55,6 +55,7 @@ class _Step(NamedTuple):
     launch: Callable[..., Any]
     arguments: list[Any]
     places: list[tuple[int, int]]
+    seed_at: int | None  # the argument that is the seed's number
 
 
 class Plan(NamedTuple):
@@ -65,14 +66,18 @@ class Plan(NamedTuple):
     steps: list[_Step]
     results: list[int]
     is_single: bool
+    seed: int | None  # the tensor whose number launches take
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """Allocate, launch, and return the results."""
         tensors = [*inputs, *[allocate() for allocate in self.allocations]]
-        for launch, arguments, places in self.steps:
+        seed = None if self.seed is None else tensors[self.seed].item()
+        for launch, arguments, places, seed_at in self.steps:
             arguments = arguments.copy()
             for at, number in places:
                 arguments[at] = tensors[number]
+            if seed_at is not None:
+                arguments[seed_at] = seed
             launch(*arguments)
         if self.is_single:
             return tensors[self.results[0]]
@@ -93,7 +98,9 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _ALLOCATIONS and func not in _VIEWS:
+        reads = func is torch.ops.aten._local_scalar_dense.default
+        reads_seed = reads and _read_seed(args[0]) is not None
+        if func not in _ALLOCATIONS and func not in _VIEWS and not reads_seed:
             with self:  # inference mode does not take composite ops such as reshape apart
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -130,15 +137,24 @@ class _Recorder(TorchDispatchMode):
                 return None
             made[at] = x  # may have another shape than it was allocated in
             numbers.append(number)
+        by_place = {at: number for at, x in enumerate(inputs) if (number := _read_seed(x))}
+        seed, value = next(iter(by_place.items()), (None, None))
         steps = []
         for launched in self.launches:
-            if (step := _make_step(numbered, *launched)) is None:
+            if (step := _make_step(numbered, value, *launched)) is None:
                 return None
             steps.append(step)
         allocations = [_allocation_of(t) for t in made]
-        return Plan(
-            given[0].get_device(), allocations, steps, numbers, not isinstance(result, tuple)
-        )
+        is_single = not isinstance(result, tuple)
+        return Plan(given[0].get_device(), allocations, steps, numbers, is_single, seed)
+
+
+def _read_seed(x: Any) -> int | None:
+    """The number of a seed that was drawn on the host, which has 63 bits; None for others."""
+    if not (isinstance(x, torch.Tensor) and x.is_cpu and x.dtype is torch.int64 and x.numel() == 1):
+        return None
+    number = int(x.item())
+    return number if number >> 62 else None
 
 
 def _find(numbered: Sequence[Any], tensor: torch.Tensor) -> int | None:
@@ -168,9 +184,10 @@ def _count_bytes(tensor: torch.Tensor) -> int:
 
 
 def _make_step(
-    numbered: Sequence[Any], launch: Any, options: dict[str, Any], compiled: Any
+    numbered: Sequence[Any], seed: int | None, launch: Any, options: dict[str, Any], compiled: Any
 ) -> _Step | None:
     arguments, places = list(launch.args), []
+    seed_at = next((at for at, x in enumerate(arguments) if type(x) is int and x == seed), None)
     for at, value in enumerate(arguments):
         if isinstance(value, torch.Tensor):
             if (number := _find(numbered, value)) is None:
@@ -178,10 +195,10 @@ def _make_step(
             places.append((at, number))
             arguments[at] = None
     if compiled is None:  # the interpreter
-        return _Step(partial(launch.kernel[(launch.grid,)], **options), arguments, places)
+        return _Step(partial(launch.kernel[(launch.grid,)], **options), arguments, places, seed_at)
     rest = launch.kernel.arg_names[len(arguments) :]
     arguments += [options[name] for name in rest]
-    return _Step(compiled[(launch.grid, 1, 1)], arguments, places)
+    return _Step(compiled[(launch.grid, 1, 1)], arguments, places, seed_at)
 
 
 class Planned:

@@ -18,7 +18,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from torchweld.dispatch import choice
+from torchweld.dispatch import choice, seeds
 from torchweld.dispatch.alike import (
     INCOMPARABLE,
     IsLike,
@@ -202,14 +202,15 @@ def _make_run(
         elif is_tensor(value) and (number := _find_same(value, given)) is not None:
             arguments.append(f"a{number}")
         elif is_tensor(value) and at == note.op.seed_at and seed is None:
-            arguments.append("empty(1, dtype=int64, device=device).random_()")
+            on_cpu = "empty(1, dtype=int64).random_()"
+            arguments.append(on_cpu if note.inputs[0].is_cpu else "draw(a0)")
         elif is_constant(value) or _find_same(value, owned) is not None:
             arguments.append(f"c{len(constants)}")
             constants.append(copy_constant(value))
         else:
             return None
     make = _write_run(len(given), ", ".join(arguments), returned, len(constants))
-    return make(function, note.inputs[0].device, *constants)
+    return make(function, *constants)
 
 
 def is_tensor(value: Any) -> bool:
@@ -241,13 +242,13 @@ def _write_run(given: int, arguments: str, returned: str, constants: int) -> Cal
     """Make a function that makes the ready functions of such calls."""
     kept = "".join(f", c{at}" for at in range(constants))
     source = (
-        f"def make(function, device{kept}):\n"
+        f"def make(function{kept}):\n"
         f"    def run({', '.join(f'a{at}' for at in range(given))}):\n"
         f"        r = function({arguments})\n"
         f"        return {returned}\n"
         "    return run\n"
     )
-    scope: dict[str, Any] = {"empty": torch.empty, "int64": torch.int64}
+    scope: dict[str, Any] = {"empty": torch.empty, "int64": torch.int64, "draw": seeds.draw}
     exec(compile(source, "<a ready function>", "exec"), scope)
     made: Callable[..., Any] = scope["make"]
     return made
