@@ -96,10 +96,10 @@ WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
     ),
     "linear_cross_entropy": (
         _train(lambda x, w: functional.linear_cross_entropy(x, w, CLASSES), X, _leaf(2048, 512)),
-        173,
+        152,
         18,
     ),
-    "linear_gelu": (_train(functional.linear_gelu, X, WEIGHT, COLUMNS), 21, 11),
+    "linear_gelu": (_train(functional.linear_gelu, X, WEIGHT, COLUMNS), 19, 10),
 }
 
 

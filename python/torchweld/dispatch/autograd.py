@@ -97,10 +97,10 @@ def autograd_function(
 
 
 def _write_node(node: str, op: Differentiable, returned: Sequence[str], ready: bool) -> str:
-    """The code of a node, without a loop: each value has the name that it has in the schemas.
+    """The code of a node, without a loop: each value has its name in the schemas.
 
-    Tensors kept for the backward pass go through save_for_backward, which watches them for changes
-    in place. An input in `op.same_gradient` may lend another one's gradient, its source.
+    save_for_backward watches tensors for changes in place. An input in `op.same_gradient` may lend
+    another one's gradient, its source.
     """
     inputs, results = op.forward_signature.arguments, op.forward_signature.results
     wanted, gradients = op.backward_signature.arguments, op.backward_signature.results
@@ -113,26 +113,17 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str], ready: b
     passed = tensors if ready else inputs
     first, under, none = (["_ready"], ["_"], ["None"]) if ready else ([], [], [])
     unpack = f"{_tuple(rest)} = _ready.rest" if ready and rest else ""
+    lenders = [name for name in inputs if f"grad_{name}" in same.values()]
+    incoming = [f"grad_{name}" for name in op.public]
     kept = {"_ready": "_ready"} if ready else {name: name for name in rest if name in wanted}
     kept |= {f"{name}_dtype": f"{name}.dtype" for name in tensors if f"{name}_dtype" in wanted}
-    kept |= {flag: flag for flag in flags}
+    kept |= dict(zip(flags, flags, strict=True))
     extra = returned[len(op.public) :]
     to_save = [f"None if '{n}' in _unsaved else {n}" if op.unsaved else n for n in saved]
-    find = [
-        f"_op, _kernel = _NODES['{node}']",
-        "_run = _kernel.forward",
-        f"_unsaved = _op.unsaved({given})" if op.unsaved else "",
-        *(f"_{name}_same = _op.same_gradient['{name}'][1]({given})" for name in same),
-    ]
-    find_ready = [
-        "_run = _ready.forward",
-        "_unsaved = _ready.unsaved" if op.unsaved else "",
-        f"{_tuple(flags)} = _ready.same" if flags else "",
-    ]
     forward = [
         f"def forward({', '.join(['_ctx', *first, *passed])}):",
         unpack,
-        *(find_ready if ready else find),
+        *_find_how(node, op, flags, given, ready),
         f"{', '.join(results)} = _run({given})",
         f"_ctx.save_for_backward({', '.join(to_save)})",
         f"_ctx.kept = {_tuple(kept.values())}" if kept else "",
@@ -141,8 +132,6 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str], ready: b
         f"_ctx.mark_non_differentiable({', '.join(extra)})" if extra else "",
         f"return {', '.join(returned)}",
     ]
-    lenders = [name for name in inputs if f"grad_{name}" in same.values()]
-    incoming = [f"grad_{name}" for name in op.public]
     backward = [
         f"def backward(_ctx, {', '.join(incoming)}{', *_' if extra else ''}):",
         f"if {' and '.join(f'{name} is None' for name in incoming)}:",
@@ -169,6 +158,22 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str], ready: b
         "return _made",
     ]
     return "\n".join("\n    ".join(filter(None, lines)) for lines in (forward, backward))
+
+
+def _find_how(
+    node: str, op: Differentiable, flags: Sequence[str], given: str, ready: bool
+) -> Iterator[str]:
+    """The code that finds a forward's function, what is not saved, and which gradients equal."""
+    if ready:
+        yield "_run = _ready.forward"
+        yield "_unsaved = _ready.unsaved" if op.unsaved else ""
+        yield f"{_tuple(flags)} = _ready.same" if flags else ""
+        return
+    yield f"_op, _kernel = _NODES['{node}']"
+    yield "_run = _kernel.forward"
+    yield f"_unsaved = _op.unsaved({given})" if op.unsaved else ""
+    for name, flag in zip(op.same_gradient, flags, strict=True):
+        yield f"{flag} = _op.same_gradient['{name}'][1]({given})"
 
 
 def _tuple(names: Iterable[str]) -> str:

@@ -85,6 +85,8 @@ def act(
     if backend == "cpu" and not gemm.wants_gradient(z, bias) and may_overwrite(z):
         torch.ops.torchweld.bias_act_.cpu(z, bias, activation, approximate)
         return z
+    if type(z) is torch.Tensor:
+        return bias_act.OP.kernels[backend](z, bias, activation, approximate)  # type: ignore[no-any-return]
     return run_on(bias_act.OP, backend, z, bias, activation, approximate)
 
 
