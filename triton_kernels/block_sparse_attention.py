@@ -116,7 +116,7 @@ class Call(NamedTuple):
     sinks: torch.Tensor | None
     rows: _Lists
     columns: _Lists
-    beside: tuple[torch.Tensor | int | None, ...]  # masks, padding, slopes, bias, seed
+    beside: tuple[Any, ...]  # masks, padding, slopes, bias, seed
     group: int
     first_head: int
     sloping: tuple[int, int, int]  # strides, and the distance from the first key to the first query

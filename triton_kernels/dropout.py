@@ -98,7 +98,7 @@ def check_dropout(
         and all(o >= 0 and o + n <= w for o, n, w in zip(offset, x.shape, whole, strict=True))
     ):
         raise ValueError("shard: x does not fit into the whole")
-    return seed if seed is None or is_in_memory(seed, x) else seed.item()
+    return seed if seed is None or is_in_memory(seed, x) else int(seed.item())
 
 
 def is_in_memory(seed: torch.Tensor, x: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torchweld.dispatch import op_question
 from torchweld.dispatch.engine import asking
 from torchweld.errors import ArgumentError, BackendError
+from torchweld.names import BackendName
 from torchweld.registry import BACKENDS, EAGER, Op
 
 BACKEND_VARIABLE = "TORCHWELD_BACKEND"
@@ -61,7 +62,7 @@ class use_backend(ContextDecorator):  # noqa: N801 - it is used as a function
     may enter it at a time. A backward pass runs on the backend of its forward pass.
     """
 
-    def __init__(self, *names: str | None) -> None:
+    def __init__(self, *names: BackendName | str | None) -> None:
         asked = None if names == (None,) else _expand_groups([str(name) for name in names])
         check_names("use_backend", "name", asked)
         self.names = asked

@@ -279,8 +279,8 @@ class GridParallel(Style):
             bias = module.bias.to_local(grad_placements=grads)
         z = y.to_local()
         if isinstance(module, nn.LinearAct):
-            act = {"activation": module.activation, "approximate": module.approximate}
-            z = functional.bias_act(z, bias, **act)
+            act, approximate = module.activation, module.approximate
+            z = functional.bias_act(z, bias, activation=act, approximate=approximate)
         elif bias is not None:
             z = z + bias
         y = self.grid.wrap(z, layout)

@@ -4,6 +4,7 @@ import torch
 
 from torchweld import functional
 from torchweld.errors import ArgumentError
+from torchweld.names import ActivationName, Approximation
 from torchweld.ops.activation import common as activations
 
 
@@ -15,7 +16,7 @@ class Activation(torch.nn.Module):
         approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
     """
 
-    def __init__(self, activation: str, approximate: str = "none") -> None:
+    def __init__(self, activation: ActivationName, approximate: Approximation = "none") -> None:
         super().__init__()
         activations.check(type(self).__name__, activation, approximate)
         self.activation, self.approximate = activation, approximate
@@ -34,7 +35,7 @@ class GELU(Activation):
         approximate: "none" (by erf, the default) or "tanh".
     """
 
-    def __init__(self, approximate: str = "none") -> None:
+    def __init__(self, approximate: Approximation = "none") -> None:
         super().__init__("gelu", approximate)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from torchweld import checks, functional
+from torchweld.names import ActivationName, Approximation
 from torchweld.ops.activation import common as activations
 from torchweld.ops.batch_norm.batch_norm_act import is_first
 
@@ -57,8 +58,8 @@ class LinearBatchNormAct(torch.nn.Module):
         affine: bool = True,
         track_running_stats: bool = True,
         process_group: Any = None,
-        activation: str = "gelu",
-        approximate: str = "none",
+        activation: ActivationName = "gelu",
+        approximate: Approximation = "none",
         recompute: bool = False,
     ) -> None:
         super().__init__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchweld import functional
+from torchweld.names import ActivationName, Approximation
 from torchweld.ops.activation import common as activations
 
 
@@ -21,8 +22,8 @@ class ExpertsMLP(torch.nn.Module):
         in_features: int,
         hidden_features: int,
         *,
-        activation: str = "silu",
-        approximate: str = "none",
+        activation: ActivationName = "silu",
+        approximate: Approximation = "none",
         recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

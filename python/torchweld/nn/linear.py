@@ -7,6 +7,7 @@ import torch
 
 from torchweld import functional
 from torchweld.dispatch.call import run_checkpointed
+from torchweld.names import ActivationName, Approximation
 from torchweld.ops.activation import common as activations
 
 
@@ -36,8 +37,8 @@ class LinearAct(torch.nn.Module):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        activation: str = "gelu",
-        approximate: str = "none",
+        activation: ActivationName = "gelu",
+        approximate: Approximation = "none",
         recompute: bool = False,
     ) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ class LinearGELU(LinearAct):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        approximate: str = "none",
+        approximate: Approximation = "none",
         recompute: bool = False,
     ) -> None:
         super().__init__(
@@ -150,8 +151,8 @@ class MLP(_Block):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        activation: str = "gelu",
-        approximate: str = "none",
+        activation: ActivationName = "gelu",
+        approximate: Approximation = "none",
         recompute: bool = False,
     ) -> None:
         super().__init__(recompute)
@@ -194,8 +195,8 @@ class GatedMLP(_Block):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        activation: str = "silu",
-        approximate: str = "none",
+        activation: ActivationName = "silu",
+        approximate: Approximation = "none",
         recompute: bool = False,
     ) -> None:
         super().__init__(recompute)

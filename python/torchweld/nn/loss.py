@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from torchweld import functional
+from torchweld.names import Reduction
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
@@ -21,7 +22,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
             target,
             self.weight,
             ignore_index=self.ignore_index,
-            reduction=self.reduction,
+            reduction=cast(Reduction, self.reduction),
             label_smoothing=self.label_smoothing,
         )
 
@@ -43,7 +44,7 @@ class LinearCrossEntropy(torch.nn.Linear):
         bias: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         weight: torch.Tensor | None = None,
         ignore_index: int | None = None,
         label_smoothing: float = 0.0,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from torchweld.errors import ArgumentError
+from torchweld.names import StateName
 from torchweld.ops.optimizer import passes
 from torchweld.ops.optimizer.batch import Batch, Task
 from torchweld.ops.optimizer.cautious import cautious_ratios
@@ -77,7 +78,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self,
         params: Any,
         *args: Any,
-        state_dtype: torch.dtype | str = torch.float32,
+        state_dtype: torch.dtype | StateName = torch.float32,
         master_weights: bool | str = False,
         min_quantized_size: int = 4096,
         stochastic_rounding: bool = False,

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from torchweld.errors import ArgumentError
+from torchweld.names import StateName
 from torchweld.ops.optimizer.reference import read_param, split_param
 from torchweld.ops.quantize_8bit import keep_positive, scales_shape
 from torchweld.optim import _sharded_blocks
 from torchweld.optim._shards import find_placements, is_dtensor, local_part, make_zeros, shard_like
 
-EIGHT_BIT = "8bit"
+EIGHT_BIT: Final = "8bit"
 REMAINDER, SHORT_REMAINDER = "remainder", "remainder8"
 # Entries of a parameter's state; a moment in 8-bit blocks has two, codes and absmax.
 STEP, MASTER, CODES, ABSMAX = "step", "master", "_codes", "_absmax"
@@ -56,7 +57,7 @@ class Entries(NamedTuple):
 class Codec:
     """How a parameter group stores its states and parameters."""
 
-    state_dtype: torch.dtype | str = torch.float32
+    state_dtype: torch.dtype | StateName = torch.float32
     master_weights: bool | str = False
     min_quantized_size: int = 4096
     stochastic_rounding: bool = False

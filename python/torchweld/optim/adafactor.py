@@ -8,6 +8,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from torchweld.errors import ArgumentError
+from torchweld.names import StateName
 from torchweld.ops.optimizer.adafactor import ADAFACTOR, AdafactorSettings
 from torchweld.ops.optimizer.batch import Batch
 from torchweld.ops.optimizer.rule import Rule
@@ -70,7 +71,7 @@ class Adafactor(_AdafactorStep, torch.optim.Adafactor):
         *,
         foreach: bool | None = None,
         maximize: bool = False,
-        state_dtype: torch.dtype | str = torch.float32,
+        state_dtype: torch.dtype | StateName = torch.float32,
         master_weights: bool | str = False,
         min_quantized_size: int = 4096,
         stochastic_rounding: bool = False,
@@ -138,7 +139,7 @@ class TransformersAdafactor(_AdafactorStep, OwnOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        state_dtype: torch.dtype | str = torch.float32,
+        state_dtype: torch.dtype | StateName = torch.float32,
         master_weights: bool | str = False,
         min_quantized_size: int = 4096,
         stochastic_rounding: bool = False,

@@ -6,6 +6,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from torchweld.errors import ArgumentError
+from torchweld.names import StateName
 from torchweld.ops.optimizer.adam import ADAM, AdamSettings
 from torchweld.ops.optimizer.batch import Batch
 from torchweld.ops.optimizer.rule import Rule
@@ -84,7 +85,7 @@ class Adam(_AdamStep, torch.optim.Adam):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        state_dtype: torch.dtype | str = torch.float32,
+        state_dtype: torch.dtype | StateName = torch.float32,
         master_weights: bool | str = False,
         min_quantized_size: int = 4096,
         stochastic_rounding: bool = False,
@@ -116,7 +117,7 @@ class AdamW(_AdamStep, torch.optim.AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        state_dtype: torch.dtype | str = torch.float32,
+        state_dtype: torch.dtype | StateName = torch.float32,
         master_weights: bool | str = False,
         min_quantized_size: int = 4096,
         stochastic_rounding: bool = False,

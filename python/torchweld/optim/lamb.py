@@ -6,6 +6,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from torchweld.errors import ArgumentError
+from torchweld.names import StateName
 from torchweld.ops.optimizer.batch import Batch
 from torchweld.ops.optimizer.lamb import LAMB as RULE
 from torchweld.ops.optimizer.lamb import LambSettings
@@ -56,7 +57,7 @@ class LAMB(OwnOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        state_dtype: torch.dtype | str = torch.float32,
+        state_dtype: torch.dtype | StateName = torch.float32,
         master_weights: bool | str = False,
         min_quantized_size: int = 4096,
         stochastic_rounding: bool = False,

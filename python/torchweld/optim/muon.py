@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from torchweld.errors import ArgumentError
+from torchweld.names import StateName
 from torchweld.ops.optimizer import passes
 from torchweld.ops.optimizer.adam import ADAM, AdamSettings
 from torchweld.ops.optimizer.batch import Batch, Task
@@ -101,7 +102,7 @@ class Muon(FusedOptimizer, _TorchsMuon):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        state_dtype: torch.dtype | str = torch.float32,
+        state_dtype: torch.dtype | StateName = torch.float32,
         master_weights: bool | str = False,
         min_quantized_size: int = 4096,
         stochastic_rounding: bool = False,

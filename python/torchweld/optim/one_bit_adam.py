@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim.optimizer import ParamsT
 
+from torchweld.names import StateName
 from torchweld.optim._base import split_defaults
 from torchweld.optim._one_bit import OneBitOptimizer
 
@@ -54,7 +55,7 @@ class OneBitAdam(OneBitOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        state_dtype: torch.dtype | str = torch.float32,
+        state_dtype: torch.dtype | StateName = torch.float32,
         master_weights: bool | str = False,
         min_quantized_size: int = 4096,
         stochastic_rounding: bool = False,

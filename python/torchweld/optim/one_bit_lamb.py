@@ -10,6 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from torchweld.collectives.one_bit import Packed, flatten_all, list_sizes, split_into_runs
 from torchweld.errors import ArgumentError
+from torchweld.names import StateName
 from torchweld.ops.optimizer.batch import Batch, Task
 from torchweld.ops.optimizer.passes import Part, Pass
 from torchweld.ops.optimizer.reference import read_param
@@ -72,7 +73,7 @@ class OneBitLAMB(OneBitOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        state_dtype: torch.dtype | str = torch.float32,
+        state_dtype: torch.dtype | StateName = torch.float32,
         master_weights: bool | str = False,
         min_quantized_size: int = 4096,
         stochastic_rounding: bool = False,

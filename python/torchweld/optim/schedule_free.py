@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from torchweld.errors import ArgumentError
+from torchweld.names import StateName
 from torchweld.ops.optimizer.batch import Batch, Task
 from torchweld.ops.optimizer.reference import read_param, split_param
 from torchweld.ops.optimizer.rule import Rule
@@ -81,7 +82,7 @@ class ScheduleFreeAdamW(OwnOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        state_dtype: torch.dtype | str = torch.float32,
+        state_dtype: torch.dtype | StateName = torch.float32,
         master_weights: bool | str = False,
         min_quantized_size: int = 4096,
         stochastic_rounding: bool = False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.optim.optimizer import ParamsT
 
+from torchweld.names import StateName
 from torchweld.ops.optimizer.batch import Batch
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.ops.optimizer.sgd import SGD as RULE
@@ -58,7 +59,7 @@ class SGD(SgdStep, torch.optim.SGD):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        state_dtype: torch.dtype | str = torch.float32,
+        state_dtype: torch.dtype | StateName = torch.float32,
         master_weights: bool | str = False,
         min_quantized_size: int = 4096,
         stochastic_rounding: bool = False,

@@ -13,6 +13,7 @@ from torchweld.fusion.modules import is_welded, why_not_change
 from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Change, Weld
+from torchweld.names import ActivationName, Approximation
 
 # Eager torch's kernels for these modules move no more bytes than ours.
 _FAST_IN_EAGER = (torch.nn.ReLU, torch.nn.Sigmoid, torch.nn.Tanh, torch.nn.SiLU)
@@ -21,8 +22,8 @@ _FAST_IN_EAGER = (torch.nn.ReLU, torch.nn.Sigmoid, torch.nn.Tanh, torch.nn.SiLU)
 class Activation(Weld):
     """An activation in one pass."""
 
-    weld_activation: str
-    weld_approximate: str
+    weld_activation: ActivationName
+    weld_approximate: Approximation
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.weld_arguments(args, kwargs)

@@ -13,6 +13,7 @@ from torchweld.fusion.patterns.edges import Pair, find_pair, propose_with_activa
 from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Weld
+from torchweld.names import ActivationName, Approximation
 from torchweld.nn.batch_norm import count_momentum
 from torchweld.ops.activation.common import ACTIVATIONS
 
@@ -25,8 +26,8 @@ class BatchNormAct(Weld):
     It does so for a matrix; other inputs take two steps.
     """
 
-    weld_activation: str
-    weld_approximate: str
+    weld_activation: ActivationName
+    weld_approximate: Approximation
 
     def forward(self, input: torch.Tensor, weld_asked: bool = False) -> torch.Tensor:
         norm: Any = self

@@ -16,6 +16,7 @@ from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.twin import Twin
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Change, Weld
+from torchweld.names import ActivationName, Approximation
 from torchweld.ops.activation.common import ACTIVATIONS
 
 
@@ -31,8 +32,8 @@ class GatedMLP(Weld):
     weld_dropout: str | None
     weld_after: str | None
     weld_gate_is_first: bool
-    weld_activation: str
-    weld_approximate: str
+    weld_activation: ActivationName
+    weld_approximate: Approximation
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.weld_arguments(args, kwargs)

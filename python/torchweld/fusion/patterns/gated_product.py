@@ -32,8 +32,8 @@ class Gate(NamedTuple):
     """The activation of a product: a submodule's, or a function's."""
 
     module: str | None
-    activation: str
-    approximate: str
+    activation: Any  # names.ActivationName
+    approximate: Any
 
 
 class GatedProduct(Weld):

@@ -13,13 +13,14 @@ from torchweld.fusion.patterns.edges import Pair, find_pair, propose_with_activa
 from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Weld
+from torchweld.names import ActivationName, Approximation
 
 
 class LinearAct(Weld):
     """A linear layer that computes its activation too if the module around it asks it to."""
 
-    weld_activation: str
-    weld_approximate: str
+    weld_activation: ActivationName
+    weld_approximate: Approximation
     weld_transposed: bool
     weight: torch.Tensor
     bias: torch.Tensor | None

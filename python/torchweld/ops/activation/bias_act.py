@@ -12,6 +12,7 @@ from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
+from torchweld.names import ActivationName, Approximation
 from torchweld.ops.activation import common as activations
 from torchweld.registry import ELEMENTS, Cases, Numerics, Op, activation, parameter
 from torchweld.registry.cost import count_per_element
@@ -22,8 +23,8 @@ def bias_act(
     input: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    activation: str = "gelu",
-    approximate: str = "none",
+    activation: ActivationName = "gelu",
+    approximate: Approximation = "none",
 ) -> torch.Tensor:
     """activation(input + bias) in one pass; one more pass computes both gradients.
 

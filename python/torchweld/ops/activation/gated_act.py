@@ -11,6 +11,7 @@ from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
+from torchweld.names import ActivationName, Approximation
 from torchweld.ops.activation import common as activations
 from torchweld.registry import ELEMENTS, Cases, Numerics, Op, activation
 from torchweld.registry.cost import count_per_element
@@ -21,8 +22,8 @@ def gated_act(
     gate: torch.Tensor,
     up: torch.Tensor,
     *,
-    activation: str = "silu",
-    approximate: str = "none",
+    activation: ActivationName = "silu",
+    approximate: Approximation = "none",
 ) -> torch.Tensor:
     """activation(gate) * up in one pass, forward and backward; only its inputs are saved.
 

@@ -16,6 +16,7 @@ from torchweld.dispatch.call import call, run_on
 from torchweld.dispatch.library import make_step
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
+from torchweld.names import ActivationName, Approximation
 from torchweld.ops.activation import common as activations
 from torchweld.ops.batch_norm import common as batch_norms
 from torchweld.ops.batch_norm import normalize_act
@@ -48,8 +49,8 @@ def batch_norm_act(
     eps: float = 1e-5,
     *,
     process_group: Any = None,
-    activation: str = "gelu",
-    approximate: str = "none",
+    activation: ActivationName = "gelu",
+    approximate: Approximation = "none",
 ) -> torch.Tensor:
     """activation(batch_norm(input)), as torch.nn.functional.batch_norm; a column is a channel.
 

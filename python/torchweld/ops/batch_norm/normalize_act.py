@@ -10,6 +10,7 @@ from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
+from torchweld.names import ActivationName, Approximation
 from torchweld.ops.activation import common as activations
 from torchweld.ops.batch_norm import common as batch_norms
 from torchweld.registry import (
@@ -34,8 +35,8 @@ def normalize_act(
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
     *,
-    activation: str = "gelu",
-    approximate: str = "none",
+    activation: ActivationName = "gelu",
+    approximate: Approximation = "none",
 ) -> torch.Tensor:
     """activation((input - mean) / sqrt(var + eps) * weight + bias), one pass in each direction.
 

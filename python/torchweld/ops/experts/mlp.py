@@ -20,6 +20,7 @@ from torchweld.dispatch.call import call
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
+from torchweld.names import ActivationName, Approximation
 from torchweld.ops.activation import common as activations
 from torchweld.ops.experts import grouped
 from torchweld.ops.experts.grouped import Factors, Form
@@ -48,8 +49,8 @@ def experts_mlp(
     *,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
-    activation: str = "silu",
-    approximate: str = "none",
+    activation: ActivationName = "silu",
+    approximate: Approximation = "none",
     gated: bool = True,
     interleaved: bool = False,
     transposed: bool = False,

@@ -11,6 +11,7 @@ from torchweld import checks
 from torchweld.dispatch.call import run_on
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
+from torchweld.names import ActivationName, Approximation
 from torchweld.ops.activation import common as activations
 from torchweld.ops.activation import gated_act
 from torchweld.ops.gemm import common as layers
@@ -26,8 +27,8 @@ def gated_mlp(
     up_weight: torch.Tensor,
     down_weight: torch.Tensor,
     *,
-    activation: str = "silu",
-    approximate: str = "none",
+    activation: ActivationName = "silu",
+    approximate: Approximation = "none",
     recompute: bool = False,
 ) -> torch.Tensor:
     """linear(activation(linear(input, gate_weight)) * linear(input, up_weight), down_weight).

@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import linear
 
 from torchweld.dispatch.way import short
+from torchweld.names import ActivationName, Approximation
 from torchweld.ops.activation import common as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import epilogue
@@ -21,8 +22,8 @@ def linear_act(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    activation: str = "gelu",
-    approximate: str = "none",
+    activation: ActivationName = "gelu",
+    approximate: Approximation = "none",
     recompute: bool = False,
 ) -> torch.Tensor:
     """activation(linear(input, weight, bias)); one pass computes the activation's gradients.
@@ -49,7 +50,7 @@ def linear_gelu(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    approximate: str = "none",
+    approximate: Approximation = "none",
     recompute: bool = False,
 ) -> torch.Tensor:
     """gelu(linear(input, weight, bias)): linear_act with torch's defaults for gelu.

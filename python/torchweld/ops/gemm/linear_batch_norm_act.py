@@ -11,6 +11,7 @@ from torchweld import checks
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import call, run_checkpointed, run_on
 from torchweld.dispatch.way import short
+from torchweld.names import ActivationName, Approximation
 from torchweld.ops.activation import common as activations
 from torchweld.ops.batch_norm import batch_norm_act, normalize_act
 from torchweld.ops.batch_norm import common as batch_norms
@@ -34,8 +35,8 @@ def linear_batch_norm_act(
     eps: float = 1e-5,
     *,
     process_group: Any = None,
-    activation: str = "gelu",
-    approximate: str = "none",
+    activation: ActivationName = "gelu",
+    approximate: Approximation = "none",
     recompute: bool = False,
 ) -> torch.Tensor:
     """activation(batch_norm(linear(input, weight, bias))); every output feature is a channel.

@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import linear
 
 from torchweld.dispatch.way import short
+from torchweld.names import ActivationName, Approximation
 from torchweld.ops.activation import common as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import epilogue, gemm
@@ -24,8 +25,8 @@ def mlp(
     down_weight: torch.Tensor,
     down_bias: torch.Tensor | None,
     *,
-    activation: str = "gelu",
-    approximate: str = "none",
+    activation: ActivationName = "gelu",
+    approximate: Approximation = "none",
     recompute: bool = False,
 ) -> torch.Tensor:
     """linear(activation(linear(input, up_weight, up_bias)), down_weight, down_bias).

@@ -10,6 +10,7 @@ import torch
 from torchweld import checks
 from torchweld.dispatch import choice
 from torchweld.errors import ArgumentError
+from torchweld.names import Reduction
 from torchweld.ops.loss import arguments, of_logits, results, small
 from torchweld.ops.loss import reduction as reductions
 from torchweld.registry import why_not_now
@@ -26,7 +27,7 @@ def cross_entropy(
     size_average: bool | None = None,
     ignore_index: int = -100,
     reduce: bool | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     *,
     z_loss: float = 0.0,
@@ -71,7 +72,8 @@ def cross_entropy(
         makes its row NaN; with TORCHWELD_CHECK_TARGETS=1 it raises an error.
     """
     if size_average is not None or reduce is not None:
-        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
+        legacy: Any = torch.nn._reduction
+        reduction = legacy.legacy_get_string(size_average, reduce)
     arguments.check_tensor(_NAME, "input", input)
     given = (softcap, logit_scale, temperature, token_weights)
     if small.asks_no_more(z_loss, given, return_lse, inplace):

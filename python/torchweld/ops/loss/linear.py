@@ -9,6 +9,7 @@ import torch
 
 from torchweld import checks
 from torchweld.errors import ArgumentError
+from torchweld.names import Accumulation, Reduction
 from torchweld.ops.loss import arguments, chunks, cross_entropy, of_linear, sharded, small
 from torchweld.ops.loss import reduction as reductions
 from torchweld.ops.loss.chunks import Layer, Needs
@@ -28,7 +29,7 @@ def linear_cross_entropy(
     *,
     linear_bias: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     options: Any = None,
@@ -40,7 +41,7 @@ def linear_cross_entropy(
     return_lse: bool = False,
     logits_dtype: torch.dtype | None = None,
     memory: int | None = None,
-    accumulate: str = "float32",
+    accumulate: Accumulation = "float32",
     batch_invariant: bool = False,
 ) -> Any:
     """cross_entropy(linear(input, linear_weight, linear_bias), target), without all logits at once.
@@ -203,7 +204,7 @@ def linear_logprobs(
     return_argmax: bool = False,
     logits_dtype: torch.dtype | None = None,
     memory: int | None = None,
-    accumulate: str = "float32",
+    accumulate: Accumulation = "float32",
     batch_invariant: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Log-probabilities of selected classes, of a linear layer's logits that exist only in chunks.
@@ -363,7 +364,7 @@ def _is_plain(shared: Classes | None) -> bool:
     return shared is None and not torch.compiler.is_compiling()
 
 
-def _read_options(options: Any, accumulate: str) -> str:
+def _read_options(options: Any, accumulate: Accumulation) -> Accumulation:
     if options is None:
         return accumulate
     if type(options).__name__ != "LinearCrossEntropyOptions":
