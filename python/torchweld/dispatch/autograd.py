@@ -97,11 +97,7 @@ def autograd_function(
 
 
 def _write_node(node: str, op: Differentiable, returned: Sequence[str], ready: bool) -> str:
-    """The code of a node, without a loop: each value has its name in the schemas.
-
-    save_for_backward watches tensors for changes in place. An input in `op.same_gradient` may lend
-    another one's gradient, its source.
-    """
+    """The code of a node, without a loop: each value has its name in the schemas."""
     inputs, results = op.forward_signature.arguments, op.forward_signature.results
     wanted, gradients = op.backward_signature.arguments, op.backward_signature.results
     tensors = [inputs[at] for at in op.tensors_at]
@@ -157,6 +153,7 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str], ready: b
         "    leave_over(_ctx, _grads, _made)",
         "return _made",
     ]
+    # save_for_backward watches tensors for changes in place.
     return "\n".join("\n    ".join(filter(None, lines)) for lines in (forward, backward))
 
 

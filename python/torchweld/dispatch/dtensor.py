@@ -40,7 +40,7 @@ def move_placement(placement: Any, dim: int) -> Any:
 
 def run_on_shards(op: Op, run: Callable[..., Any], *inputs: Any) -> Any:
     """Run the op on this device's shards of DTensors; results get the placements used for x."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
     x = inputs[0]
     mesh, rank = x.device_mesh, x.ndim
@@ -64,27 +64,12 @@ def run_on_shards(op: Op, run: Callable[..., Any], *inputs: Any) -> Any:
     def local(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or name == "seed":
             return value
-        if not isinstance(value, DTensor):
-            if value.requires_grad:
-                raise ArgumentError(op.name, name, "a plain tensor", "a DTensor, as x is")
-            value = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        missing = rank - value.ndim
-        own, grad = [], []
-        for placement in placements:
-            dim = find_sharded_dim(placement)
-            if dim is None:
-                own.append(placement)
-                grad.append(placement)
-            elif dim >= missing and value.shape[dim - missing] == x.shape[dim]:
-                own.append(move_placement(placement, dim - missing))
-                grad.append(own[-1])
-            else:  # every device uses all of it
-                own.append(Replicate())
-                grad.append(Partial())
+        own, grads = _follow(placements, x.shape, value.shape)
         # The derivative of redistribute adds up at once.
-        if not (getattr(value, SUMMED_LATER, False) and value.placements == tuple(own)):
-            value = value.redistribute(mesh, own)
-        return value.to_local(grad_placements=grad)
+        shard: Any = value
+        if getattr(shard, SUMMED_LATER, False) and shard.placements == tuple(own):
+            return shard.to_local(grad_placements=grads)
+        return take_part(op.name, name, value, mesh, own, grads)
 
     local_inputs = {name: local(name, value) for name, value in zip(names, inputs, strict=True)}
     if "whole" in local_inputs:
@@ -106,6 +91,31 @@ def run_on_shards(op: Op, run: Callable[..., Any], *inputs: Any) -> Any:
         )
 
     return tuple(map(whole, results)) if isinstance(results, tuple) else whole(results)
+
+
+def _follow(
+    placements: Sequence[Any], shape: Sequence[int], own_shape: Sequence[int]
+) -> tuple[list[Any], list[Any]]:
+    """The placements of an argument that follows x by broadcasting, and of its gradient.
+
+    `placements` and `shape` are those that x has.
+    """
+    from torch.distributed.tensor import Partial, Replicate
+
+    missing = len(shape) - len(own_shape)
+    own, grads = [], []
+    for placement in placements:
+        dim = find_sharded_dim(placement)
+        if dim is None:
+            own.append(placement)
+        elif dim >= missing and own_shape[dim - missing] == shape[dim]:
+            own.append(move_placement(placement, dim - missing))
+        else:  # every device uses all of it
+            own.append(Replicate())
+            grads.append(Partial())
+            continue
+        grads.append(own[-1])
+    return own, grads
 
 
 def replicate(mesh: Any) -> list[Any]:
