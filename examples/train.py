@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torchweld.distributed import CountCollectives, Training, parallelize
-from torchweld.distributed.parallel import STRATEGIES, read_config
+from torchweld.distributed.train.parallel import STRATEGIES, read_config
 from torchweld.errors import ArgumentError
 from transformer import Settings, Transformer, compute_loss, make_batch
 

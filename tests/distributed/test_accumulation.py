@@ -24,10 +24,10 @@ from torchweld.distributed import (
     no_sync,
     ring_slice,
     sequence_plan,
-    stages,
     tp_plan,
     zero3,
 )
+from torchweld.distributed.pipelines import stages
 from torchweld.errors import ArgumentError
 from transformer import PreNorm, Transformer, make_batch
 

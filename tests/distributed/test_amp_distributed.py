@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torchweld
 from processes import processes
 from torchweld import optim
-from torchweld.distributed import zero
-from torchweld.distributed.styles import ActivationParallel
+from torchweld.distributed.data import zero
+from torchweld.distributed.tensor.styles import ActivationParallel
 
 WIDTH, ROWS, STEPS, BROKEN = 32, 16, 4, 2
 GIVEN: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}

@@ -6,15 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from processes import processes
-from torchweld import optim
-from torchweld.distributed import CountCollectives
-from torchweld.distributed.by_hand import (
+from by_hand import (
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
     server_step,
 )
+from processes import processes
+from torchweld import optim
+from torchweld.distributed import CountCollectives
 from torchweld.errors import ArgumentError
 
 COUNT = 4

@@ -17,7 +17,7 @@ import torchweld
 from oracle import TORCH, saved_bytes
 from processes import processes
 from torchweld import functional
-from torchweld.distributed.recompute import recompute, save_policy, selective_contexts
+from torchweld.distributed.train.recompute import recompute, save_policy, selective_contexts
 from torchweld.sparse import BlockLayout
 
 WIDTH, HEADS, ROWS, LENGTH = 64, 4, 2, 64

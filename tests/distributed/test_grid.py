@@ -13,7 +13,7 @@ import matrix
 import torchweld
 from processes import processes
 from torchweld.distributed import CountCollectives, Parallel, parallelize
-from torchweld.distributed.grid import Grid, GridParallel
+from torchweld.distributed.tensor.grid import Grid, GridParallel
 from torchweld.errors import ArgumentError
 from transformer import Settings, Transformer, compute_loss, make_batch
 

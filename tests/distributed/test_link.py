@@ -12,7 +12,7 @@ import torchweld
 from processes import processes
 from torchweld.commands import cli, link
 from torchweld.commands.link import choices, verdict
-from torchweld.distributed.link_probe import Link, measure_link
+from torchweld.distributed.planner.link_probe import Link, measure_link
 
 PAGE = (Path(__file__).parents[2] / "docs" / "one-bit.md").read_text()
 # A row of the page -> its link, parameters and seconds of computation.

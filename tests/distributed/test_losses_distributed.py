@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from processes import processes
 from torchweld import functional, nn
 from torchweld.distributed import CountCollectives, tp_plan
-from torchweld.distributed.vocabulary import VocabularyParallel
+from torchweld.distributed.tensor.styles import VocabularyParallel
 from torchweld.errors import ArgumentError
 from transformer import Settings, Transformer
 

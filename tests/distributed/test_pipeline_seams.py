@@ -18,7 +18,8 @@ import torchweld
 from processes import processes
 from seams import splits_backwards
 from stack_seams import keep
-from torchweld.distributed import grad_norm, stages
+from torchweld.distributed import grad_norm
+from torchweld.distributed.pipelines import stages
 from torchweld.errors import ArgumentError, CollectiveError
 
 WIDTH, WORDS, MICROBATCHES, ROWS, LENGTH = 8, 12, 4, 2, 6

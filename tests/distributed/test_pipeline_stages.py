@@ -17,7 +17,8 @@ import torchweld
 from processes import processes
 from seams import splits_backwards
 from sleeper import Sleeper
-from torchweld.distributed import LayerSeeds, stages
+from torchweld.distributed import LayerSeeds
+from torchweld.distributed.pipelines import stages
 from torchweld.errors import ArgumentError
 from torchweld.fusion import Weld
 from torchweld.sparse import BlockLayout

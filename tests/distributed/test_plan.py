@@ -18,7 +18,11 @@ import torchweld
 from processes import processes
 from torchweld import functional
 from torchweld.distributed import CountCollectives, tp_plan
-from torchweld.distributed.styles import FusedColwiseParallel, FusedRowwiseParallel, GatherInput
+from torchweld.distributed.tensor.styles import (
+    FusedColwiseParallel,
+    FusedRowwiseParallel,
+    GatherInput,
+)
 from torchweld.errors import ArgumentError
 
 pytestmark = pytest.mark.once

@@ -17,7 +17,7 @@ from oracle import TORCH
 from processes import processes
 from stack_seams import keep
 from torchweld.distributed import grad_norm, ring_slice, sequence_plan, tp_plan
-from torchweld.distributed.feasibility import check_matrices
+from torchweld.distributed.train.feasibility import check_matrices
 from torchweld.errors import ArgumentError
 from torchweld.sparse import BlockLayout
 

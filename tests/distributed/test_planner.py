@@ -16,11 +16,11 @@ import torch
 from torchweld import functional, nn, optim
 from torchweld.commands import cli
 from torchweld.distributed import Links, Parallel, Profile, memory_estimate, plan_for
-from torchweld.distributed.costs import PROFILES, Choice, Cost, Model, divide, simulate
-from torchweld.distributed.memory import count_activations
-from torchweld.distributed.planner import SEARCHERS, Problem, load_profile
-from torchweld.distributed.timeline import estimate_bubble
-from torchweld.distributed.work import describe_transformer, measure_work
+from torchweld.distributed.pipelines.timeline import estimate_bubble
+from torchweld.distributed.planner.costs import PROFILES, Choice, Cost, Model, divide, simulate
+from torchweld.distributed.planner.search import SEARCHERS, Problem, load_profile
+from torchweld.distributed.planner.work import describe_transformer, measure_work
+from torchweld.distributed.train.memory import count_activations
 from torchweld.errors import ArgumentError
 from transformer import Settings, Transformer
 

@@ -17,11 +17,11 @@ from processes import processes
 from torchweld import functional
 from torchweld.distributed import (
     CountCollectives,
-    ring,
     ring_attention,
     ring_slice,
     sequence_plan,
 )
+from torchweld.distributed.ring import attention
 from torchweld.errors import ArgumentError
 from torchweld.sparse import BlockBias, BlockLayout
 
@@ -133,7 +133,7 @@ def _has_equal_work(rank: int) -> None:
     layout = BlockLayout.dense(LENGTH, block=16)
     work = []
     for balanced in (False, True):
-        _, parts, *_ = ring._divide_layout(layout, True, rank, PROCESSES, balanced)
+        _, parts, *_ = attention._divide_layout(layout, True, rank, PROCESSES, balanced)
         work.append(sum(part.count for part in parts.values()))
     every: list = [None] * PROCESSES
     dist.all_gather_object(every, work)

@@ -12,8 +12,8 @@ from torch.func import functional_call
 from processes import processes
 from torchweld import optim
 from torchweld.distributed import LayerSeeds, Parallel, parallelize
-from torchweld.distributed.feasibility import check_fit
-from torchweld.distributed.stashing import RULES, count_versions
+from torchweld.distributed.pipelines.stashing import RULES, count_versions
+from torchweld.distributed.train.feasibility import check_fit
 from torchweld.errors import ArgumentError
 from transformer import Settings, Transformer, compute_loss, make_batch
 

@@ -10,8 +10,8 @@ import torch
 from processes import processes
 from seams import splits_backwards
 from sleeper import Sleeper
-from torchweld.distributed import stages
-from torchweld.distributed.timeline import Action, Timeline, estimate_bubble, record
+from torchweld.distributed.pipelines import stages
+from torchweld.distributed.pipelines.timeline import Action, Timeline, estimate_bubble, record
 
 UNIT, MICROBATCHES, STEPS = 0.02, 4, 12
 

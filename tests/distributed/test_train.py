@@ -12,7 +12,7 @@ import train
 from oracle import TORCH
 from processes import processes
 from torchweld.distributed import Parallel
-from torchweld.distributed.parallel import STRATEGIES
+from torchweld.distributed.train.parallel import STRATEGIES
 from torchweld.errors import ArgumentError
 
 SMALL = ["--width", "32", "--length", "32", "--layers", "2", "--steps", "2", "--max-norm", "0.3"]

@@ -20,8 +20,10 @@ from torch.utils._pytree import tree_leaves
 import torchweld
 from processes import processes
 from torchweld import optim
-from torchweld.distributed import memory, stages, zero
-from torchweld.distributed.memory import find_named_blocks
+from torchweld.distributed.data import zero
+from torchweld.distributed.layers import find_named_blocks
+from torchweld.distributed.pipelines import stages
+from torchweld.distributed.train import memory
 from torchweld.errors import ArgumentError
 
 WIDTH, HIDDEN, ROWS, STEPS = 96, 200, 16, 3

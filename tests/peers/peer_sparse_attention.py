@@ -434,7 +434,7 @@ def test_packed_sequences_with_padding() -> None:
     _, keep = _tokens()
     packed = packed_sequence_mask_function(torch.arange(LENGTH)[None].expand(2, -1) // 40)
     function = and_masks(causal_mask_function, sliding_window_overlay(40), packed)
-    found = huggingface.mask(LENGTH, LENGTH, keep, function)
+    found = huggingface.mask(LENGTH, keep, function, q_length=LENGTH)
     expected = (torch.arange(LENGTH) // 40 + 1).expand(2, -1) * keep
     assert torch.equal(found, expected[:, None, None])
 
@@ -445,7 +445,7 @@ def test_other_masks_are_refused() -> None:
     chunks = chunked_overlay(16, torch.zeros(1, dtype=torch.int64))
     for function in (chunks, and_masks(packed, chunks), and_masks(packed, packed)):
         with pytest.raises(ArgumentError, match="mask_function is one of prefixes"):
-            huggingface.mask(LENGTH, LENGTH, None, function)
+            huggingface.mask(LENGTH, None, function, q_length=LENGTH)
 
 
 def test_a_sliding_window_of_the_models_is_replaced() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from torchweld.distributed.costs import PROFILES, STATES, Links
-from torchweld.distributed.planner import SEARCHERS, load_profile, plan_for
-from torchweld.distributed.work import describe_transformer
+from torchweld.distributed.planner.costs import PROFILES, STATES, Links
+from torchweld.distributed.planner.search import SEARCHERS, load_profile, plan_for
+from torchweld.distributed.planner.work import describe_transformer
 from torchweld.errors import ArgumentError
 
 

@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from torchweld.distributed.data.zero import RowSharded
 from torchweld.distributed.one_for_all import compute_once
-from torchweld.distributed.zero import RowSharded
 from torchweld.errors import ArgumentError
 
 # Entries are keyed by the names of parameters, which the stages of a pipeline share.

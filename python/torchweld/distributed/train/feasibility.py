@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from torchweld.distributed.memory import find_layers
-from torchweld.distributed.nearest import describe_nearest
-from torchweld.distributed.parallel import Parallel
-from torchweld.distributed.plan import tp_plan
-from torchweld.distributed.stashing import RULES
-from torchweld.distributed.styles import Style
+from torchweld.distributed.layers import find_layers
+from torchweld.distributed.pipelines.stashing import RULES
+from torchweld.distributed.tensor.plan import tp_plan
+from torchweld.distributed.tensor.styles import Style, describe_nearest
+from torchweld.distributed.train.parallel import Parallel
 from torchweld.errors import ArgumentError
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from torchweld.distributed.memory import find_layers
+from torchweld.distributed.layers import find_layers
 from torchweld.errors import ArgumentError
 from torchweld.registry import OPS
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._pytree import tree_leaves
 
-from torchweld.distributed.sums import no_sync
+from torchweld.distributed.tensor.sums import no_sync
 from torchweld.errors import ArgumentError
 
 # The dimension's name: DTensor's caches must not take the mesh of a trial for a real one.

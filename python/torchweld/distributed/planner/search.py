@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from torchweld.distributed.costs import (
+from torchweld.distributed.pipelines.timeline import Timeline
+from torchweld.distributed.planner.costs import (
     PROFILES,
     STATES,
     Choice,
@@ -24,10 +25,9 @@ from torchweld.distributed.costs import (
     replace_memory,
     simulate,
 )
-from torchweld.distributed.feasibility import check_matrices, check_microbatches
-from torchweld.distributed.parallel import Parallel
-from torchweld.distributed.timeline import Timeline
-from torchweld.distributed.work import Work, check_positive, measure_work
+from torchweld.distributed.planner.work import Work, check_positive, measure_work
+from torchweld.distributed.train.feasibility import check_matrices, check_microbatches
+from torchweld.distributed.train.parallel import Parallel
 from torchweld.errors import ArgumentError
 from torchweld.table import Table
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch.func import functional_call
 
-from torchweld.distributed.stages import ScaledStage
+from torchweld.distributed.pipelines.stages import ScaledStage
 from torchweld.errors import ArgumentError
 
 Rule = Literal["pipedream", "vertical", "2bw"]

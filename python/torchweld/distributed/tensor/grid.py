@@ -30,9 +30,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import parallelize_module
 
 from torchweld import functional, nn
-from torchweld.distributed.nearest import accept_multiples, describe_nearest
-from torchweld.distributed.styles import Style
-from torchweld.distributed.sums import Sums
+from torchweld.distributed.tensor.styles import Style, accept_multiples, describe_nearest
+from torchweld.distributed.tensor.sums import Sums
 from torchweld.errors import ArgumentError
 
 Placements = tuple[Placement, ...]

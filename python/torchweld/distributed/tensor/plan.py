@@ -11,16 +11,15 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchweld import nn
-from torchweld.distributed.experts_style import ExpertsParallel
-from torchweld.distributed.packed import (
+from torchweld.distributed.ring.styles import RingAttention, RotaryPositions
+from torchweld.distributed.tensor.experts import ExpertsParallel
+from torchweld.distributed.tensor.packed import (
     PackedColwiseParallel,
     PackedConv1DParallel,
     PackedHeadsParallel,
 )
-from torchweld.distributed.positions import RotaryPositions
-from torchweld.distributed.replicated import CombinedParallel, ReplicatedParallel
-from torchweld.distributed.ring_style import RingAttention
-from torchweld.distributed.styles import (
+from torchweld.distributed.tensor.replicated import CombinedParallel, ReplicatedParallel
+from torchweld.distributed.tensor.styles import (
     ActivationParallel,
     DropoutParallel,
     FusedColwiseParallel,
@@ -29,13 +28,13 @@ from torchweld.distributed.styles import (
     ResidualNormParallel,
     SequenceParallelRegion,
     Style,
+    VocabularyParallel,
     get_head_width,
     get_norm_name,
     is_transposed,
 )
-from torchweld.distributed.sums import Sums
-from torchweld.distributed.trial import try_plan
-from torchweld.distributed.vocabulary import VocabularyParallel
+from torchweld.distributed.tensor.sums import Sums
+from torchweld.distributed.tensor.trial import try_plan
 from torchweld.errors import ArgumentError
 from torchweld.fusion.patterns.experts import Experts
 

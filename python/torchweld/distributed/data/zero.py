@@ -23,7 +23,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from torchweld.distributed.memory import find_blocks
+from torchweld.distributed.layers import find_blocks
 from torchweld.errors import ArgumentError
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from torchweld.distributed.sums import extend_parts
+from torchweld.distributed.tensor.sums import extend_parts
 
 # The name of a parameter's attribute that counts the pipeline stages with a copy of it.
 COPIES = "torchweld_copies"

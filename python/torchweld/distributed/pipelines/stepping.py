@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from torchweld.distributed.grad_norm import COPIES
-from torchweld.distributed.sums import find_sums
+from torchweld.distributed.data.grad_norm import COPIES
+from torchweld.distributed.tensor.sums import find_sums
 from torchweld.errors import ArgumentError, CollectiveError
 
 # For each parameter that several stages share: the stages and its name in each.

@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from torchweld import optim
-from torchweld.distributed import grid
-from torchweld.distributed.plan import sequence_plan, tp_plan
-from torchweld.distributed.stashing import RULES
-from torchweld.distributed.zero import RowSharded, unwrapped, zero2, zero3
+from torchweld.distributed.data.zero import RowSharded, unwrapped, zero2, zero3
+from torchweld.distributed.pipelines.stashing import RULES
+from torchweld.distributed.tensor import grid
+from torchweld.distributed.tensor.plan import sequence_plan, tp_plan
 from torchweld.errors import ArgumentError
 
 DATA = ("ddp", "zero1", "zero2", "zero3")

@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torchweld.distributed.nearest import accept_multiples
-from torchweld.distributed.styles import GatherInput, Style, divide_counts
+from torchweld.distributed.tensor.styles import GatherInput, Style, accept_multiples, divide_counts
 from torchweld.errors import ArgumentError
 
 

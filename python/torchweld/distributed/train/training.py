@@ -18,18 +18,19 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset, DistributedSampler
 
 from torchweld import optim
-from torchweld.distributed import checkpoint, stages
-from torchweld.distributed.feasibility import check_fit
-from torchweld.distributed.grad_norm import grad_norm
-from torchweld.distributed.memory import Memory, find_layers, memory_estimate
+from torchweld.distributed import checkpoint
+from torchweld.distributed.data.grad_norm import grad_norm
+from torchweld.distributed.data.zero import RowSharded
+from torchweld.distributed.layers import LayerSeeds, find_layers
 from torchweld.distributed.one_for_all import compute_once
-from torchweld.distributed.parallel import Parallel
-from torchweld.distributed.recompute import recompute
-from torchweld.distributed.ring import ring_slice
-from torchweld.distributed.seeds import LayerSeeds
-from torchweld.distributed.stashing import RULES, StashingStage, count_versions
-from torchweld.distributed.sums import no_sync
-from torchweld.distributed.zero import RowSharded
+from torchweld.distributed.pipelines import stages
+from torchweld.distributed.pipelines.stashing import RULES, StashingStage, count_versions
+from torchweld.distributed.ring.attention import ring_slice
+from torchweld.distributed.tensor.sums import no_sync
+from torchweld.distributed.train.feasibility import check_fit
+from torchweld.distributed.train.memory import Memory, memory_estimate
+from torchweld.distributed.train.parallel import Parallel
+from torchweld.distributed.train.recompute import recompute
 from torchweld.errors import ArgumentError
 
 Microbatch = tuple[torch.Tensor, torch.Tensor]

@@ -1,4 +1,4 @@
-"""RingAttention: the style of a module whose attention runs as a ring."""
+"""Styles of modules on slices of a sequence: attention as a ring, rotary positions."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from torchweld.distributed.ring import ring_attention
-from torchweld.distributed.styles import Style
+from torchweld.distributed.ring.attention import ring_attention
+from torchweld.distributed.tensor.styles import Style
 from torchweld.errors import ArgumentError
-from torchweld.nn import BlockSparseAttention
+from torchweld.nn import BlockSparseAttention, RotaryEmbedding
 from torchweld.random import Shard
 from torchweld.sparse import BlockBias
 
@@ -83,3 +83,27 @@ def _select_local_heads(x: torch.Tensor | None, first: int, count: int) -> torch
     if isinstance(x, DTensor):
         x = x.to_local(grad_placements=[Partial()] * x.device_mesh.ndim)
     return None if x is None else x[..., first : first + count]
+
+
+class RotaryPositions(Style):
+    """Give a torchweld.RotaryEmbedding the positions of this process's tokens along the ring.
+
+    Slices are in order, as in `sequence_plan`. Positions that the caller gives are kept.
+    """
+
+    def check(self, name: str, module: torch.nn.Module, count: int) -> None:
+        if not isinstance(module, RotaryEmbedding):
+            actual, accepted = f"a {type(module).__name__}, {name}", "a RotaryEmbedding"
+            raise ArgumentError("RotaryPositions", "module", actual, accepted)
+
+    def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        forward = functools.partial(_rotate, module.forward, module, device_mesh.get_local_rank(0))
+        module.forward = forward  # type: ignore[method-assign]
+        return module
+
+
+def _rotate(forward: Any, module: Any, place: int, q: Any, k: Any, position_ids: Any = None) -> Any:
+    if position_ids is None:
+        length = q.shape[module.seq_dim]
+        position_ids = torch.arange(length, device=q.device) + place * length
+    return forward(q, k, position_ids)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from torchweld.distributed.timeline import Action, Timeline
-from torchweld.distributed.work import Unit, Work, check_positive
+from torchweld.distributed.pipelines.timeline import Action, Timeline
+from torchweld.distributed.planner.work import Unit, Work, check_positive
 from torchweld.errors import ArgumentError
 
 

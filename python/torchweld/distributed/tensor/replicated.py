@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
-from torchweld.distributed.styles import Style
+from torchweld.distributed.tensor.styles import Style
 
 
 class ReplicatedParallel(Style):

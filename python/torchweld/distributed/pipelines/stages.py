@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.distributed.one_for_all import compute_once
-from torchweld.distributed.stepping import Stepping, find_ties
+from torchweld.distributed.pipelines.stepping import Stepping, find_ties
 from torchweld.errors import ArgumentError
 
 Name = Literal[

@@ -1,4 +1,4 @@
-"""LayerSeeds: a layer's dropout does not depend on the process and the time at which it runs."""
+"""The layers of a model, and LayerSeeds: dropout that does not depend on the process and time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,32 @@ import hashlib
 from collections.abc import Iterable
 
 import torch
+
+
+def find_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Find the layers of a model: the items of its outermost lists and dicts of modules."""
+    return [*find_named_blocks(model).values()]
+
+
+def find_named_blocks(
+    model: torch.nn.Module, prefix: str = "", is_list: bool = False
+) -> dict[str, torch.nn.Module]:
+    """Find the layers of a model with their names in it; a list may hold lists of layers."""
+    blocks: dict[str, torch.nn.Module] = {}
+    for name, child in model.named_children():
+        holds = isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict))
+        if is_list and not holds:
+            blocks[f"{prefix}{name}"] = child
+        else:
+            blocks |= find_named_blocks(child, f"{prefix}{name}.", holds)
+    return blocks
+
+
+def find_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Find the parts that a pipeline divides: a model's layers, or the modules of a sequence."""
+    if isinstance(model, (torch.nn.Sequential, torch.nn.ModuleDict)):
+        return dict(model.named_children())
+    return find_named_blocks(model)
 
 
 class LayerSeeds:

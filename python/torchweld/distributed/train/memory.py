@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from torchweld.dispatch.dtensor import is_dtensor
+from torchweld.distributed.layers import find_blocks
 from torchweld.errors import ArgumentError
 from torchweld.optim._base import FusedOptimizer
 from torchweld.table import Table
@@ -165,32 +166,6 @@ def _count_exchanged(params: Sequence[torch.Tensor], world: int) -> int:
         whole = p.nbytes // max(rows, 1) * math.ceil(rows / world) * world  # padded to equal parts
         totals[p.dtype] = totals.get(p.dtype, 0) + whole
     return max(totals.values(), default=0)
-
-
-def find_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Find the layers of a model: the items of its outermost lists and dicts of modules."""
-    return [*find_named_blocks(model).values()]
-
-
-def find_named_blocks(
-    model: torch.nn.Module, prefix: str = "", is_list: bool = False
-) -> dict[str, torch.nn.Module]:
-    """Find the layers of a model with their names in it; a list may hold lists of layers."""
-    blocks: dict[str, torch.nn.Module] = {}
-    for name, child in model.named_children():
-        holds = isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict))
-        if is_list and not holds:
-            blocks[f"{prefix}{name}"] = child
-        else:
-            blocks |= find_named_blocks(child, f"{prefix}{name}.", holds)
-    return blocks
-
-
-def find_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Find the parts that a pipeline divides: a model's layers, or the modules of a sequence."""
-    if isinstance(model, (torch.nn.Sequential, torch.nn.ModuleDict)):
-        return dict(model.named_children())
-    return find_named_blocks(model)
 
 
 def _count_gathered(model: torch.nn.Module, strategy: Strategy) -> int:

@@ -10,8 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from torchweld.distributed.nearest import accept_multiples
-from torchweld.distributed.styles import Style
+from torchweld.distributed.tensor.styles import Style, accept_multiples
 from torchweld.errors import ArgumentError
 
 

@@ -30,9 +30,21 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchweld.distributed.nearest import accept_multiples
-from torchweld.distributed.sums import Sums
+from torchweld import nn
+from torchweld.distributed.tensor.sums import Sums
 from torchweld.errors import ArgumentError
+
+
+def describe_nearest(size: int, count: int, least: int = 1) -> str:
+    """Name the multiples of a count on both sides of a size, such as "4 or 8"."""
+    below, above = size // count * count, -(-size // count) * count
+    multiples = [n for n in dict.fromkeys((below, above)) if n >= max(least, 1)]
+    return " or ".join(map(str, multiples or [-(-least // count) * count]))
+
+
+def accept_multiples(what: str, size: int, count: int) -> str:
+    """Say which sizes are accepted instead of one that does not divide among devices."""
+    return f"{what} that {count} devices divide; the nearest are {describe_nearest(size, count)}"
 
 
 class Style(ParallelStyle):
@@ -384,6 +396,34 @@ class FusedRowwiseParallel(Style, RowwiseParallel):
         return _distribute_layer(
             self, module, device_mesh, shard, Replicate() if is_embedding else Shard(-1)
         )
+
+
+class VocabularyParallel(Style):
+    """Shard the classes of a torchweld.nn.LinearCrossEntropy, of any number.
+
+    Devices exchange a few numbers a row, never logits. The input and the target are local: along a
+    ring they are the device's slice of the sequence, and the loss covers the whole sequence.
+    """
+
+    def check(self, name: str, module: torch.nn.Module, count: int) -> None:
+        if not isinstance(module, nn.LinearCrossEntropy):
+            actual, accepted = f"a {type(module).__name__}, {name}", "a LinearCrossEntropy"
+            raise ArgumentError("VocabularyParallel", "module", actual, accepted)
+
+    def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
+        self.distribute(module, device_mesh, lambda _: Shard(0))
+        forward = partial(self._forward, module.forward, device_mesh)
+        module.forward = forward  # type: ignore[method-assign]
+        return module
+
+    def _forward(self, forward: Any, mesh: DeviceMesh, input: Any, target: Any) -> Any:
+        rows = self.place_rows(Replicate())
+        check_rank("VocabularyParallel", input, rows)
+        inputs = [
+            x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, rows, run_check=False)
+            for x in (input, target)
+        ]
+        return forward(*inputs).to_local()
 
 
 def _distribute_layer(

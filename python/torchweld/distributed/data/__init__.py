@@ -1,0 +1,1 @@
+"""Data parallelism: ZeRO, and compressed exchanges of gradients."""

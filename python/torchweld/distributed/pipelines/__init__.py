@@ -1,0 +1,1 @@
+"""Pipelines: stages, their steps, weight stashing and a record of time."""

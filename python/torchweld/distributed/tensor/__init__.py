@@ -1,0 +1,1 @@
+"""Tensor parallelism: styles, and the plans that choose them."""
