@@ -1,4 +1,4 @@
-"""Determines where each op's kernels run in this session, and prints a summary at the end."""
+"""Prepares a session, and prints a summary at its end. helpers/selection.py says what runs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import gc
 import os
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,22 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 
-GPU = torch.cuda.is_available()
-if not GPU:
+if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 # Tests ask for kernels by name. Tests of the trial at first use switch it on.
 os.environ.setdefault("TORCHWELD_TUNE", "off")
 os.environ["TORCHWELD_POISON"] = "1"  # every test sees NaN in elements that a kernel left unwritten
 
-import pytest  # noqa: E402
-from hypothesis import HealthCheck, settings  # noqa: E402
+import pytest
+from hypothesis import HealthCheck, settings
 
-import interpreting  # noqa: E402
-import torchweld  # noqa: E402
-from torchweld.dispatch import way  # noqa: E402
-from torchweld.dispatch.engine.judge import is_out_of_memory  # noqa: E402
-from torchweld.optim._base import FusedOptimizer  # noqa: E402
-from torchweld.registry import BACKENDS, OPS, Composite, Op  # noqa: E402
+import interpreting
+import torchweld
+from selection import EMULATED, GPU, KERNELS, PLACES, Target, choose_targets
+from torchweld.dispatch import way
+from torchweld.dispatch.engine.judge import is_out_of_memory
+from torchweld.optim._base import FusedOptimizer
+from torchweld.registry import BACKENDS
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreting.make_faster()
@@ -52,14 +51,6 @@ settings.register_profile(
 )
 settings.load_profile("torchweld")
 
-EMULATED = Path(
-    os.environ.get(
-        "TORCHWELD_EMULATOR",
-        Path(__file__).parent.parent / "build/emulator/lib/libtorchweld_emulated_cuda.so",
-    )
-)
-
-
 # Thresholds of the garbage collector: a tenth of the collections that Python does by default.
 COLLECT = 10_000, 10, 10
 
@@ -67,76 +58,13 @@ COLLECT = 10_000, 10, 10
 LAST_MOMENT = float(os.environ.get("TORCHWELD_TESTS_UNTIL", "inf"))
 
 
-@dataclass(frozen=True)
-class Target:
-    """An op, a backend, and the place where the backend runs here."""
-
-    op: Op
-    backend: str
-    place: str
-    device: str = "cpu"
-
-    def __str__(self) -> str:
-        return f"{self.op.name}-{self.place}"
-
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        """Dtypes that this place computes correctly."""
-        left_out = {
-            "cpu": [],
-            # float64 has kernels only on the CPU; Triton's interpreter truncates to bfloat16.
-            "interpreter": [torch.float64, torch.bfloat16],
-        }.get(self.place, [torch.float64])
-        return [dtype for dtype in self.op.dtypes if dtype not in left_out]
-
-    def sized(self, leading: tuple[int, ...], row: tuple[int, ...]) -> tuple[Any, ...]:
-        """Arguments of this size, or with narrower rows if the backend needs them."""
-        arguments = self.op.cases.sized(leading, row)
-        while self.op.why_refused(self.backend, arguments) is not None:
-            row = (*row[:-1], row[-1] // 2)
-            assert row[-1] > 0, f"{self} serves no size"
-            arguments = self.op.cases.sized(leading, row)
-        return arguments
-
-
-def _places() -> dict[str, tuple[str, str, str | None]]:
-    """Place -> backend, device, and the reason if the place is not available."""
-    no_gpu = None if GPU else "no GPU"
-    emulator = None if EMULATED.exists() else f"{EMULATED} is not built (make emulator)"
-    return {
-        "cpu": ("cpu", "cpu", BACKENDS["cpu"].why_missing()),
-        "emulator": ("cuda", "cpu", "a GPU runs the kernels" if GPU else emulator),
-        "interpreter": (
-            "triton",
-            "cpu",
-            "a GPU runs the kernels" if GPU else BACKENDS["triton"].why_missing(),
-        ),
-        "gpu-cuda": ("cuda", "cuda", no_gpu or BACKENDS["cuda"].why_missing()),
-        "gpu-triton": ("triton", "cuda", no_gpu or BACKENDS["triton"].why_missing()),
-    }
-
-
-PLACES = _places()
-# A composite has no kernel of its own. Most of its tests are in tests/ops/test_seams.py. The tests
-# of its ops cover the interpreter, the emulator, and backends with kernels for only some of the
-# samples.
-KERNELS = [op for op in OPS.values() if not isinstance(op, Composite)]
-TARGETS = [
-    Target(op, backend, place, device)
-    for place, (backend, device, missing) in PLACES.items()
-    for op in (KERNELS if place in ("interpreter", "emulator") else OPS.values())
-    if backend in op.sources and missing is None
-    if all(op.why_refused(backend, arguments) is None for arguments in op.cases.samples)
-]
-
-
-# Marks that all tests of a folder have.
-MARKS = {"pytorch": ["lane"], "distributed": ["lane", "processes"], "emulator": ["long"]}
+# The mark that all tests of a folder have.
+MARKS = {"distributed": "processes", "emulator": "slow"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        for mark in MARKS.get(item.path.parent.name, []):
+        if mark := MARKS.get(item.path.parent.name):
             item.add_marker(mark)
     # The longest tests begin first, so that the last minutes have work for every worker.
     items.sort(key=lambda item: "test_triton_aot" not in item.nodeid)
@@ -158,11 +86,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrise `target` (every op in every place), `op`, and `dtype` (every dtype of the
     target).
 
-    `@pytest.mark.targets` takes the arguments of `_chosen`.
+    `@pytest.mark.targets` takes the arguments of `choose_targets`.
     """
     names = set(metafunc.fixturenames)
     marker = metafunc.definition.get_closest_marker("targets")
-    ops, targets = _chosen(*marker.args, **marker.kwargs) if marker else _chosen()
+    ops, targets = choose_targets(*marker.args, **marker.kwargs) if marker else choose_targets()
     if {"target", "dtype"} <= names:
         pairs = [(target, dtype) for target in targets for dtype in target.dtypes]
         ids = [f"{target}-{str(dtype).removeprefix('torch.')}" for target, dtype in pairs]
@@ -171,24 +99,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("target", targets, ids=str, indirect=True)
     elif "op" in names:
         metafunc.parametrize("op", ops, ids=str)
-
-
-def _chosen(
-    *names: str, composites: bool = False, drawing: bool = False, not_at: Sequence[str] = ()
-) -> tuple[list[Op], list[Target]]:
-    """Every op with its own kernels, and the places where they run.
-
-    `names` selects ops, `composites` adds composites, `drawing` keeps only ops that drop elements,
-    and `not_at` excludes places.
-    """
-    ops = [
-        op
-        for op in OPS.values()
-        if (op.name in names if names else composites or op in KERNELS)
-        and (op.seed_at is not None or not drawing)
-    ]
-    targets = [target for target in TARGETS if target.op in ops and target.place not in not_at]
-    return ops, targets
 
 
 @pytest.fixture
@@ -215,10 +125,10 @@ def running_at(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     way.forget()  # a backend serves other devices now
 
 
-@pytest.fixture(autouse=True)
-def _one_at_a_time(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture
+def alone_on_the_gpu() -> Iterator[None]:
     """Tests that fill a GPU wait for each other, also across processes."""
-    if not (GPU and request.node.get_closest_marker("xdist_group")):
+    if not GPU:
         yield
         return
     with (Path(tempfile.gettempdir()) / "torchweld-large-tests").open("w") as file:

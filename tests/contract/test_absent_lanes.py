@@ -19,8 +19,6 @@ from oracle import Results, exact, run
 from torchweld import optim
 from torchweld.registry import materialize
 
-pytestmark = pytest.mark.numbers
-
 WIDTHS = (*range(1, 35), 47, 48, 49, 63, 64, 65, 127, 128, 129, 255, 257, 513)
 
 

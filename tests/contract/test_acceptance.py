@@ -11,15 +11,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import matrix
+import selection
 import torchweld
 from oracle import is_floating
 from torchweld import functional
 from torchweld.dispatch import call as call_module
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.registry import Op, TensorSpec, materialize
-
-pytestmark = pytest.mark.lane
 
 _OTHERS = (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.complex64)
 
@@ -126,7 +124,7 @@ def test_size_decides_nothing(
             for i, (kind, make) in enumerate(KINDS.items()):
                 # A kind has every second dtype with gradients, and the others without.
                 turn = (i + [*DTYPES].index(dtype) + gradients) % 2
-                if turn and kind != "itself" and not matrix.WHOLE:
+                if turn and kind != "itself" and not selection.WHOLE:
                     continue
                 if kind in ("compressed", "channels last") and len(spec.shape) != 2:
                     continue  # the op takes a matrix

@@ -12,8 +12,6 @@ import torch
 import torchweld
 from torchweld import functional
 
-pytestmark = pytest.mark.kernels
-
 X, W, B = torch.ones(4, 8), torch.ones(8), torch.ones(8)
 SEED = torch.tensor([7])
 Shard = torchweld.random.Shard

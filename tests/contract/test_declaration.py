@@ -14,8 +14,6 @@ from torchweld.dispatch.call import call
 from torchweld.registry import OPS, Composite, Op, TensorSpec, materialize
 from torchweld.registry.cost import flops
 
-pytestmark = pytest.mark.lane
-
 
 def _tensors(arguments: Any) -> list[TensorSpec]:
     return [value for value in arguments if isinstance(value, TensorSpec)]

@@ -11,8 +11,6 @@ from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.registry import materialize
 
-pytestmark = pytest.mark.numbers
-
 
 @pytest.mark.targets(not_at=("interpreter",))  # one thread, in order: nothing can differ
 def test_bitwise_the_same(target: Target) -> None:

@@ -13,8 +13,6 @@ from oracle import incoming, is_floating, run, total
 from torchweld.dispatch.call import call
 from torchweld.registry import Op, materialize
 
-pytestmark = [pytest.mark.kernels, pytest.mark.lane]
-
 
 def _small_samples(op: Op) -> list[list[Any]]:
     samples = [materialize(s, torch.float64, requires_grad=True) for s in op.cases.samples]

@@ -8,39 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-import matrix
+import selection
 import torchweld
-from conftest import PLACES, Target
-from oracle import LEAST_POOL, Pool, assert_bounded, exact, run, sample_inputs
+from conftest import Target
+from oracle import Pool, assert_bounded, exact, run, sample_inputs
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.registry import Composite, Op, materialize
 from watched import watched
 
-pytestmark = [pytest.mark.numbers, pytest.mark.lane]
-
 
 def _param_dtypes(dtype: torch.dtype) -> list[torch.dtype]:
     return [dtype, torch.float32] if dtype.itemsize == 2 else [dtype]
-
-
-def _choose(
-    samples: list[list[Any]], target: Target, dtype: torch.dtype, param_dtype: torch.dtype
-) -> list[list[Any]]:
-    """Every second sample, which has this dtype of parameters, and enough others for the pools.
-
-    The other samples have the other dtype of parameters. In the other 16-bit dtype they swap.
-    """
-    first = ([*PLACES].index(target.place) + (dtype == torch.float16) + (param_dtype == dtype)) % 2
-    chosen = {*range(first, len(samples), 2)}
-    for at, argument in enumerate(samples[0]):
-        if not isinstance(argument, torch.Tensor) or not argument.is_floating_point():
-            continue
-        sizes = [0 if s[at] is None else s[at].numel() for s in samples]
-        others = sorted({*range(len(samples))} - chosen, key=sizes.__getitem__)
-        while sum(sizes[i] for i in chosen) < LEAST_POOL and others:
-            chosen.add(others.pop())
-    return [samples[i] for i in sorted(chosen)]
 
 
 @pytest.mark.targets(composites=True)
@@ -56,9 +35,8 @@ def test_every_sample(target: Target, dtype: torch.dtype) -> None:
     ours = run if isinstance(op, Composite) else functools.partial(watched, backend=target.backend)
     for param_dtype in _param_dtypes(dtype):
         samples = sample_inputs(op, dtype, target.device, param_dtype)
-        # The CPU takes all samples: they cost least there.
-        if dtype.itemsize == 2 and target.place in ("emulator", "interpreter"):
-            samples = samples if matrix.WHOLE else _choose(samples, target, dtype, param_dtype)
+        if dtype.itemsize == 2:
+            samples = selection.choose_samples(samples, target, dtype, param_dtype)
         if dtype == torch.float64:
             for inputs in samples:
                 ours(op, inputs=inputs)
@@ -87,8 +65,7 @@ def test_a_wide_range(target: Target) -> None:
     if target.place == "interpreter" and op.name == "block_sparse_attention":
         pytest.skip("ten thousand heads take too many programs: see test_block_sparse_triton.py")
     samples = [_widen_range(inputs) for inputs in sample_inputs(op, torch.float32, target.device)]
-    if target.place in ("emulator", "interpreter"):
-        samples = _choose(samples, target, torch.float32, torch.float32)
+    samples = selection.choose_samples(samples, target, torch.float32, torch.float32)
     ours = functools.partial(watched, op, backend=target.backend)
     assert_bounded(op, samples, lambda inputs: ours(inputs=inputs))
 

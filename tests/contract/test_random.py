@@ -18,8 +18,6 @@ from torchweld import functional, random
 from torchweld.random import Shard
 from torchweld.registry import Op, materialize
 
-pytestmark = [pytest.mark.numbers, pytest.mark.lane]
-
 drawing = pytest.mark.targets(drawing=True)
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import matrix
+import selection
 from conftest import PLACES, Target
 from oracle import (
     assert_right,
@@ -23,8 +23,6 @@ from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.ops.activation import common as activations
 from torchweld.registry import materialize
-
-pytestmark = pytest.mark.numbers
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
@@ -45,7 +43,7 @@ def test_layouts(target: Target, layout: str) -> None:
         if isinstance(value, torch.Tensor) and value.numel() > 1 and not _is_integer(value):
             # The CPU has all layouts of each argument, other places every second one.
             at = position + [*LAYOUTS].index(layout) + [*PLACES].index(target.place)
-            if target.place != "cpu" and at % 2 and not matrix.WHOLE:
+            if target.place != "cpu" and at % 2 and not selection.WHOLE:
                 continue
             inputs = list(plain)
             inputs[position] = LAYOUTS[layout](value)
@@ -74,7 +72,7 @@ def test_16_bit_parameters_beside_float32(target: Target) -> None:
     place = [*PLACES].index(target.place)
     for i, dtype in enumerate(narrow):
         samples = [s for s in target.op.cases.samples if len(s[0].shape) == 2][:6]
-        if len(narrow) > 1 and not matrix.WHOLE:  # the others have the other dtype
+        if len(narrow) > 1 and not selection.WHOLE:  # the others have the other dtype
             samples = samples[(i + place) % 2 :: 2]
         for arguments in samples:
             inputs = materialize(arguments, torch.float32, target.device)
@@ -153,7 +151,7 @@ def test_unwritten_memory_would_show(target: Target) -> None:
     assert statistics.isnan().all()
 
 
-@pytest.mark.xdist_group("large")
+@pytest.mark.usefixtures("alone_on_the_gpu")
 def test_more_elements_than_31_bits_count(target: Target) -> None:
     """A repeated block of rows: every copy has the first one's results, and sums are multiples.
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import matrix
+import selection
 import torchweld
 from conftest import Target
 from torchweld.dispatch.autograd import as_tuple
@@ -96,7 +96,7 @@ def test_gradients_in_batches(op: Op, backend: str) -> None:
 def test_make_fx_records_gradients(op: Op, backend: str) -> None:
     with torchweld.use_backend(backend):
         # Each backend has every second one of these samples.
-        for function, tensors in _calls(op, 4 if matrix.WHOLE else 8, 4 * (backend == "eager")):
+        for function, tensors in _calls(op, 4 if selection.WHOLE else 8, 4 * (backend == "eager")):
             recorded = make_fx(lambda *given: _gradients(function, list(given)))(*tensors)  # noqa: B023
             with torch.no_grad():
                 found = recorded(*tensors)
@@ -109,7 +109,7 @@ def test_make_fx_records_gradients(op: Op, backend: str) -> None:
 def test_linearize(op: Op) -> None:
     """Forward-mode derivatives, recorded: their sum over all directions of ones."""
     # As test_make_fx_records_gradients does with every second one of these samples.
-    for function, tensors in _calls(op, *((4, 0) if matrix.WHOLE else (8, 4))):
+    for function, tensors in _calls(op, *((4, 0) if selection.WHOLE else (8, 4))):
         expected = sum(g.sum() for g in _gradients(function, tensors))
         primals = [t.detach() for t in tensors]
         _, pushed = torch.func.linearize(lambda *given: _loss(function(*given)), *primals)  # noqa: B023
@@ -195,7 +195,7 @@ def test_results_change_in_place(target: Target) -> None:
     by_backward = op.backward_signature.arguments
     saved = {at for at, name in enumerate(op.public) if name in by_backward}
     # The CPU has all samples, other places every second one.
-    step = 1 if target.place == "cpu" or matrix.WHOLE else 2
+    step = 1 if target.place == "cpu" or selection.WHOLE else 2
     for arguments in op.cases.samples[::step]:
         inputs = materialize(arguments, torch.float32, target.device, requires_grad=True)
         at = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and v.requires_grad]

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-import matrix
+import selection
 from oracle import TORCH
 from processes import processes
 from stack import MODELS
@@ -113,7 +113,7 @@ def _accumulates(rank: int, cut: Callable[[Any], Any], reduces: int, skips: bool
         (_ring, 2, 1, False),
         (_ring, 2, 1, True),
         (_tensor_ring, 4, 2, False),
-        *([(_tensor_ring, 4, 2, True)] if matrix.WHOLE else []),
+        *([(_tensor_ring, 4, 2, True)] if selection.WHOLE else []),
     ],
 )
 def test_one_exchange(cut: Any, count: int, reduces: int, skips: bool) -> None:

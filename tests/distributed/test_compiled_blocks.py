@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-import matrix
+import selection
 from processes import processes
 from stack import MODELS
 from torchweld.distributed import CountCollectives, LayerSeeds, tp_plan
@@ -96,7 +96,7 @@ def _whole(x: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("sequence", "has_places", "backend"),
-    matrix.combine((False, True), (False, True), ("aot_eager", "inductor")),
+    selection.combine((False, True), (False, True), ("aot_eager", "inductor")),
 )
 def test_a_planned_block_compiles(sequence: bool, has_places: bool, backend: str) -> None:
     name = "GPT" if has_places else "BERT"

@@ -14,8 +14,6 @@ import torchweld
 from oracle import TORCH
 from processes import processes
 
-pytestmark = pytest.mark.once
-
 WIDTH, ROWS = 256, 64
 
 

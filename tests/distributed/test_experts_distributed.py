@@ -27,8 +27,6 @@ from torchweld.errors import ArgumentError
 from torchweld.ops.experts import mlp
 from torchweld.registry import materialize
 
-pytestmark = pytest.mark.once
-
 NAMES = mlp.OP.forward_signature.arguments
 FACTORS = ("gate_up", "down", "gate_up_bias", "down_bias")
 NEAR = {"rtol": 1e-11, "atol": 1e-12}

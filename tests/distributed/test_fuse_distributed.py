@@ -23,8 +23,6 @@ from fusable import WIDTH, FeedForward, Gated, NewGELU, PlainRMSNorm
 from processes import processes
 from torchweld.fusion import Weld
 
-pytestmark = pytest.mark.once
-
 LAYERS = 2
 PLAN = {"1.fc1": ColwiseParallel, "1.fc2": RowwiseParallel} | {
     "3.gate": ColwiseParallel,

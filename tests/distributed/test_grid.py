@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-import matrix
+import selection
 import torchweld
 from processes import processes
 from torchweld.distributed import CountCollectives, Parallel, parallelize
@@ -18,7 +18,7 @@ from torchweld.errors import ArgumentError
 from transformer import Settings, Transformer, compute_loss, make_batch
 
 S = Settings(vocabulary=64, length=16, width=32, heads=4, layers=2, dropout=0.2)
-ROWS, MICROBATCHES, STEPS = 4, 2, 10 if matrix.WHOLE else 3
+ROWS, MICROBATCHES, STEPS = 4, 2, 10 if selection.WHOLE else 3
 GRIDS: dict[str, dict[str, Any]] = {
     "2d": {"mode": "2d", "size": 4},
     "2.5d": {"mode": "2.5d", "size": 8, "depth": 2},

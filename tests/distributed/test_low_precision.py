@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import matrix
+import selection
 import torchweld
 from processes import processes
 from torchweld.distributed import LowPrecisionReduceScatter, reduce_in_low_precision
@@ -151,7 +151,7 @@ def _trains(rank: int, ranks: int) -> None:
 
 
 # Sums of four ranks are bounded above.
-@pytest.mark.parametrize("ranks", [2, 4] if matrix.WHOLE else [2])
+@pytest.mark.parametrize("ranks", [2, 4] if selection.WHOLE else [2])
 def test_training_beside_bfloat16(ranks: int) -> None:
     with processes(ranks) as group:
         group.run(None, _trains, ranks)

@@ -25,8 +25,6 @@ from torchweld.distributed.tensor.styles import (
 )
 from torchweld.errors import ArgumentError
 
-pytestmark = pytest.mark.once
-
 WIDTH, HIDDEN = 24, 48
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-import matrix
+import selection
 import torchweld
 from oracle import TORCH
 from processes import processes
@@ -118,7 +118,7 @@ SLOPES = torch.tensor([[0.5, 0.25, 0.1, 0.0], [0.3, 0.2, -0.1, 1.0]])
 
 
 @pytest.mark.parametrize(
-    ("name", "backend", "balanced"), matrix.combine(LAYOUTS, ("cpu", "eager"), (False, True))
+    ("name", "backend", "balanced"), selection.combine(LAYOUTS, ("cpu", "eager"), (False, True))
 )
 def test_equals_one_process(name: str, backend: str, balanced: bool) -> None:
     """Every argument of attention, in float64 and in float32."""

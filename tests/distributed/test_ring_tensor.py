@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-import matrix
+import selection
 import torchweld
 from oracle import TORCH
 from processes import processes
@@ -104,7 +104,7 @@ def _equals_one_process(rank: int, name: str, dim: int, dtype: torch.dtype, bala
 
 
 @pytest.mark.parametrize(
-    ("name", "backend", "dim"), matrix.combine(LAYOUTS, ("cpu", "eager"), DIMS)
+    ("name", "backend", "dim"), selection.combine(LAYOUTS, ("cpu", "eager"), DIMS)
 )
 def test_attention_equals_one_process(name: str, backend: str, dim: str) -> None:
     """Dropout, slopes, sinks and padding, with the rest of the heads or of the batch elsewhere."""

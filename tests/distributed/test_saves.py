@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from matrix import WHOLE
 from processes import processes, starts
+from selection import WHOLE
 from torchweld.distributed import RowSharded, checkpoint, parallelize
 from torchweld.errors import ArgumentError
 from transformer import Settings, Transformer, compute_loss, make_batch

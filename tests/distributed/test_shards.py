@@ -19,8 +19,6 @@ from torchweld.dispatch.call import call
 from torchweld.distributed import CountCollectives
 from torchweld.registry import OPS, materialize
 
-pytestmark = pytest.mark.once
-
 # Batch norms are left out: their documentation says what one of a shard computes.
 # Tokens are routed all at once: experts_mlp gathers shards.
 WHOLE = {"batch_norm_act", "linear_batch_norm_act", "experts_mlp"}

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import pytest
 
-import matrix
+import selection
 import stack_cells
 from oracle import TORCH
 from processes import processes
 from stack import STRATEGIES
 from stack_cells import Cell
 
-pytestmark = pytest.mark.once
-
-CELLS = stack_cells.ALL if matrix.WHOLE else stack_cells.covering()
+CELLS = stack_cells.ALL if selection.WHOLE else stack_cells.covering()
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)

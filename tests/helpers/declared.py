@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import matrix
+import selection
 from torchweld.distributed import Parallel, parallelize
 from torchweld.errors import ArgumentError
 from transformer import Settings, Transformer, compute_loss, make_batch
@@ -105,7 +105,7 @@ def cover() -> list[Declaration]:
     """Declarations that hold each structure, and each pair of values that are accepted together."""
     structures = itertools.product(_PIPELINES, _TENSORS, _RINGS, _DATA)
     some = [declaration for names in structures for declaration in _accepted(*names)]
-    chosen = matrix.cover(some, _pairs)
+    chosen = selection.cover(some, _pairs)
     return sorted(chosen, key=lambda declaration: declaration.processes)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-import matrix
+import selection
 from torchweld import optim
 from torchweld.ops.optimizer.reference import read_param
 
@@ -192,7 +192,7 @@ def rules_of(*codec: Any) -> list[tuple[Any, dict[str, Any]]]:
 @functools.cache
 def _rules_and_codecs() -> list[tuple[Any, ...]]:
     every = [(at, *codec) for at, codec in itertools.product(range(len(RULES)), CODECS)]
-    return every if matrix.WHOLE else matrix.cover(every, _list_parts)
+    return every if selection.WHOLE else selection.cover(every, _list_parts)
 
 
 def _list_parts(combination: tuple[Any, ...]) -> set[Any]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-import matrix
+import selection
 from torchweld import optim
 from torchweld.distributed import (
     CountCollectives,
@@ -35,7 +35,7 @@ from torchweld.distributed import (
 from transformer import Settings, Transformer, compute_loss, make_batch
 
 # Errors show from the second step, in which states and the dropped elements are not the first's.
-STEPS, MICROBATCHES, ROWS = 10 if matrix.WHOLE else 3, 4, 2
+STEPS, MICROBATCHES, ROWS = 10 if selection.WHOLE else 3, 4, 2
 _SIZES = Settings(vocabulary=64, length=32, width=32, heads=4, layers=4, dropout=0.2)
 MODELS = {
     "GPT": _SIZES,

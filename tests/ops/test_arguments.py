@@ -17,8 +17,6 @@ from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.registry import Op, materialize
 
-pytestmark = pytest.mark.lane
-
 X, W = torch.ones(4, 8), torch.ones(8)
 META, META_W = X.to("meta"), torch.ones(4, 7, device="meta")
 BACKENDS = pytest.mark.parametrize("backend", [None, "cpu", "eager"])

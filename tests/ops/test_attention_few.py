@@ -16,8 +16,6 @@ from torchweld.ops.attention.block_sparse import OP
 from torchweld.random import Shard
 from torchweld.sparse import BlockBias, BlockLayout
 
-pytestmark = pytest.mark.kernels
-
 attention: Callable[..., Any] = functional.block_sparse_attention
 KEYS = 1300
 

@@ -12,8 +12,6 @@ import torchweld
 from torchweld import functional as F  # noqa: N812
 from torchweld.sparse import BlockLayout
 
-pytestmark = pytest.mark.numbers
-
 WIDTH = 40
 MANY = 4096
 

@@ -10,15 +10,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import matrix
+import selection
 import torchweld
 from conftest import PLACES
 from oracle import exact, incoming, run
 from torchweld.dispatch.call import call
 from torchweld.nn import LinearBatchNormAct
 from torchweld.registry import BACKENDS, OPS, materialize
-
-pytestmark = pytest.mark.lane
 
 WHOLE, LAYER = OPS["batch_norm_act"], OPS["linear_batch_norm_act"]
 EITHER = ("cpu", "eager")
@@ -390,7 +388,7 @@ def test_a_checkpoint_updates_once(reentrant: bool, backend: str) -> None:
 
 @pytest.mark.parametrize(
     ("compiler", "recompute", "momentum"),
-    matrix.combine(("aot_eager", "inductor"), (False, True), (0.1, None)),
+    selection.combine(("aot_eager", "inductor"), (False, True), (0.1, None)),
 )
 def test_the_module_compiles(momentum: float | None, recompute: bool, compiler: str) -> None:
     """One graph, buffers updated in it, no compilation for a later step."""

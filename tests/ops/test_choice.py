@@ -13,8 +13,6 @@ import torchweld
 from torchweld import functional, nn
 from torchweld.dispatch import choice
 
-pytestmark = pytest.mark.lane
-
 X = torch.randn(48, 16)
 RUNNING = (torch.zeros(16), torch.ones(16))
 

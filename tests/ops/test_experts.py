@@ -17,8 +17,6 @@ from torchweld import functional
 from torchweld.ops.experts import grouped, mlp
 from torchweld.registry import Made, materialize
 
-pytestmark = pytest.mark.lane
-
 OP = mlp.OP
 # Elements of a chunk that make few rows.
 CHUNK = 16 * (24 + 10 + 10 + 12)

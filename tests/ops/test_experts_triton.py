@@ -27,7 +27,6 @@ tile = pytest.importorskip("torchweld.triton_kernels.tile")
 PLACE = "gpu-triton" if torch.cuda.is_available() else "interpreter"
 DEVICE = PLACES[PLACE][1]
 pytestmark = [
-    pytest.mark.kernels,
     pytest.mark.skipif(PLACES[PLACE][2] is not None, reason=str(PLACES[PLACE][2])),
 ]
 

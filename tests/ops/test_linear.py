@@ -16,8 +16,6 @@ from oracle import Pool
 from seams import splits_backwards
 from torchweld.ops.gemm import gemm
 
-pytestmark = pytest.mark.numbers
-
 TRANSPOSED = torch.ops.torchweld.transposed.cpu
 MIRROR = torch.ops.torchweld.mirror_.cpu
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

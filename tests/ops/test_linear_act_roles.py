@@ -19,8 +19,6 @@ from imitated_gluon import Descriptor, Pointer, ProtocolError, round_to_bfloat16
 from torchweld.ops.activation import common as activations
 from torchweld.triton_kernels import linear_act, linear_act_roles
 
-pytestmark = pytest.mark.lane
-
 ROWS, COLUMNS, INNER, PART = 128, 128, 64, 64
 # Ragged in every direction; programs with two tiles and with one, and with fewer steps than slots.
 SIZES = ((300, 200, 200), (130, 136, 40))

@@ -13,8 +13,6 @@ from torchweld import functional
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks
 
-pytestmark = pytest.mark.numbers
-
 LINEAR, LOGITS = functional.linear_cross_entropy, functional.cross_entropy
 BACKENDS = pytest.mark.parametrize("backend", ["cpu", "eager"])
 UNIT = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8}
@@ -367,7 +365,6 @@ def test_in_place() -> None:
         LOGITS(base, target, inplace=True)
 
 
-@pytest.mark.lane
 @pytest.mark.parametrize("name", ["mean", "none", "logits", "logprobs"])
 def test_compiled_whole_with_ignored_rows(name: str) -> None:
     x, weight, _, target = make(70, 300, 16, torch.float32)
@@ -404,7 +401,6 @@ COMPILED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.lane
 @pytest.mark.parametrize("frozen", ["nothing", "weight", "input"])
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_steps_compute_logits_once(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch.nn.functional import linear, logsigmoid
 
 import preferences
-
-pytestmark = pytest.mark.numbers
 
 BATCH, LENGTH, FEATURES, WORDS = 4, 6, 8, 90
 # Kernel and reference are of float64; their sums have at most WORDS * LENGTH terms.

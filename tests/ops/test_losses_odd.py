@@ -14,8 +14,6 @@ import torchweld
 from torchweld import functional
 from torchweld.errors import ArgumentError
 
-pytestmark = [pytest.mark.numbers, pytest.mark.lane]
-
 BACKENDS = pytest.mark.parametrize("backend", ["cpu", "eager"])
 LINEAR, LOGPROBS = functional.linear_cross_entropy, functional.linear_logprobs
 # Roundings of float32 in sums of 4097 terms, which kernels add in blocks, and of logits up to 20.

@@ -31,8 +31,6 @@ from torchweld.dispatch.engine.judge import Judge
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks, rows
 
-pytestmark = [pytest.mark.numbers, pytest.mark.lane]
-
 
 @pytest.fixture(autouse=True, scope="module")
 def _without_expecttest() -> Iterator[None]:
@@ -171,7 +169,7 @@ print_memory(theirs, measure("VmRSS"))  # the highest mark is ours
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this torch has none")
 def test_resident_memory_is_a_tenth_of_torchs() -> None:
     """A 16-bit head has 128256 words. torch has a copy and a sum of it in float32."""

@@ -15,8 +15,6 @@ import torchweld
 from torchweld import functional
 from torchweld.errors import ArgumentError
 
-pytestmark = pytest.mark.numbers
-
 LINEAR, LOGITS = functional.linear_cross_entropy, functional.cross_entropy
 ROWS, CLASSES, FEATURES = 24, 600, 16
 MORE: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3}

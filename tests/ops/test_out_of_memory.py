@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 import fresh
-
-pytestmark = pytest.mark.kernels
 
 # Room for a tenth of a result, after a call that has loaded all that one needs.
 PROGRAM = """

@@ -19,7 +19,7 @@ SIGNED = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsign
 SHAPES = ((), (1,), (255,), (1000,), (0,), (3, 0), (0, 7), (33, 700), (5, 256), (3, 4, 100))
 
 
-pytestmark = [pytest.mark.usefixtures("backend"), pytest.mark.numbers]
+pytestmark = [pytest.mark.usefixtures("backend")]
 
 
 def _codes_of(x: torch.Tensor, signed: bool, absmax: float = 1.0) -> torch.Tensor:

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import matrix
+import selection
 import torchweld
 from torchweld.functional import average_one_bit, dequantize_one_bit, quantize_one_bit
 from torchweld.ops.quantize_one_bit import quantize_into
 
-pytestmark = [pytest.mark.usefixtures("backend"), pytest.mark.numbers]
+pytestmark = [pytest.mark.usefixtures("backend")]
 
 PIECE = 8192  # elements of a partial sum
 SIZES = (0, 1, 7, 8, 9, 15, 16, 17, 31, 33, 1000, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 5)
@@ -39,7 +39,7 @@ def _blocks(x: np.ndarray, block: int | None) -> list[np.ndarray]:
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_scales_and_errors(dtype: torch.dtype, block: int | None) -> None:
-    combinations = matrix.combine(DTYPES, BLOCKS, SIZES)
+    combinations = selection.combine(DTYPES, BLOCKS, SIZES)
     sizes = tuple(size for *of, size in combinations if of == [dtype, block])
     _check_bits_scales_and_errors(dtype, block, sizes)
 

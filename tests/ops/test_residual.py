@@ -15,8 +15,6 @@ from torchweld import functional, nn, random
 from torchweld.dispatch.call import call
 from torchweld.registry import OPS, materialize
 
-pytestmark = pytest.mark.lane
-
 NORMS = ("dropout_add_layer_norm", "dropout_add_rms_norm")
 
 

@@ -13,8 +13,6 @@ import torchweld
 from torchweld import functional
 from torchweld.functional import rotary_embedding, rotary_embedding_qk
 
-pytestmark = pytest.mark.kernels
-
 B, H, S, D = 2, 4, 6, 16
 X = torch.randn(B, H, S, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 HALF = torch.outer(torch.arange(S).double(), 10000.0 ** (-torch.arange(0, D, 2) / D))

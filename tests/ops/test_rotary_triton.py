@@ -21,7 +21,6 @@ from watched import watched
 PLACE = "gpu-triton" if torch.cuda.is_available() else "interpreter"
 DEVICE = PLACES[PLACE][1]
 pytestmark = [
-    pytest.mark.kernels,
     pytest.mark.skipif(PLACES[PLACE][2] is not None, reason=str(PLACES[PLACE][2])),
 ]
 

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 import torchweld
 from torchweld import functional
 
-pytestmark = pytest.mark.lane
-
 
 def _choose(scores: list[float], k: int) -> list[int]:
     """The best first, the lower index first among equals."""

@@ -18,7 +18,6 @@ pytest.importorskip("triton")
 PLACE = "gpu-triton" if torch.cuda.is_available() else "interpreter"
 DEVICE = PLACES[PLACE][1]
 pytestmark = [
-    pytest.mark.kernels,
     pytest.mark.skipif(PLACES[PLACE][2] is not None, reason=str(PLACES[PLACE][2])),
 ]
 

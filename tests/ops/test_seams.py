@@ -22,8 +22,6 @@ from torchweld.ops.activation import common as activations
 from torchweld.ops.gemm import epilogue, gemm
 from torchweld.registry import OPS, Composite, activation, materialize, weight
 
-pytestmark = pytest.mark.lane
-
 SEAMS = [op for op in OPS.values() if isinstance(op, Composite)]
 LINEAR = OPS["linear_act"]
 every_seam = pytest.mark.parametrize("seam", SEAMS, ids=str)

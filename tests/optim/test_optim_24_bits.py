@@ -24,7 +24,6 @@ def _every_pattern() -> Iterator[torch.Tensor]:
         yield patterns.mul(256).int().view(torch.float32)
 
 
-@pytest.mark.numbers
 def test_every_pattern_returns() -> None:
     """All 2^24 pairs of a bfloat16 and 8 bits: a step of zero changes no value and no second time.
 
@@ -57,7 +56,6 @@ def test_every_pattern_returns() -> None:
     assert len(pairs.unique()) == 2**24 - 2 * (2**15 - 1)
 
 
-@pytest.mark.numbers
 @pytest.mark.parametrize("last", [0x00, 0x7F, 0x80, 0x81, 0xFF])
 def test_every_float_rounds_to_the_nearest(last: int) -> None:
     """The upper 24 bits of every float32, with the last byte at a tie and next to it, exactly."""

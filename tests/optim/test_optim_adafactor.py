@@ -22,8 +22,6 @@ from optimizers import (
 )
 from torchweld import optim
 
-pytestmark = pytest.mark.numbers
-
 # torch divides by the number of elements.
 NOT_EMPTY = tuple(shape for shape in MATRICES if 0 not in shape)
 

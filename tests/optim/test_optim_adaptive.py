@@ -23,8 +23,6 @@ from optimizers import (
 from torchweld import optim
 from torchweld.optim import lr_scheduler
 
-pytestmark = pytest.mark.numbers
-
 
 def _exact(steps: int) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
     """A run's initial parameters and its gradients, in float64."""

@@ -71,7 +71,6 @@ def _off(found: Params, exact: Params) -> float:
     return max((p.double() - e).abs().max().item() for p, e in zip(found, exact, strict=True))
 
 
-@pytest.mark.numbers
 @pytest.mark.parametrize("warmup", [0, 30])
 def test_fifty_steps_of_ademamix(warmup: int, backend: str) -> None:
     settings = {"betas": (0.9, 0.999, 0.999), "alpha": 5.0, "weight_decay": 0.1, "lr": 1e-2}
@@ -86,7 +85,6 @@ def test_fifty_steps_of_ademamix(warmup: int, backend: str) -> None:
     assert _off(params, _ademamix(50, 1e-2, 0.1, 5.0, 30 - warmup)) > 10 * bound
 
 
-@pytest.mark.numbers
 @pytest.mark.parametrize(("warmup", "r"), [(0, 0.0), (20, 1.0)])
 def test_fifty_steps_of_schedule_free(warmup: int, r: float, backend: str) -> None:
     """The parameter is y in train mode and x in eval mode, and the state has z."""

@@ -40,7 +40,6 @@ def _steps(kind: str, steps: int, lr: float, decay: float, masks: bool, spares: 
     return params
 
 
-@pytest.mark.numbers
 @pytest.mark.parametrize("kind", ["AdamW", "Lion"])
 @pytest.mark.parametrize(("masks", "spares"), [(True, False), (False, True), (True, True)])
 def test_fifty_steps(kind: str, masks: bool, spares: bool, backend: str) -> None:

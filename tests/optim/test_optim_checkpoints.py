@@ -19,7 +19,7 @@ from torchweld import optim
 from torchweld.errors import ArgumentError
 
 # torch warns that one process has nothing to coordinate.
-pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.lane]
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 FLAT = pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 
 

@@ -26,8 +26,6 @@ import torchweld
 from optimizers import U
 from torchweld import optim
 
-pytestmark = pytest.mark.lane
-
 
 def _torchs_data() -> Any:
     """Its import needs a package for other tests, warns, and changes global settings."""

@@ -32,8 +32,6 @@ from optimizers import (
 from torchweld import optim
 from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
 
-pytestmark = pytest.mark.numbers
-
 STATES = pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, "8bit"], ids=str)
 
 
@@ -181,7 +179,7 @@ def _launches(call: Callable[[], Any], device: str) -> int:
     return sum(not name.startswith(("Memcpy", "Memset", "Optimizer.step")) for name in names)
 
 
-@pytest.mark.xdist_group("large")
+@pytest.mark.usefixtures("alone_on_the_gpu")
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, "8bit"], ids=str)
 def test_more_elements_than_31_bits_count(state_dtype: Any, cuda_device: str) -> None:
     """Many repeated blocks of rows: each steps as it would by itself.

@@ -25,8 +25,6 @@ from optimizers import (
 )
 from torchweld import optim
 
-pytestmark = pytest.mark.numbers
-
 # More columns than a warp has, in part and as a whole; more rows than chunks have 16 of.
 FACTORED = (*MATRICES, (40, 1100), (3, 7, 512), (1, 2052), (4500, 3))
 KINDS: list[tuple[Any, dict[str, Any]]] = [

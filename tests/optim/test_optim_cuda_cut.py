@@ -17,8 +17,6 @@ from optimizers import CODECS, draw_grads, maker, rules_of, run, same
 from torchweld import optim
 from torchweld.ops.optimizer.batch import Task
 
-pytestmark = pytest.mark.numbers
-
 # Parts of tensors with rows split across devices, and where pieces of blocks begin and end in them:
 # single elements, any number, unaligned, whole blocks, and none.
 CUT = [

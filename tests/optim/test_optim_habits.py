@@ -27,8 +27,6 @@ from torchweld import optim
 from torchweld.functional import dequantize_8bit, quantize_8bit
 from torchweld.ops.optimizer.reference import read_param
 
-pytestmark = pytest.mark.lane
-
 # --- torch.optim's habits ---------------------------------------------------------------------
 
 

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from optimizers import draw, maker, same
 from torchweld import optim
 
-pytestmark = pytest.mark.numbers
-
 SHAPE = (5, 6, 70)
 # An order of dimensions, and whether there are gaps between elements.
 LAYOUT = st.tuples(st.permutations(range(len(SHAPE))), st.booleans())

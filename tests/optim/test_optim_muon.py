@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-import matrix
+import selection
 import torchweld
 from optimizers import U, draw, draw_grads, same, snapshot
 from torchweld import optim
@@ -101,8 +101,8 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 @pytest.mark.parametrize(
     ("algorithm", "dtype", "condition", "shape"),
-    matrix.combine(COEFFICIENTS, (*_NARROW, torch.float32), (10.0, 1e7), _SMALL)
-    + matrix.combine(COEFFICIENTS, (torch.bfloat16, torch.float32), (10.0,), ((512, 520),)),
+    selection.combine(COEFFICIENTS, (*_NARROW, torch.float32), (10.0, 1e7), _SMALL)
+    + selection.combine(COEFFICIENTS, (torch.bfloat16, torch.float32), (10.0,), ((512, 520),)),
     ids=str,
 )
 def test_orthogonality(

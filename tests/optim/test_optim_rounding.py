@@ -26,8 +26,6 @@ from optimizers import (
 from torchweld import optim
 from torchweld.ops.optimizer.rounding import random_bits, round_at, round_stochastically
 
-pytestmark = pytest.mark.numbers
-
 STATES = [torch.float32, torch.bfloat16, "8bit"]
 ROUNDED = {"stochastic_rounding": True}
 BF16 = torch.bfloat16

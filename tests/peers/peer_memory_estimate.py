@@ -17,7 +17,7 @@ import torchweld
 from processes import processes
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.distributed import memory_estimate, zero2, zero3
-from torchweld.distributed.zero import RowSharded
+from torchweld.distributed.data.zero import RowSharded
 from torchweld.optim import AdamW
 
 pytestmark = pytest.mark.filterwarnings("ignore")

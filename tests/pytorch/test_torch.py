@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import matrix
+import selection
 import torchweld
 from conftest import Target
 from oracle import incoming, is_floating, run, total
@@ -56,8 +56,8 @@ def _graph_is_traced(target: Target, dtype: torch.dtype, at: int, samples: int) 
     """Each sample in a dtype, and each dtype with a sample."""
     number = target.dtypes.index(dtype)
     if target.place in IMITATED:
-        return matrix.WHOLE or number == 0
-    return matrix.WHOLE or (at - number) % min(samples, len(target.dtypes)) == 0
+        return selection.WHOLE or number == 0
+    return selection.WHOLE or (at - number) % min(samples, len(target.dtypes)) == 0
 
 
 def test_opcheck(target: Target, dtype: torch.dtype) -> None:
@@ -84,7 +84,7 @@ def test_compile_equals_eager(target: Target) -> None:
     compiler = "aot_eager" if target.place in IMITATED else "inductor"
     inputs = _sample(target, dtype=torch.float32, device=target.device)
     eager = run(target.op, inputs)
-    for backend in ("aot_eager", "inductor") if matrix.WHOLE else (compiler,):
+    for backend in ("aot_eager", "inductor") if selection.WHOLE else (compiler,):
         torch._dynamo.reset()
         compiled = torch.compile(
             lambda *inputs: call(target.op, *inputs), fullgraph=True, backend=backend
@@ -147,7 +147,7 @@ def test_the_automatic_choice_compiles(op: Op, monkeypatch: pytest.MonkeyPatch) 
     compiled = torch.compile(
         lambda *inputs: call(op, *inputs),
         fullgraph=True,
-        backend="eager" if is_combined and not matrix.WHOLE else "aot_eager",
+        backend="eager" if is_combined and not selection.WHOLE else "aot_eager",
         dynamic=True,
     )
     for rows, recompiles in ((7, True), (6, False)):

@@ -18,8 +18,6 @@ import gluon_product
 import imitated_gluon
 from imitated_gluon import Descriptor, ProtocolError, round_to_bfloat16
 
-pytestmark = pytest.mark.lane
-
 SOURCE = Path(gluon_product.__file__)
 BLOCK, TILES, STEPS = 64, 5, 3
 

@@ -23,8 +23,6 @@ from torchweld.dispatch import direct, native
 from torchweld.ops.quantize_8bit import _QUANTIZE as BARE
 from torchweld.registry import BACKENDS, OPS, backends
 
-pytestmark = pytest.mark.lane
-
 LIBRARIES = sorted(native.DIRECTORY.glob("*.so"))
 # A forward and a backward, printed exactly.
 PROGRAM = """

@@ -92,7 +92,6 @@ def _list_small_samples(op: Op, count: int) -> list[Any]:
 
 
 @kernels
-@pytest.mark.kernels
 @pytest.mark.parametrize("name", sorted(REPLAYED & OPS.keys()))
 def test_samples_have_the_bits_of_their_calls(name: str, plans: list[Any]) -> None:
     op, replayed = OPS[name], 0

@@ -22,7 +22,7 @@ from oracle import TORCH
 from resources import CAPABILITIES, NEVER_UNALIGNED
 from torchweld.bench import evidence
 
-pytestmark = [pytest.mark.lane, pytest.mark.long]
+pytestmark = [pytest.mark.slow]
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -9,7 +9,7 @@ import pytest
 
 import slots
 
-pytestmark = [pytest.mark.long]
+pytestmark = [pytest.mark.slow]
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
