@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +46,34 @@ def launch(kernel: Any, grid: int, *args: Any, **options: Any) -> Launch:
 
 def start(launch: Launch, options: dict[str, Any]) -> Any:
     """Start the kernel; returns Triton's compiled one, which the interpreter does not have."""
-    return launch.kernel[(launch.grid,)](*launch.args, **options)
+    with _loading() if _is_captured() else contextlib.nullcontext():
+        return launch.kernel[(launch.grid,)](*launch.args, **options)
+
+
+def _is_captured() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+@contextlib.contextmanager
+def _loading() -> Iterator[None]:
+    """Let this thread load kernels while a CUDA graph is captured, which CUDA forbids by default.
+
+    A captured call may need a kernel that no call before it did: its seed is in memory.
+    """
+    mode = ctypes.c_int(_RELAXED)
+    _cuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        _cuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@functools.cache
+def _cuda() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 class _Watched(threading.local):

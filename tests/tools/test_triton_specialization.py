@@ -5,9 +5,10 @@ Triton's JIT runs in its own process, since TRITON_INTERPRET=1 disables it in th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -195,3 +196,34 @@ if __name__ == "__main__":
         "attention": _signatures(_attentions()),
     }
     json.dump({"integers": _specialised_integers(), **counts}, sys.stdout)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_captured_call_may_load_a_kernel(
+    captured: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread's mode is relaxed for the launch, and afterwards what it was."""
+    from torchweld.triton_kernels import launch
+
+    mode, seen = [0], []
+
+    class Driver:
+        def cuThreadExchangeStreamCaptureMode(self, given: Any) -> None:  # noqa: N802
+            given._obj.value, mode[0] = mode[0], given._obj.value
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., Any]:
+            return self._run
+
+        def _run(self, *_: Any, **__: Any) -> None:
+            seen.append(mode[0])
+            if fails:
+                raise RuntimeError("too large")
+
+    monkeypatch.setattr(launch, "_cuda", Driver)
+    monkeypatch.setattr(launch, "_is_captured", lambda: captured)
+    with pytest.raises(RuntimeError, match="too large") if fails else contextlib.nullcontext():
+        launch.start(launch.launch(Kernel(), 1), {})
+    assert seen == [2 if captured else 0]
+    assert mode == [0]
