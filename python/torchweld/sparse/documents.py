@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.sparse.builders import Draft, make_draft, make_grid
 from torchweld.sparse.lists import Blocks, join, no_masks, tidy
-from torchweld.sparse.patterns import Grid, cut_blocks, evaluate, list_spans
+from torchweld.sparse.patterns import Grid, cut_blocks, evaluate, list_spans, make_grid
 
 
 class _Band(NamedTuple):
@@ -20,15 +19,15 @@ class _Band(NamedTuple):
     top_left: bool  # aligns the first query of a sequence with its first key, not the last ones
 
 
-def build_documents(
+def make_documents(
     cu_seqlens: torch.Tensor,
     cu_seqlens_keys: torch.Tensor | None,
     block: int,
     causal: bool | str,
     window_size: tuple[int, int] | None,
     seq_len: int | tuple[int, int] | None,
-) -> Draft:
-    """Build the blocks within packed sequences."""
+) -> tuple[Grid, Blocks, int]:
+    """Make the grid, the blocks within packed sequences, and the number of rows of a batch."""
     cu_keys = cu_seqlens if cu_seqlens_keys is None else cu_seqlens_keys
     for name, value in (("cu_seqlens", cu_seqlens), ("cu_seqlens_keys", cu_keys)):
         _check_lengths(name, value, cu_seqlens.shape)
@@ -50,7 +49,7 @@ def build_documents(
         raise ArgumentError("BlockLayout", "seq_len", actual, accepted)
     rows = [_find_blocks(grid, *pair, band) for pair in zip(ends, key_ends, strict=True)]
     each = grid.rows * grid.columns
-    return make_draft(grid, _stack(rows, each, block, grid.device), None, max(len(rows), 1), 1)
+    return grid, _stack(rows, each, block, grid.device), max(len(rows), 1)
 
 
 def _check_lengths(name: str, value: torch.Tensor, shape: torch.Size) -> None:

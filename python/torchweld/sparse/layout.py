@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.sparse import builders, compounds, data, documents, lists, patterns, picture
-from torchweld.sparse.builders import Draft, make_draft, make_grid
-from torchweld.sparse.lists import Blocks, Lists
-from torchweld.sparse.patterns import Grid, MaskFunction
+from torchweld.sparse import documents, lists, patterns
+from torchweld.sparse.block_set import BlockSet
+from torchweld.sparse.lists import Blocks
+from torchweld.sparse.mask_functions import adapt_mask_function
+from torchweld.sparse.patterns import (
+    Grid,
+    MaskFunction,
+    check_at_least,
+    is_unidirectional,
+    make_grid,
+)
+
+_INTEGERS = (torch.int64, torch.int32, torch.uint8)
 
 
-class _Itself:
-    """The key of a layout that equals only itself. Dynamo cannot trace `object()`."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class BlockLayout:
+class BlockLayout(BlockSet):
     """The blocks of keys that each block of queries attends to, for all heads or for each head.
 
     Build one with a class method, such as `BlockLayout.bigbird(4096, block=64)`; combine layouts
@@ -39,205 +42,45 @@ class BlockLayout:
         lists: the lists that kernels read, or None for a layout of all blocks.
     """
 
-    queries: int
-    keys: int
-    block: int
-    batch: int
-    heads: int
-    device: torch.device
-    key: Hashable
-    lists: Lists | None
+    # --- What builders of patterns share ----------------------------------------------------------
 
     @classmethod
-    def _from_draft(cls, draft: Draft) -> BlockLayout:
-        grid, made, key, batch, heads = draft
-        key = _Itself() if key is None else (key, grid)
-        # Dynamo cannot trace this query, and a layout made in a graph serves only that graph.
-        traced = torch.compiler.is_dynamo_compiling()
-        if made is not None and not traced and torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # training cannot save inference tensors
-                made = Lists(*[t.clone() for t in made])
-        return cls(grid.queries, grid.keys, grid.block, batch, heads, grid.device, key, made)
+    def _unite(
+        cls,
+        grid: Grid,
+        numbers: Sequence[torch.Tensor],
+        key: tuple[Any, ...],
+        attention: str = "bidirectional",
+        heads: int = 1,
+    ) -> BlockLayout:
+        """Make the union of patterns, given by block numbers of the aligned grid over all heads."""
+        number = lists.sort_values(torch.cat(list(numbers)))
+        if len(numbers) > 1:
+            number = number.unique_consecutive()
+        blocks = Blocks(number, None, lists.no_masks(grid.block, grid.device))
+        if is_unidirectional(attention):
+            blocks = patterns.cut_band(grid.aligned(), blocks, None, grid.before * grid.block)
+        blocks = patterns.drop_first_queries(grid, blocks)
+        return cls._of_blocks(grid, blocks, (*key, attention), 1, heads)
 
-    def _with_blocks(self, blocks: Blocks, key: Hashable, batch: int, heads: int) -> BlockLayout:
-        return self._from_draft(make_draft(self.grid, blocks, key, batch, heads))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BlockLayout) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    @property
-    def grid(self) -> Grid:
-        """The lengths, the block and the device."""
-        return Grid(self.queries, self.keys, self.block, self.device)
-
-    @property
-    def count(self) -> int:
-        """The number of blocks. Synchronises with the device."""
-        total = self.batch * self.heads * self.grid.rows * self.grid.columns
-        if self.lists is None:
-            return total
-        return int((self.lists.rows[..., 3] - self.lists.rows[..., 1]).sum())
-
-    @property
-    def density(self) -> float:
-        """The share of all possible blocks that the layout has. Synchronises with the device."""
-        return self.count / max(self.batch * self.heads * self.grid.rows * self.grid.columns, 1)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that the lists occupy."""
-        return sum(t.nbytes for t in self.lists or ())
-
-    def to(self, device: torch.device | str) -> BlockLayout:
-        """The same layout on another device."""
-        device = torch.empty(0, device=device).device
-        if device == self.device:
-            return self
-        with torch.inference_mode(False):
-            copies = self.lists and Lists(*[t.to(device) for t in self.lists])
-        key = (self.key, device)
-        own = (self.queries, self.keys, self.block, self.batch, self.heads)
-        return BlockLayout(*own, device, key, copies)
-
-    def blocks(self) -> Blocks:
-        """The blocks, in order."""
-        if self.lists is not None:
-            return lists.blocks_of(self.lists)
-        number = torch.arange(self.grid.rows * self.grid.columns, device=self.device)
-        return Blocks(number, None, lists.no_masks(self.block, self.device))
-
-    def causal(self) -> BlockLayout:
-        """Exclude keys that come after their query. The last query sees every key.
-
-        `causal=True` in the call does the same without lists.
-        """
-        high = self.keys - self.queries
-        restricted = patterns.cut_band(self.grid, self.blocks(), None, high)
-        return self._with_blocks(restricted, ("causal", self.key), self.batch, self.heads)
-
-    def part(self, queries: tuple[int, int], keys: tuple[int, int]) -> BlockLayout:
-        """The layout of a range of queries and a range of keys. Both start at a block."""
-        for name, length, (begin, end) in (
-            ("queries", self.queries, queries),
-            ("keys", self.keys, keys),
-        ):
-            if (
-                not 0 <= begin <= end <= length
-                or begin % self.block
-                or (end % self.block and end != length)
-            ):
-                actual, accepted = f"{begin} to {end}", f"multiples of {self.block} up to {length}"
-                raise ArgumentError("BlockLayout.part", name, actual, accepted)
-        lengths = (queries[1] - queries[0], keys[1] - keys[0])
-        grid = Grid(*lengths, self.block, self.device)
-        key = ("part", self.key, queries, keys)
-        if self.lists is None:
-            return self._from_draft(Draft(grid, None, key))
-        number, mask, masks = self.blocks()
-        line, column = number // self.grid.columns, number % self.grid.columns
-        head, row = line // self.grid.rows, line % self.grid.rows
-        row, column = row - queries[0] // self.block, column - keys[0] // self.block
-        inside = (row >= 0) & (row < grid.rows) & (column >= 0) & (column < grid.columns)
-        number = ((head * grid.rows + row) * grid.columns + column)[inside]
-        blocks = Blocks(number, None if mask is None else mask[inside], masks)
-        return self._from_draft(make_draft(grid, blocks, key, self.batch, self.heads))
-
-    def of_heads(self, batch: tuple[int, int], heads: tuple[int, int]) -> BlockLayout:
-        """The layout of a range of the batch and a range of heads. A shared layout stays shared."""
-        ranges, sizes = [], (self.batch, self.heads)
-        for name, size, (begin, end) in zip(("batch", "heads"), sizes, (batch, heads), strict=True):
-            if not 0 <= begin <= end or (size > 1 and end > size):
-                actual, accepted = f"{begin} to {end}", f"a range of {size}"
-                raise ArgumentError("BlockLayout.of_heads", name, actual, accepted)
-            ranges.append((begin, end) if size > 1 else (0, 1))
-        (b, b_end), (h, h_end) = ranges
-        counts = (b_end - b, h_end - h)
-        if self.lists is None or counts == sizes:
-            return self
-        own = torch.arange(self.batch * self.heads, device=self.device)
-        own = own.view(sizes)[b:b_end, h:h_end].flatten()
-        blocks = lists.repeat_heads(self.blocks(), own, self.grid.rows * self.grid.columns)
-        return self._with_blocks(blocks, ("heads", self.key, *ranges), *counts)
-
-    def repeat_for_query_heads(self, group: int) -> BlockLayout:
-        """The layout of query heads, from one of key heads that `group` adjacent ones share."""
-        if self.heads == 1 or group == 1:
-            return self
-        own = torch.arange(self.batch * self.heads, device=self.device).repeat_interleave(group)
-        blocks = lists.repeat_heads(self.blocks(), own, self.grid.rows * self.grid.columns)
-        key = ("query heads", self.key, group)
-        return self._with_blocks(blocks, key, self.batch, self.heads * group)
-
-    def __or__(self, other: BlockLayout) -> BlockLayout:
-        """The blocks of either layout."""
-        return self._join(other, union=True)
-
-    def __and__(self, other: BlockLayout) -> BlockLayout:
-        """The blocks of both layouts."""
-        return self._join(other, union=False)
-
-    def _join(self, other: BlockLayout, union: bool) -> BlockLayout:
-        if not isinstance(other, BlockLayout) or self.grid != other.grid:
-            accepted = f"a layout of {self.grid}"
-            raise ArgumentError("BlockLayout", "other", repr(other), accepted)
-        if self.lists is None or other.lists is None:
-            dense, rest = (self, other) if self.lists is None else (other, self)
-            return dense if union else rest
-        batch, heads = self._join_heads(other)
-        one, two = self._expand(batch, heads), other._expand(batch, heads)
-        blocks = lists.join(one, two, self.block, union)
-        key = ("|" if union else "&", self.key, other.key)
-        return self._with_blocks(blocks, key, batch, heads)
-
-    def _join_heads(self, other: BlockLayout) -> tuple[int, int]:
-        sizes = []
-        for name in ("batch", "heads"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs and 1 not in (mine, theirs):
-                accepted = f"a layout for {mine} {name}, or one that is shared"
-                raise ArgumentError("BlockLayout", "other", f"for {theirs} {name}", accepted)
-            sizes.append(max(mine, theirs))
-        return sizes[0], sizes[1]
-
-    def _expand(self, batch: int, heads: int) -> Blocks:
-        """Repeat the blocks for this batch and these heads."""
-        blocks = self.blocks()
-        if (batch, heads) == (self.batch, self.heads):
-            return blocks
-        own = torch.arange(self.batch * self.heads, device=self.device)
-        own = own.view(self.batch, self.heads).expand(batch, heads).flatten()
-        return lists.repeat_heads(blocks, own, self.grid.rows * self.grid.columns)
-
-    def to_mask(self) -> torch.Tensor:
-        """Booleans [batch, heads, queries, keys], True if the key takes part."""
-        if self.lists is None:
-            shape = (1, 1, self.queries, self.keys)
-            return torch.ones(shape, dtype=torch.bool, device=self.device)
-        rows, row_entries, _, _, masks = self.lists
-        return lists.token_mask(rows, row_entries, masks, self.block, self.queries, self.keys)
-
-    def kinds(self) -> torch.Tensor:
-        """The kind of each block, [batch, heads, rows, columns]: 0 none, 1 full, 2 partial."""
-        grid = self.grid
-        if self.lists is None:
-            return torch.ones(1, 1, grid.rows, grid.columns, dtype=torch.int32, device=self.device)
-        kinds = lists.kinds_of(self.lists.rows, self.lists.row_entries, grid.columns)
-        return kinds.clamp(max=2)
-
-    def plot(self, head: int = 0, ax: Any = None) -> Any:
-        """Draw one head's blocks with matplotlib; returns the axes."""
-        return picture.draw_plot(self.kinds()[0, head], repr(self).splitlines()[0], ax)
-
-    def __repr__(self) -> str:
-        shared = "" if self.heads == self.batch == 1 else f", {self.batch} x {self.heads} heads"
-        title = (
-            f"BlockLayout({self.queries} x {self.keys} tokens, block {self.block}{shared},"
-            f" density {self.density:.3g})"
-        )
-        return f"{title}\n{picture.draw_text(self.kinds()[0, 0])}"
+    @classmethod
+    def _unite_with_random(
+        cls,
+        grid: Grid,
+        shared: list[torch.Tensor],
+        blocks: int,
+        heads: int,
+        seed: int,
+        key: tuple[Any, ...],
+        attention: str,
+    ) -> BlockLayout:
+        """Make the union of patterns that heads share and of random blocks for each head."""
+        whole = grid.aligned()
+        each = whole.rows * whole.columns
+        numbers = [number + head * each for head in range(heads) for number in shared]
+        backward_only = is_unidirectional(attention)
+        numbers.append(patterns.draw_blocks(whole, blocks, heads, seed, backward_only))
+        return cls._unite(grid, numbers, (*key, blocks, heads, seed), attention, heads)
 
     # --- Elementary patterns ----------------------------------------------------------------------
 
@@ -250,7 +93,7 @@ class BlockLayout:
         device: torch.device | str | None = None,
     ) -> BlockLayout:
         """Every block. A dense layout keeps no lists."""
-        return cls._from_draft(Draft(make_grid(seq_len, block, device), None, ("dense",)))
+        return cls._of_lists(make_grid(seq_len, block, device), None, ("dense",))
 
     @classmethod
     def sliding_window(
@@ -271,11 +114,15 @@ class BlockLayout:
         grid = make_grid(seq_len, block, device)
         if window_size is None:
             blocks = 3 if num_sliding_window_blocks is None else num_sliding_window_blocks
-            return cls._from_draft(builders.build_sliding_window(grid, blocks, attention))
+            check_at_least(1, num_sliding_window_blocks=blocks)
+            number = patterns.list_window(grid.aligned(), blocks)
+            return cls._unite(grid, [number], ("sliding_window", blocks), attention)
         if num_sliding_window_blocks is not None:
             actual = f"given with num_sliding_window_blocks={num_sliding_window_blocks}"
             raise ArgumentError("BlockLayout", "window_size", actual, "one of the two")
-        return cls._from_draft(builders.build_token_window(grid, window_size, attention))
+        before, after = window_size[0], 0 if is_unidirectional(attention) else window_size[1]
+        window = patterns.make_token_window(grid, before, after)
+        return cls._of_blocks(grid, window, ("sliding_window", before, after))
 
     @classmethod
     def block_local(
@@ -289,7 +136,9 @@ class BlockLayout:
     ) -> BlockLayout:
         """Windows of blocks along the diagonal. Each sees only itself."""
         grid = make_grid(seq_len, block, device)
-        return cls._from_draft(builders.build_block_local(grid, num_local_blocks, attention))
+        check_at_least(1, num_local_blocks=num_local_blocks)
+        number = patterns.list_windows(grid.aligned(), [num_local_blocks])
+        return cls._unite(grid, [number], ("block_local", num_local_blocks), attention)
 
     @classmethod
     def strided(
@@ -303,7 +152,10 @@ class BlockLayout:
     ) -> BlockLayout:
         """Sparse Transformer's strided pattern: near blocks, and every `stride`-th block."""
         grid = make_grid(seq_len, block, device)
-        return cls._from_draft(builders.build_strided(grid, stride, attention))
+        check_at_least(1, stride=stride)
+        near = patterns.list_window(grid.aligned(), 2 * stride - 1)
+        numbers = [near, patterns.list_strides(grid.aligned(), stride)]
+        return cls._unite(grid, numbers, ("strided", stride), attention)
 
     @classmethod
     def dilated(
@@ -318,9 +170,10 @@ class BlockLayout:
     ) -> BlockLayout:
         """A sliding window with gaps: every `dilation`-th block."""
         grid = make_grid(seq_len, block, device)
-        return cls._from_draft(
-            builders.build_dilated(grid, num_sliding_window_blocks, dilation, attention)
-        )
+        blocks = num_sliding_window_blocks
+        check_at_least(1, num_sliding_window_blocks=blocks, dilation=dilation)
+        number = patterns.list_dilated_window(grid.aligned(), blocks, dilation)
+        return cls._unite(grid, [number], ("dilated", blocks, dilation), attention)
 
     @classmethod
     def random(
@@ -337,10 +190,10 @@ class BlockLayout:
     ) -> BlockLayout:
         """Distinct random blocks in every row, or all that the row may see if there are fewer."""
         grid = make_grid(seq_len, block, device)
+        check_at_least(1, num_random_blocks=num_random_blocks)
         heads = num_heads if different_layout_per_head else 1
-        return cls._from_draft(
-            builders.build_random(grid, num_random_blocks, heads, seed, attention)
-        )
+        own = (num_random_blocks, heads, seed)
+        return cls._unite_with_random(grid, [], *own, ("random",), attention)
 
     @classmethod
     def global_tokens(
@@ -356,7 +209,13 @@ class BlockLayout:
         `tokens` are positions among the keys.
         """
         grid = make_grid(seq_len, block, device)
-        return cls._from_draft(builders.build_global_tokens(grid, tokens))
+        positions = list(range(tokens)) if isinstance(tokens, int) else sorted(set(tokens))
+        if positions and not 0 <= positions[0] <= positions[-1] < grid.keys:
+            actual = f"{positions[0]} to {positions[-1]}"
+            raise ArgumentError("BlockLayout", "tokens", actual, f"positions below {grid.keys}")
+        chosen = torch.tensor(positions, dtype=torch.int64, device=grid.device)
+        blocks = patterns.make_global_tokens(grid, chosen)
+        return cls._of_blocks(grid, blocks, ("global_tokens", tuple(positions)))
 
     # --- Compound patterns, named like DeepSpeed's configurations ---------------------------------
 
@@ -380,17 +239,38 @@ class BlockLayout:
         global blocks precede head h - 1's.
         """
         grid = make_grid(seq_len, block, device)
-        return cls._from_draft(
-            compounds.build_fixed(
-                grid,
-                num_heads,
-                num_local_blocks,
-                num_global_blocks,
-                attention,
-                horizontal_global_attention,
-                num_different_global_patterns,
+        whole = grid.aligned()
+        check_at_least(1, num_local_blocks=num_local_blocks, num_global_blocks=num_global_blocks)
+        check_at_least(1, num_heads=num_heads, different_patterns=num_different_global_patterns)
+        if num_local_blocks < num_global_blocks * num_different_global_patterns:
+            actual = f"{num_different_global_patterns}, with {num_global_blocks} global blocks each"
+            accepted = (
+                f"at most {num_local_blocks // num_global_blocks}, for {num_local_blocks} blocks"
             )
+            raise ArgumentError("BlockLayout", "num_different_global_patterns", actual, accepted)
+        backward_only = is_unidirectional(attention)
+        heads = num_heads if num_different_global_patterns > 1 else 1
+        last = grid.columns - grid.columns % num_local_blocks
+        local = patterns.list_windows(whole, [num_local_blocks])
+        numbers = []
+        for head in range(heads):
+            place = 1 + head % num_different_global_patterns
+            first = num_local_blocks - place * num_global_blocks
+            begins = list(range(first, last, num_local_blocks))
+            if last < grid.columns:  # the last window is shorter
+                begins.append(max(min(last + first, grid.columns - num_global_blocks), 0))
+            chosen = patterns.list_indices(
+                begins, [b + num_global_blocks for b in begins], grid.columns
+            )
+            shared = patterns.list_global_blocks(
+                whole, chosen, backward_only, horizontal_global_attention
+            )
+            numbers += [number + head * whole.rows * whole.columns for number in (local, *shared)]
+        key = (
+            *("fixed", heads, num_local_blocks, num_global_blocks),
+            *(horizontal_global_attention, num_different_global_patterns),
         )
+        return cls._unite(grid, numbers, key, attention, heads)
 
     @classmethod
     def variable(
@@ -411,19 +291,20 @@ class BlockLayout:
     ) -> BlockLayout:
         """Local windows of given sizes (the last one repeats), global blocks and random blocks."""
         grid = make_grid(seq_len, block, device)
-        return cls._from_draft(
-            compounds.build_variable(
-                grid,
-                num_heads if different_layout_per_head else 1,
-                num_random_blocks,
-                local_window_blocks,
-                global_block_indices,
-                global_block_end_indices,
-                attention,
-                horizontal_global_attention,
-                seed,
-            )
-        )
+        heads = num_heads if different_layout_per_head else 1
+        whole = grid.aligned()
+        check_at_least(0, num_random_blocks=num_random_blocks)
+        sizes = list(local_window_blocks)
+        if not sizes or min(sizes) < 1:
+            raise ArgumentError("BlockLayout", "local_window_blocks", repr(sizes), "sizes >= 1")
+        backward_only = is_unidirectional(attention)
+        chosen = patterns.list_indices(global_block_indices, global_block_end_indices, grid.columns)
+        shared = [
+            patterns.list_windows(whole, sizes),
+            *patterns.list_global_blocks(whole, chosen, backward_only, horizontal_global_attention),
+        ]
+        key = ("variable", tuple(sizes), tuple(chosen), horizontal_global_attention)
+        return cls._unite_with_random(grid, shared, num_random_blocks, heads, seed, key, attention)
 
     @classmethod
     def bigbird(
@@ -445,17 +326,17 @@ class BlockLayout:
         Unidirectional rows draw from the blocks that they may see, so the first rows have fewer.
         """
         grid = make_grid(seq_len, block, device)
-        return cls._from_draft(
-            compounds.build_bigbird(
-                grid,
-                num_heads if different_layout_per_head else 1,
-                num_random_blocks,
-                num_sliding_window_blocks,
-                num_global_blocks,
-                attention,
-                seed,
-            )
-        )
+        heads = num_heads if different_layout_per_head else 1
+        whole = grid.aligned()
+        check_at_least(0, num_random_blocks=num_random_blocks, num_global_blocks=num_global_blocks)
+        check_at_least(1, num_sliding_window_blocks=num_sliding_window_blocks)
+        chosen = list(range(min(num_global_blocks, grid.columns)))
+        shared = [
+            patterns.list_window(whole, num_sliding_window_blocks),
+            *patterns.list_global_blocks(whole, chosen, False, True),
+        ]
+        key = ("bigbird", num_sliding_window_blocks, num_global_blocks)
+        return cls._unite_with_random(grid, shared, num_random_blocks, heads, seed, key, attention)
 
     @classmethod
     def longformer(
@@ -471,15 +352,15 @@ class BlockLayout:
     ) -> BlockLayout:
         """Longformer's pattern: a sliding window, and blocks that see all and are seen by all."""
         grid = make_grid(seq_len, block, device)
-        return cls._from_draft(
-            compounds.build_longformer(
-                grid,
-                num_sliding_window_blocks,
-                global_block_indices,
-                global_block_end_indices,
-                attention,
-            )
-        )
+        whole = grid.aligned()
+        check_at_least(1, num_sliding_window_blocks=num_sliding_window_blocks)
+        chosen = patterns.list_indices(global_block_indices, global_block_end_indices, grid.columns)
+        numbers = [
+            patterns.list_window(whole, num_sliding_window_blocks),
+            *patterns.list_global_blocks(whole, chosen, False, True),
+        ]
+        key = ("longformer", num_sliding_window_blocks, tuple(chosen))
+        return cls._unite(grid, numbers, key, attention)
 
     # --- Layouts from data ------------------------------------------------------------------------
 
@@ -496,7 +377,17 @@ class BlockLayout:
         Integers count as booleans, as in DeepSpeed's layouts. Without `seq_len` all blocks are
         whole.
         """
-        return cls._from_draft(data.build_from_blocks(blocks, block, seq_len))
+        if blocks.dtype in _INTEGERS:
+            blocks = blocks != 0
+        if blocks.dtype != torch.bool or not 2 <= blocks.ndim <= 4:
+            actual = f"a {blocks.dtype} tensor of shape {list(blocks.shape)}"
+            accepted = "booleans [rows, columns], [heads, ...] or [batch, heads, ...]"
+            raise ArgumentError("BlockLayout", "blocks", actual, accepted)
+        batch, heads, rows, columns = (1,) * (4 - blocks.ndim) + tuple(blocks.shape)
+        grid = patterns.match_grid("blocks", blocks, rows, columns, seq_len, block)
+        number = blocks.flatten().nonzero().squeeze(1)
+        chosen = Blocks(number, None, lists.no_masks(block, grid.device))
+        return cls._of_blocks(grid, chosen, None, batch, heads)
 
     @classmethod
     def from_mask_fn(
@@ -519,10 +410,19 @@ class BlockLayout:
         function uses the head or the batch.
         """
         grid = make_grid(seq_len, block, device)
-        candidates = None if within is None else within.blocks()
-        made = cls._from_draft(
-            data.build_from_mask_fn(grid, mask_mod, num_heads, batch_size, candidates)
-        )
+        function = adapt_mask_function(mask_mod, grid, batch_size, num_heads)
+        heads = 1 if num_heads is None else num_heads
+        batch = 1 if batch_size is None else batch_size
+        check_at_least(1, num_heads=heads, batch_size=batch)
+        if within is None:
+            patches = patterns.cut_grid(grid, batch, heads)
+        else:  # of any head or sequence, for all of them
+            each = grid.rows * grid.columns
+            own = (within.blocks().number % each).unique()
+            number = torch.cat([own + head * each for head in range(batch * heads)])
+            patches = patterns.cut_blocks(grid, number, heads)
+        found = patterns.evaluate(grid, patches, function)
+        made = cls._of_blocks(grid, found, None, batch, heads)
         return made if within is None else made & within
 
     @classmethod
@@ -545,11 +445,10 @@ class BlockLayout:
         query sees before and after its aligned key, -1 for no bound. Tokens after the last
         sequence, up to `seq_len`, see nothing and are not seen.
         """
-        return cls._from_draft(
-            documents.build_documents(
-                cu_seqlens, cu_seqlens_keys, block, causal, window_size, seq_len
-            )
+        grid, blocks, batch = documents.make_documents(
+            cu_seqlens, cu_seqlens_keys, block, causal, window_size, seq_len
         )
+        return cls._of_blocks(grid, blocks, None, batch)
 
     @classmethod
     def from_block_mask(
@@ -591,4 +490,20 @@ class BlockLayout:
         block. Everything runs on the scores' device, without synchronisation: lists have room for
         `top_k` blocks per row, even if a row has fewer.
         """
-        return cls._from_draft(data.build_from_scores(scores, top_k, block, seq_len))
+        if not scores.is_floating_point() or not 2 <= scores.ndim <= 4:
+            actual = f"a {scores.dtype} tensor of shape {list(scores.shape)}"
+            accepted = "numbers [rows, columns], [heads, ...] or [batch, heads, ...]"
+            raise ArgumentError("BlockLayout", "scores", actual, accepted)
+        check_at_least(1, top_k=top_k)
+        batch, heads, rows, columns = (1,) * (4 - scores.ndim) + tuple(scores.shape)
+        grid = patterns.match_grid("scores", scores, rows, columns, seq_len, block)
+        scores = scores.detach().reshape(-1, rows, columns)
+        scores = scores.masked_fill(scores.isnan(), -torch.inf)  # topk takes NaN for the largest
+        best = scores.topk(min(top_k, columns), sorted=False)
+        line = torch.arange(batch * heads * rows, device=grid.device).view(-1, rows, 1)
+        number = line * columns + best.indices
+        none = batch * heads * rows * columns
+        number = torch.where(best.values > -torch.inf, number, none).flatten()
+        masks = lists.no_masks(block, grid.device)
+        chosen = lists.make_lists(number, None, masks, (batch, heads, rows, columns))
+        return cls._of_lists(grid, chosen, None, batch, heads)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from numbers import Integral
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,6 +61,56 @@ class Grid(NamedTuple):
     def diagonal(self) -> torch.Tensor:
         """For every row of an aligned grid, the column on the diagonal; -1: before all keys."""
         return (self.row() + self.before).clamp(-1)
+
+
+# --- Checks of arguments --------------------------------------------------------------------------
+
+_BLOCKS = (16, 32, 64, 128)
+_ATTENTION = ("bidirectional", "unidirectional")
+
+
+def make_grid(
+    seq_len: int | tuple[int, int], block: int, device: torch.device | str | None
+) -> Grid:
+    """Make the grid of these lengths. Raises an error that names the wrong argument."""
+    pair = seq_len if isinstance(seq_len, tuple | list) else (seq_len, seq_len)
+    if len(pair) != 2 or not all(isinstance(n, Integral) and n >= 0 for n in pair):
+        raise ArgumentError("BlockLayout", "seq_len", repr(seq_len), "tokens, or a pair of them")
+    queries, keys = map(int, pair)
+    if block not in _BLOCKS:
+        raise ArgumentError("BlockLayout", "block", repr(block), " or ".join(map(str, _BLOCKS)))
+    return Grid(queries, keys, block, torch.empty(0, device=device or "cpu").device)
+
+
+def check_at_least(least: int, **values: Any) -> None:
+    """Raise an error for the first value that is not an integer or is too small."""
+    for name, value in values.items():
+        if not isinstance(value, int) or value < least:
+            raise ArgumentError("BlockLayout", name, repr(value), f"an int >= {least}")
+
+
+def is_unidirectional(attention: str) -> bool:
+    """Whether queries see no later keys."""
+    if attention not in _ATTENTION:
+        raise ArgumentError("BlockLayout", "attention", repr(attention), " or ".join(_ATTENTION))
+    return attention == "unidirectional"
+
+
+def match_grid(
+    name: str,
+    value: torch.Tensor,
+    rows: int,
+    columns: int,
+    seq_len: int | tuple[int, int] | None,
+    block: int,
+) -> Grid:
+    """Make the grid for a tensor of blocks. Without lengths all blocks are whole."""
+    lengths = (rows * block, columns * block) if seq_len is None else seq_len
+    grid = make_grid(lengths, block, value.device)
+    if (grid.rows, grid.columns) != (rows, columns):
+        accepted = f"one of {grid.rows} x {grid.columns} blocks of {block} tokens"
+        raise ArgumentError("BlockLayout", name, f"of shape {list(value.shape)}", accepted)
+    return grid
 
 
 # --- Patterns of blocks ---------------------------------------------------------------------------
@@ -119,6 +170,16 @@ def list_columns(grid: Grid, columns: torch.Tensor, first: torch.Tensor) -> torc
 def list_rows(grid: Grid, rows: torch.Tensor) -> torch.Tensor:
     """List all blocks of these rows."""
     return (rows[:, None] * grid.columns + grid.column()).flatten()
+
+
+def list_indices(begins: Sequence[int], ends: Sequence[int] | None, limit: int) -> list[int]:
+    """List the blocks of these ranges below the limit. Without `ends`, each range is one block."""
+    begins = list(begins)
+    ends = [begin + 1 for begin in begins] if ends is None else list(ends)
+    if len(ends) != len(begins) or any(b < 0 or b >= e for b, e in zip(begins, ends, strict=True)):
+        accepted = "as many ends as beginnings, each after its beginning"
+        raise ArgumentError("BlockLayout", "global_block_indices", f"{begins} to {ends}", accepted)
+    return sorted({i for b, e in zip(begins, ends, strict=True) for i in range(b, min(e, limit))})
 
 
 def list_global_blocks(
@@ -216,6 +277,21 @@ def drop_first_queries(grid: Grid, blocks: Blocks) -> Blocks:
 
 
 # --- Patterns of tokens ---------------------------------------------------------------------------
+
+
+def make_token_window(grid: Grid, before: int, after: int) -> Blocks:
+    """Make a window that is exact in tokens. A negative number is no bound."""
+    block, offset = grid.block, grid.keys - grid.queries
+    low = None if before < 0 else offset - before
+    high = None if after < 0 else offset + after
+    row = grid.row()
+    first = torch.zeros_like(row) if low is None else (row * block + low) // block
+    end = torch.full_like(row, grid.columns)
+    if high is not None:
+        end = ((row + 1) * block - 1 + high).div(block, rounding_mode="floor") + 1
+    first, end = first.clamp(0, grid.columns), end.clamp(0, grid.columns)
+    number = list_spans(grid, first, end)
+    return cut_band(grid, Blocks(number, None, no_masks(block, grid.device)), low, high)
 
 
 def make_global_tokens(grid: Grid, tokens: torch.Tensor) -> Blocks:
