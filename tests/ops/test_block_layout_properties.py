@@ -145,6 +145,31 @@ def _columns_mask(layout: BlockLayout) -> Mask:
     return turned.mT
 
 
+def _check_lists(
+    rows: torch.Tensor,
+    row_entries: torch.Tensor,
+    columns: torch.Tensor,
+    column_entries: torch.Tensor,
+    masks: torch.Tensor,
+    block: int,
+) -> None:
+    """Full blocks come before partial ones, the longest lines first, and masks are unique."""
+    for numbers in (rows, row_entries, columns, column_entries, masks):
+        assert numbers.dtype == torch.int32
+        assert numbers.is_contiguous()
+    for lines in (rows, columns):
+        which, begin, partial, end = lines.unbind(-1)
+        assert torch.equal(which.sort(-1).values, torch.arange(lines.shape[2]).expand(which.shape))
+        assert (begin <= partial).all()
+        assert (partial <= end).all()
+        assert ((end - begin).diff(dim=-1) <= 0).all()
+    if len(masks):
+        bits = unpack(masks, block).flatten(1)
+        assert bits.any(1).all()
+        assert not bits.all(1).any()
+        assert len(masks.unique(dim=0)) == len(masks)
+
+
 @given(
     one=st.sampled_from(sorted(BUILDERS)),
     two=st.sampled_from(sorted(BUILDERS)),
@@ -171,6 +196,7 @@ def test_rows_and_columns_describe_one_set(
     mask = layout.to_mask()
     assert torch.equal(mask, of_mask(a.to_mask(), b.to_mask(), block).expand(mask.shape))
     if layout.lists is not None:
+        _check_lists(*layout.lists, block)
         assert torch.equal(_columns_mask(layout), mask)
         assert layout.count == len(layout.blocks().number) == (layout.kinds() > 0).sum()
     _assert_gradients(layout, mask)
@@ -298,31 +324,9 @@ def test_mask_functions_are_those_of_single_indices(name: str, listed: bool) -> 
         assert found[at] == function(*(torch.tensor(i) for i in at))
 
 
-@pytest.mark.parametrize("argument", ["batch_size", "num_heads"])
-def test_a_mask_functions_batch_and_heads_are_asked_for(argument: str) -> None:
-    other = {"batch_size": "num_heads", "num_heads": "batch_size"}[argument]
-    with pytest.raises(torchweld.ArgumentError, match=f"{argument} is not given"):
-        BlockLayout.from_mask_fn(FUNCTIONS["table"], 70, block=16, **{other: 3})
-
-
-def test_a_mask_functions_errors_name_it() -> None:
-    def branches(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return q >= k if q > 3 else q == k
-
-    for function in (branches, lambda b, h, q, k: _VECTORS[q + 1, 0] > 0):
-        with pytest.raises(torchweld.ArgumentError, match="mask_mod is one that raises"):
-            BlockLayout.from_mask_fn(function, 70, block=16)
-
-
 def test_lengths_and_blocks_of_other_types() -> None:
     """NumPy's integers as lengths, and DeepSpeed's int64 blocks."""
     assert BlockLayout.bigbird(np.int64(96), block=16) == BlockLayout.bigbird(96, block=16)
     blocks = torch.rand(2, 5, 5) < 0.5
     ours, theirs = (BlockLayout.from_blocks(b, block=16) for b in (blocks, blocks.long()))
     assert torch.equal(ours.to_mask(), theirs.to_mask())
-
-
-@pytest.mark.parametrize("offsets", [[3, 10, 20], [0, 10, 5, 20]])
-def test_offsets_of_documents_are_cumulative(offsets: list[int]) -> None:
-    with pytest.raises(torchweld.ArgumentError, match="cu_seqlens is offsets"):
-        BlockLayout.documents(torch.tensor(offsets), block=16)

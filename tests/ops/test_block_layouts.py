@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
 
 import torchweld
 from torchweld.bench.memory import peak_bytes
 from torchweld.sparse import BlockLayout, patterns
-from torchweld.sparse.lists import pack, token_mask, unpack
 
 Seen = Callable[[int, int, int], bool]
 
@@ -173,23 +174,6 @@ def test_windows_of_tokens(queries: int, keys: int, before: int, after: int, blo
     assert torch.equal(layout.causal().to_mask()[0, 0], expected & (distance <= 0))
 
 
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=6),
-    causal=st.booleans(),
-    cross=st.booleans(),
-)
-def test_documents_see_themselves(
-    lengths: list[tuple[int, int]], causal: bool, cross: bool
-) -> None:
-    queries, keys = (torch.tensor([pair[i if cross else 0] for pair in lengths]) for i in (0, 1))
-    bounds = [torch.cat([torch.zeros(1), n.cumsum(0)]).int() for n in (queries, keys)]
-    layout = BlockLayout.documents(*bounds[: 1 + cross], block=16, causal=causal)
-    parts = [torch.ones(q, k, dtype=torch.bool) for q, k in zip(queries, keys, strict=True)]
-    if causal:
-        parts = [part.tril(part.shape[1] - part.shape[0]) for part in parts]
-    assert torch.equal(layout.to_mask()[0, 0], torch.block_diag(*parts).bool())
-
-
 def test_global_tokens_are_exact() -> None:
     chosen = [0, 5, 77]
     mask = BlockLayout.global_tokens(100, chosen, block=16).to_mask()[0, 0]
@@ -244,11 +228,6 @@ def test_a_mask_function_takes_memory_for_its_blocks(width: int, monkeypatch: An
     assert peak < 20 * 2**12 + 160 * made[0].count + 2**16 < 2048**2
 
 
-def test_a_mask_function_returns_booleans() -> None:
-    with pytest.raises(torchweld.ArgumentError, match=r"mask_mod.*int64"):
-        BlockLayout.from_mask_fn(lambda b, h, q, k: q - k, 64)
-
-
 # --- From blocks and from scores ------------------------------------------------------------------
 
 
@@ -276,76 +255,6 @@ def test_scores_on_a_device_are_never_read() -> None:
 
 
 # --- All layouts ----------------------------------------------------------------------------------
-
-_LENGTHS = (200, 230)
-LAYOUTS: dict[str, Callable[[], BlockLayout]] = {
-    "dense": lambda: BlockLayout.dense(_LENGTHS, block=32),
-    "window": lambda: BlockLayout.sliding_window(_LENGTHS, window_size=(50, 20), block=32),
-    "causal": lambda: BlockLayout.dense(_LENGTHS, block=32).causal(),
-    "bigbird": lambda: BlockLayout.bigbird(_LENGTHS, block=32, attention="unidirectional"),
-    "heads": lambda: BlockLayout.random(
-        _LENGTHS, 2, block=32, num_heads=3, different_layout_per_head=True
-    ),
-    "tokens": lambda: BlockLayout.global_tokens(_LENGTHS, [3, 99], block=32),
-    "function": lambda: BlockLayout.from_mask_fn(
-        lambda b, h, q, k: (q - k) % (h + 2) == 0, _LENGTHS, block=32, num_heads=3
-    ),
-    "scores": lambda: BlockLayout.from_scores(
-        torch.rand(2, 3, 7, 8).log() + torch.where(torch.rand(2, 3, 7, 8) > 0.7, -torch.inf, 0),
-        *(3,),
-        block=32,
-        seq_len=_LENGTHS,
-    ),
-    "nothing": lambda: BlockLayout.from_blocks(
-        torch.zeros(7, 8, dtype=torch.bool), block=32, seq_len=_LENGTHS
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_lists_say_what_the_layout_says(name: str) -> None:
-    """Rows and columns have the same blocks: full before partial ones, longest lines first."""
-    layout = LAYOUTS[name]()
-    mask = layout.to_mask()
-    assert mask.shape[2:] == _LENGTHS
-    if layout.lists is None:
-        return
-    rows, _, columns, column_entries, masks = layout.lists
-    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in layout.lists)
-    # The transpose's masks have keys as rows, so transpose the bits too.
-    flipped = torch.zeros(0, masks.shape[1], dtype=torch.int32)
-    if len(masks):
-        flipped = pack(unpack(masks, 32).mT.contiguous())
-    turned = token_mask(columns, column_entries, flipped, 32, *_LENGTHS[::-1])
-    assert torch.equal(turned.mT, mask)
-    for lines in (rows, columns):
-        which, begin, partial, end = lines.unbind(-1)
-        assert torch.equal(which.sort(-1).values, torch.arange(lines.shape[2]).expand(which.shape))
-        assert (begin <= partial).all()
-        assert (partial <= end).all()
-        assert ((end - begin).diff(dim=-1) <= 0).all()
-    if len(masks):
-        bits = unpack(masks, 32).flatten(1)
-        assert bits.any(1).all()
-        assert not bits.all(1).any()
-        assert len(masks.unique(dim=0)) == len(masks)
-
-
-@given(
-    one=st.sampled_from(sorted(LAYOUTS)),
-    two=st.sampled_from(sorted(LAYOUTS)),
-    seed=st.integers(0, 9),
-)
-def test_unions_and_intersections(one: str, two: str, seed: int) -> None:
-    torch.manual_seed(seed)
-    a, b = LAYOUTS[one](), LAYOUTS[two]()
-    for union, joined in ((True, a | b), (False, a & b)):
-        expected = a.to_mask() | b.to_mask() if union else a.to_mask() & b.to_mask()
-        assert torch.equal(joined.to_mask().expand(expected.shape), expected)
-    restricted = (a | b).causal().to_mask()
-    distance = torch.arange(_LENGTHS[1]) - torch.arange(_LENGTHS[0])[:, None]
-    seen = distance <= _LENGTHS[1] - _LENGTHS[0]
-    assert torch.equal(restricted, ((a | b).to_mask() & seen).expand(restricted.shape))
 
 
 def test_equality_of_layouts() -> None:
@@ -399,46 +308,90 @@ def test_pictures() -> None:
     assert image.sum() == layout.count
 
 
-BAD: dict[str, tuple[Callable[[], Any], str]] = {
-    "block": (lambda: BlockLayout.dense(64, block=48), "block is 48; accepted: 16 or 32"),
-    "length": (lambda: BlockLayout.dense(-1), "seq_len"),
-    "attention": (lambda: BlockLayout.fixed(64, attention="causal"), "unidirectional"),
-    "window": (lambda: BlockLayout.sliding_window(64, 0), "num_sliding_window_blocks"),
-    "two windows": (lambda: BlockLayout.sliding_window(64, 3, window_size=(1, 1)), "one of"),
-    "patterns": (
-        lambda: BlockLayout.fixed(64, num_different_global_patterns=5),
-        "num_different_global_patterns",
+_ENDS = torch.tensor([0, 30, 64])
+_FLEX = functools.partial(create_block_mask, lambda b, h, q, k: q >= k, None, device="cpu")
+_VECTOR = torch.arange(70)
+_HEADS: dict[str, Any] = {"different_layout_per_head": True}
+# A function, its first argument, its other ones, and what the error says.
+BAD: list[tuple[Callable[..., Any], Any, dict[str, Any], str]] = [
+    (BlockLayout.dense, 64, {"block": 48}, "block is 48; accepted: 16 or 32"),
+    (BlockLayout.dense, -1, {}, "seq_len"),
+    (BlockLayout.fixed, 64, {"attention": "causal"}, "unidirectional"),
+    (BlockLayout.sliding_window, 64, {"num_sliding_window_blocks": 0}, "num_sliding_window_blocks"),
+    (
+        BlockLayout.sliding_window,
+        64,
+        {"num_sliding_window_blocks": 3, "window_size": (1, 1)},
+        "one of",
     ),
-    "windows": (lambda: BlockLayout.variable(64, local_window_blocks=[]), "sizes >= 1"),
-    "ends": (
-        lambda: BlockLayout.longformer(
-            *(64,), global_block_indices=[1], global_block_end_indices=[1]
-        ),
+    (BlockLayout.fixed, 64, {"num_different_global_patterns": 5}, "num_different_global_patterns"),
+    (BlockLayout.variable, 64, {"local_window_blocks": []}, "sizes >= 1"),
+    (
+        BlockLayout.longformer,
+        64,
+        {"global_block_indices": [1], "global_block_end_indices": [1]},
         "after its beginning",
     ),
-    "stride": (lambda: BlockLayout.strided(64, 0), "stride"),
-    "tokens": (lambda: BlockLayout.global_tokens(64, [64]), "positions below 64"),
-    "blocks": (lambda: BlockLayout.from_blocks(torch.ones(2, 2)), "booleans"),
-    "blocks' size": (
-        lambda: BlockLayout.from_blocks(torch.ones(2, 2).bool(), seq_len=200),
-        "4 x 4 blocks",
-    ),
-    "scores": (lambda: BlockLayout.from_scores(torch.ones(2, 2).int(), 1), "scores"),
-    "top_k": (lambda: BlockLayout.from_scores(torch.ones(2, 2), 0), "top_k"),
-    "documents": (lambda: BlockLayout.documents(torch.ones(3)), "cu_seqlens"),
-    "other lengths": (lambda: BlockLayout.dense(64) | BlockLayout.dense(65), "a layout of"),
-    "other heads": (
-        lambda: (
-            BlockLayout.random(64, num_heads=2, different_layout_per_head=True)
-            & BlockLayout.random(64, num_heads=3, different_layout_per_head=True)
-        ),
+    (BlockLayout.strided, 64, {"stride": 0}, "stride"),
+    (BlockLayout.global_tokens, 64, {"tokens": [64]}, "positions below 64"),
+    (BlockLayout.from_blocks, torch.ones(2, 2), {}, "booleans"),
+    (BlockLayout.from_blocks, torch.ones(2, 2).bool(), {"seq_len": 200}, "4 x 4 blocks"),
+    (BlockLayout.from_scores, torch.ones(2, 2).int(), {"top_k": 1}, "scores"),
+    (BlockLayout.from_scores, torch.ones(2, 2), {"top_k": 0}, "top_k"),
+    (BlockLayout.dense(64).__or__, BlockLayout.dense(65), {}, "a layout of"),
+    (
+        BlockLayout.random(64, num_heads=2, **_HEADS).__and__,
+        BlockLayout.random(64, num_heads=3, **_HEADS),
+        {},
         "2 heads",
     ),
-}
+    (BlockLayout.documents, torch.ones(3), {}, "cu_seqlens"),
+    (BlockLayout.documents, torch.tensor([3, 10, 20]), {}, "cu_seqlens is offsets"),
+    (BlockLayout.documents, torch.tensor([0, 10, 5, 20]), {}, "cu_seqlens is offsets"),
+    (BlockLayout.documents, _ENDS, {"causal": "left"}, "top_left"),
+    (BlockLayout.documents, _ENDS, {"window_size": (-2, 0)}, "no bound"),
+    (BlockLayout.documents, _ENDS, {"seq_len": 60}, "at least 64"),
+    (BlockLayout.documents, _ENDS, {"cu_seqlens_keys": _ENDS[None]}, "batch, sequences"),
+    (BlockLayout.from_mask_fn, lambda b, h, q, k: q - k, {"seq_len": 64}, "mask_mod.*int64"),
+    (
+        BlockLayout.from_mask_fn,
+        lambda b, h, q, k: q >= k if q > 3 else q == k,
+        {"seq_len": 70},
+        "mask_mod is one that raises",
+    ),
+    (
+        BlockLayout.from_mask_fn,
+        lambda b, h, q, k: _VECTOR[q + 1] > 0,
+        {"seq_len": 70},
+        "mask_mod is one that raises",
+    ),
+    (
+        BlockLayout.from_mask_fn,
+        lambda b, h, q, k: q + b > h,
+        {"seq_len": 70, "num_heads": 3},
+        "batch_size is not given",
+    ),
+    (
+        BlockLayout.from_mask_fn,
+        lambda b, h, q, k: q + b > h,
+        {"seq_len": 70, "batch_size": 3},
+        "num_heads is not given",
+    ),
+    (BlockLayout.from_block_mask, torch.ones(2, 2), {}, "BlockMask"),
+    (BlockLayout.from_block_mask, _FLEX(2, 96, 96, BLOCK_SIZE=24), {}, "multiples of 16"),
+    (BlockLayout.from_block_mask, _FLEX(2, 96, 96, BLOCK_SIZE=32), {"block": 64}, "divide"),
+    (
+        BlockLayout.from_block_mask,
+        _FLEX(2, 96, 96, BLOCK_SIZE=32),
+        {"num_heads": 3},
+        "2, as in",
+    ),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_arguments_are_named(case: str) -> None:
-    function, message = BAD[case]
+@pytest.mark.parametrize(("function", "given", "options", "message"), BAD)
+def test_arguments_are_named(
+    function: Callable[..., Any], given: Any, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(torchweld.ArgumentError, match=message):
-        function()
+        function(given, **options)
