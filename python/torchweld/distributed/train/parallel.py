@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,10 +46,6 @@ OPTIMIZERS = {
 MODES = ("1d", *grid.MODES)
 # Optimizers that need no sums over a parameter's shards.
 GRID_OPTIMIZERS = ("adam", "adamw", "lion", "sgd")
-_KEYS = {"pipeline", "tensor", "data", "ring", "checkpoint", "offload", "optimizer"}
-_TENSOR_KEYS = {"mode", "size", "depth", "sequence"}
-_PIPELINE_KEYS = {"size", "schedule", "accumulate"}
-_DATA_KEYS = {"kind", "shard"}
 STRATEGIES: dict[str, dict[str, Any]] = {
     **{name: {"data": name} for name in DATA},
     "tp": {"tensor": {"size": 0}},
@@ -103,89 +100,7 @@ class Parallel:
 
         The declaration is a mapping, a strategy's name, or a TOML file with a table `parallel`.
         """
-        config = read_config(config)
-        _check_keys("config", config, _KEYS)
-        tensor, staged = config.get("tensor", {"size": 1}), config.get("pipeline", 1)
-        tensor = tensor if isinstance(tensor, Mapping) else {"size": tensor}
-        staged = staged if isinstance(staged, Mapping) else {"size": staged}
-        optimizer = config.get("optimizer", "adamw")
-        optimizer = {"name": optimizer} if isinstance(optimizer, str) else optimizer
-        _check_keys("tensor", tensor, _TENSOR_KEYS)
-        _check_keys("pipeline", staged, _PIPELINE_KEYS)
-        if not isinstance(optimizer, Mapping) or "name" not in optimizer:
-            accepted = "a name, or a table with a name and the optimizer's arguments"
-            raise ArgumentError("Parallel", "optimizer", repr(optimizer), accepted)
-        sequence = tensor.get("sequence", False)
-        if not isinstance(sequence, bool):
-            raise ArgumentError("Parallel", "sequence", repr(sequence), "True or False")
-        declared, mode = config.get("data", "ddp"), tensor.get("mode", "1d")
-        declared = declared if isinstance(declared, Mapping) else {"kind": declared}
-        _check_keys("data", declared, _DATA_KEYS)
-        data: Any = declared.get("kind")
-        shard = declared.get("shard", 0)
-        schedule = staged.get("schedule", "1f1b")
-        checkpoint, offload = config.get("checkpoint", "none"), config.get("offload", "none")
-        _check_choice("data", data, DATA)
-        _check_choice("mode", mode, MODES)
-        _check_choice("schedule", schedule, SCHEDULES)
-        _check_choice("checkpoint", checkpoint, CHECKPOINTS)
-        _check_choice("offload", offload, OFFLOADS)
-        _check_choice("optimizer", optimizer["name"], OPTIMIZERS)
-        pipeline, size = staged.get("size", 1), tensor.get("size", 1)
-        ring, accumulate = config.get("ring", 1), staged.get("accumulate", 0)
-        numbers = {"pipeline": pipeline, "tensor": size, "ring": ring, "accumulate": accumulate}
-        numbers |= {"depth": tensor.get("depth", 1), "shard": shard}
-        depth = numbers["depth"]
-        for name, value in numbers.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ArgumentError("Parallel", name, repr(value), "a number from 0 on")
-        pipeline, size, ring = pipeline or world, size or world, ring or world
-        if ring > 1 and pipeline > 1:
-            accepted = "1 in a pipeline: its later stages do not know the positions of tokens"
-            raise ArgumentError("Parallel", "ring", str(ring), accepted)
-        inner = pipeline * size * ring
-        if world % inner:
-            accepted = f"sizes whose product divides {world} processes"
-            raise ArgumentError("Parallel", "config", f"{pipeline} x {ring} x {size}", accepted)
-        replicas = world // inner
-        if data in ("ddp", "zero1") and replicas > 1 and inner > 1:
-            accepted = "zero2 or zero3, which FSDP2 composes with tensors, rings and pipelines"
-            raise ArgumentError("Parallel", "data", repr(data), accepted)
-        if shard and (data in ("ddp", "zero1") or replicas % shard):
-            accepted = f"with zero2 and zero3, a divisor of {replicas} replicas"
-            raise ArgumentError("Parallel", "shard", f"{shard} with {data}", accepted)
-        if (name := optimizer["name"]).startswith("one_bit"):
-            if inner > 1 or data != "ddp":
-                accepted = f"another: {name} exchanges whole gradients, as ddp does"
-                raise ArgumentError("Parallel", "optimizer", repr(name), accepted)
-            if offload != "none":
-                accepted = f"'none' with {name}, which exchanges gradients in its step"
-                raise ArgumentError("Parallel", "offload", repr(offload), accepted)
-        if optimizer["name"] == "muon" and data == "zero1":
-            accepted = "another with zero1, whose optimizer steps rows: Muon needs whole matrices"
-            raise ArgumentError("Parallel", "optimizer", "'muon'", accepted)
-        if mode != "1d":
-            _check_grid(mode, size, depth, pipeline * ring * replicas, data, sequence, optimizer)
-        elif depth != 1:
-            raise ArgumentError("Parallel", "depth", str(depth), "1, but for mode 2.5d")
-        if schedule == "zbv" and pipeline > 1 and checkpoint == "selective":
-            accepted = "'none' or 'full' with zbv, which goes through a block's graph twice"
-            raise ArgumentError("Parallel", "checkpoint", "'selective'", accepted)
-        if schedule in RULES and pipeline > 1:
-            others = {"tensor": size, "replicas": replicas, "data": data, "checkpoint": checkpoint}
-            others["offload"] = offload
-            kept = {"tensor": 1, "replicas": 1, "data": "ddp", "checkpoint": "none"}
-            for name, value in (kept | {"offload": "none"}).items():
-                if others[name] != value:
-                    accepted = f"{value!r} with {schedule}, whose stages keep versions of weights"
-                    raise ArgumentError("Parallel", name, repr(others[name]), accepted)
-        settings = tuple(sorted((key, value) for key, value in optimizer.items() if key != "name"))
-        _check_arguments(optimizer["name"], dict(settings))
-        with_settings = (optimizer["name"], settings)
-        return cls(
-            *(pipeline, size, replicas, data, mode, sequence, ring),
-            *(schedule, checkpoint, offload, with_settings, accumulate, depth, shard),
-        )
+        return cls(**parse(config, world))
 
     @property
     def stashes(self) -> bool:
@@ -271,20 +186,124 @@ class Parallel:
         return optim.muon_groups(model, include=hidden, exclude=rest, verbose=False)
 
 
-def _check_grid(
-    mode: str, size: int, depth: int, others: int, data: str, sequence: bool, optimizer: Any
-) -> None:
-    """Check that a grid has a shape, and that nothing else divides its work."""
-    if depth < 1 or (depth > 1 and mode != "2.5d"):
-        raise ArgumentError("Parallel", "depth", str(depth), "1 from on, above it in mode 2.5d")
-    grid.find_side(mode, size, depth)
-    if others > 1 or data != "ddp" or sequence:
-        actual = f"{others} other processes, data {data!r} and sequence {sequence}"
-        accepted = "a grid of all processes, with data 'ddp' and without sequence"
-        raise ArgumentError("Parallel", f"tensor in {mode}", f"with {actual}", accepted)
-    if optimizer["name"] not in GRID_OPTIMIZERS:
-        accepted = f"one of {', '.join(GRID_OPTIMIZERS)} in {mode}"
-        raise ArgumentError("Parallel", "optimizer", repr(optimizer["name"]), accepted)
+# --- Declarations ---------------------------------------------------------------------------------
+
+_DEFAULTS = {
+    **{"pipeline": 1, "schedule": "1f1b", "accumulate": 0},
+    **{"tensor": 1, "mode": "1d", "depth": 1, "sequence": False},
+    **{"data": "ddp", "shard": 0},
+    **{"ring": 1, "checkpoint": "none", "offload": "none", "optimizer": "adamw"},
+}
+# The keys of a declaration that may be tables: the keys of each, the first of which may stand for
+# the table, and what they set.
+_TABLES: dict[str, dict[str, str]] = {
+    "pipeline": {"size": "pipeline", "schedule": "schedule", "accumulate": "accumulate"},
+    "tensor": {"size": "tensor", "mode": "mode", "depth": "depth", "sequence": "sequence"},
+    "data": {"kind": "data", "shard": "shard"},
+    "optimizer": {"name": "optimizer"},
+}
+_KEYS = {*_TABLES, "ring", "checkpoint", "offload"}
+_CHOICES: dict[str, Collection[str]] = {
+    "data": DATA,
+    "mode": MODES,
+    "schedule": SCHEDULES,
+    "checkpoint": CHECKPOINTS,
+    "offload": OFFLOADS,
+    "optimizer": OPTIMIZERS,
+}
+_NUMBERS = ("pipeline", "tensor", "ring", "accumulate", "depth", "shard")
+
+
+# Values that a pipeline with weight stashing keeps.
+_KEPT = {"tensor": 1, "replicas": 1, "data": "ddp", "checkpoint": "none", "offload": "none"}
+
+
+def _list_rules(d: Any) -> list[tuple[str, Any, str, str]]:
+    """List what is refused: an argument, whether it is, how it is shown, and what is accepted."""
+    name, shown, inner, whole = d.optimizer, repr(d.optimizer), d.inner > 1, d.data == "ddp"
+    has_stages, is_grid, one_bit = d.pipeline > 1, d.mode != "1d", name.startswith("one_bit")
+    by_ddp, shared = d.data in ("ddp", "zero1"), f"{d.pipeline} x {d.ring} x {d.tensor}"
+    others = d.pipeline * d.ring * d.replicas
+    around = f"with {others} other processes, data {d.data!r} and sequence {d.sequence}"
+    zbv = d.schedule == "zbv" and has_stages and d.checkpoint == "selective"
+    stashes = d.schedule in RULES and has_stages
+    in_pipeline = "1 in a pipeline: its later stages do not know the positions of tokens"
+    composed = "zero2 or zero3, which FSDP2 composes with tensors, rings and pipelines"
+    in_rows = "another with zero1, whose optimizer steps rows: Muon needs whole matrices"
+    whole_grid = "a grid of all processes, with data 'ddp' and without sequence"
+    twice = "'none' or 'full' with zbv, which goes through a block's graph twice"
+    exchanges = f"another: {name} exchanges whole gradients, as ddp does"
+    in_step = f"'none' with {name}, which exchanges gradients in its step"
+    divisor = f"with zero2 and zero3, a divisor of {d.replicas} replicas"
+    on_grid = f"one of {', '.join(GRID_OPTIMIZERS)} in {d.mode}"
+    wrong_shard = d.shard and (by_ddp or d.replicas % d.shard)
+    wrong_depth = d.depth < 1 or (d.depth > 1 and d.mode != "2.5d")
+    return [
+        ("ring", d.ring > 1 and has_stages, str(d.ring), in_pipeline),
+        ("config", d.world % d.inner, shared, f"sizes whose product divides {d.world} processes"),
+        ("data", by_ddp and d.replicas > 1 and inner, repr(d.data), composed),
+        ("shard", wrong_shard, f"{d.shard} with {d.data}", divisor),
+        ("optimizer", one_bit and (inner or not whole), shown, exchanges),
+        ("offload", one_bit and d.offload != "none", repr(d.offload), in_step),
+        ("optimizer", name == "muon" and d.data == "zero1", shown, in_rows),
+        ("depth", wrong_depth, str(d.depth), "1, and in mode 2.5d any number from 1 on"),
+        (
+            f"tensor in {d.mode}",
+            is_grid and (others > 1 or not whole or d.sequence),
+            around,
+            whole_grid,
+        ),
+        ("optimizer", is_grid and name not in GRID_OPTIMIZERS, shown, on_grid),
+        ("checkpoint", zbv, repr(d.checkpoint), twice),
+        *(
+            (
+                key,
+                stashes and vars(d)[key] != kept,
+                repr(vars(d)[key]),
+                f"{kept!r} with {d.schedule}, whose stages keep versions of weights",
+            )
+            for key, kept in _KEPT.items()
+        ),
+    ]
+
+
+def parse(config: Mapping[str, Any] | str | Path, world: int) -> dict[str, Any]:
+    """Return the fields of a Parallel for a declaration, or raise an error that names its fault."""
+    config = read_config(config)
+    _check_keys("config", config, _KEYS)
+    d, settings = SimpleNamespace(**_DEFAULTS, world=world), {}
+    for key, given in config.items():
+        sets = _TABLES.get(key, {key: key})
+        first = next(iter(sets))
+        given = given if isinstance(given, Mapping) and key in _TABLES else {first: given}
+        if key == "optimizer":  # its other keys are the optimizer's own arguments
+            settings = {name: value for name, value in given.items() if name != first}
+            given = {name: given[name] for name in given.keys() - settings}
+        _check_keys(key, given, sets.keys())
+        if key in ("data", "optimizer") and not given.keys() & {first}:
+            accepted = f"a {first}, or a table with a {first}"
+            raise ArgumentError("Parallel", key, repr(config[key]), accepted)
+        vars(d).update({sets[name]: value for name, value in given.items()})
+    if not isinstance(d.sequence, bool):
+        raise ArgumentError("Parallel", "sequence", repr(d.sequence), "True or False")
+    for name, known in _CHOICES.items():
+        _check_choice(name, vars(d)[name], known)
+    for name in _NUMBERS:
+        value = vars(d)[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ArgumentError("Parallel", name, repr(value), "a number from 0 on")
+    d.pipeline, d.tensor, d.ring = (n or world for n in (d.pipeline, d.tensor, d.ring))
+    d.inner = d.pipeline * d.tensor * d.ring
+    d.replicas = world // d.inner
+    for argument, is_refused, actual, accepted in _list_rules(d):
+        if is_refused:
+            raise ArgumentError("Parallel", argument, actual, accepted)
+    if d.mode != "1d":
+        grid.find_side(d.mode, d.tensor, d.depth)
+    _check_arguments(d.optimizer, settings)
+    fields = {name: value for name, value in vars(d).items() if name in Parallel.__match_args__}
+    optimizer = (d.optimizer, tuple(sorted(settings.items())))
+    return fields | {"sharers": d.shard, "optimizer": optimizer}
 
 
 def _check_arguments(name: str, arguments: dict[str, Any]) -> None:
@@ -317,8 +336,8 @@ def read_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         raise ArgumentError("Parallel", "config", str(config), "with a table [parallel]") from None
 
 
-def _check_keys(name: str, value: Any, keys: set[str]) -> None:
-    unknown = value.keys() - keys if isinstance(value, Mapping) else {repr(value)}
+def _check_keys(name: str, value: Any, keys: Collection[str]) -> None:
+    unknown = value.keys() - {*keys} if isinstance(value, Mapping) else {repr(value)}
     if unknown:
         accepted = f"a mapping with {', '.join(sorted(keys))}"
         raise ArgumentError("Parallel", name, f"with {', '.join(sorted(unknown))}", accepted)
