@@ -41,7 +41,12 @@ class StableWheel(bdist_wheel):
 
 setup(
     # The last two have folders of their own at the top. Studies and tests are not installed.
-    packages=[*find_packages("python"), "torchweld.bench", "torchweld.triton_kernels"],
+    packages=[
+        *find_packages("python"),
+        "torchweld.bench",
+        "torchweld.bench.cases",
+        "torchweld.triton_kernels",
+    ],
     ext_modules=[Extension("torchweld.native", sources=[])],
     cmdclass={"build_ext": BuildNative, "bdist_wheel": StableWheel},
 )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from torchweld.bench import attention
+from torchweld.bench.cases import CASES
 from torchweld.dispatch.call import call
 from torchweld.registry import EAGER, Op
 
@@ -126,8 +127,8 @@ def contenders(
     op: Op, inputs: Sequence[Any], backends: Sequence[str], rivals: Sequence[str]
 ) -> tuple[list[Contender], dict[str, str]]:
     """Eager and the requested contenders that can take part, and why the others cannot."""
-    plain = op.cases.plain or op.reference
-    judged = op.cases.plain is None or not op.draws(inputs)
+    plain = CASES[op.name].plain or op.reference
+    judged = CASES[op.name].plain is None or not op.draws(inputs)
     contenders = [Contender(EAGER, plain, judged=judged)]
     absent: dict[str, str] = {}
     for backend in [b for b in op.sources if b in backends]:

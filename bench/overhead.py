@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import torchweld
-from torchweld.bench.cases import Case, Problem
+from torchweld.bench.cases import CASES, Case, Problem
 from torchweld.bench.timing import Clock, Run, Sample, interleaved, wall_time
 from torchweld.dispatch.call import call
 from torchweld.registry import Composite, Op
@@ -36,10 +36,10 @@ class Overhead:
 
 def overhead(op: Op, device: str, backends: Sequence[str], seconds: float) -> list[Overhead]:
     """Measure on the host's clock, with warm caches, on one thread."""
-    problem = Case(op, op.cases.tiny, torch.float32, device).draw()
+    problem = Case(op, CASES[op.name].tiny, torch.float32, device).draw()
     ours = _as_users_call(op)
     calls: list[tuple[Callable[..., Any], str | None]] = [
-        (getattr(torch.nn.functional, op.name, op.cases.plain or op.reference), None),
+        (getattr(torch.nn.functional, op.name, CASES[op.name].plain or op.reference), None),
         (ours, None),
     ]
     asked = [b for b in op.sources if b in backends and op.why_not(b, problem.inputs) is None]

@@ -2,11 +2,9 @@
 
 import torch
 
-from torchweld.ops.activation.bias_act import bias_act
-from torchweld.ops.activation.gated_act import gated_act
+from torchweld.ops.activation import bias_act, gated_act
 from torchweld.ops.attention.block_sparse import block_sparse_attention
-from torchweld.ops.batch_norm.batch_norm_act import batch_norm_act
-from torchweld.ops.batch_norm.normalize_act import normalize_act
+from torchweld.ops.batch_norm import batch_norm_act, normalize_act
 from torchweld.ops.experts.mlp import experts_mlp
 from torchweld.ops.experts.route import route
 from torchweld.ops.gemm.gated_mlp import gated_mlp
@@ -15,16 +13,13 @@ from torchweld.ops.gemm.linear_batch_norm_act import linear_batch_norm_act
 from torchweld.ops.gemm.mlp import mlp
 from torchweld.ops.loss.cross_entropy import cross_entropy
 from torchweld.ops.loss.linear import linear_cross_entropy, linear_logprobs
-from torchweld.ops.norm.layer_norm import layer_norm
-from torchweld.ops.norm.rms_norm import rms_norm
+from torchweld.ops.norm import layer_norm, rms_norm
 from torchweld.ops.quantize_8bit import dequantize_8bit, quantize_8bit
 from torchweld.ops.quantize_one_bit import average_one_bit, dequantize_one_bit, quantize_one_bit
-from torchweld.ops.residual.bias_dropout_add import bias_dropout_add
-from torchweld.ops.residual.dropout_add_layer_norm import dropout_add_layer_norm
-from torchweld.ops.residual.dropout_add_rms_norm import dropout_add_rms_norm
+from torchweld.ops.residual import bias_dropout_add, dropout_add_layer_norm, dropout_add_rms_norm
 from torchweld.ops.rotary.packed import rotary_embedding_packed_
 from torchweld.ops.rotary.rotary_embedding import rotary_embedding, rotary_embedding_qk
-from torchweld.ops.softmax_dropout import softmax_dropout
+from torchweld.ops.softmax import softmax_dropout
 
 __all__ = [
     "average_one_bit",

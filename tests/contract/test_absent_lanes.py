@@ -146,7 +146,7 @@ def test_rows_of_zeros_and_of_large_numbers(target: Target) -> None:
     """Results and gradients are finite where the float64 reference is."""
     few = target.place == "interpreter"
     for width in WIDTHS[2::9] if few else WIDTHS:
-        arguments = target.op.cases.sized((6,), (width,))
+        arguments = target.op.sized((6,), (width,))
         inputs = materialize(arguments, torch.float32, target.device)
         inputs[0] = _rows(width, target.device)
         _agree(run(target.op, inputs), exact(target.op, inputs))

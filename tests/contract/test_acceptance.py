@@ -15,6 +15,7 @@ import selection
 import torchweld
 from oracle import is_floating
 from torchweld import functional
+from torchweld.bench.cases import CASES
 from torchweld.dispatch import call as call_module
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.registry import Op, TensorSpec, materialize
@@ -68,7 +69,7 @@ def _sizes(sample: tuple[Any, ...]) -> tuple[int, int]:
 def _samples(op: Op) -> list[tuple[Any, ...]]:
     """The sample with the most arguments, for each setting of training and dropout."""
     found: dict[Any, tuple[Any, ...]] = {}
-    for sample in op.cases.samples:
+    for sample in CASES[op.name].samples:
         specs = [v for v in sample if isinstance(v, TensorSpec)]
         x, *_ = (s.shape for s in specs)
         if len(x) == 2 and min(x) >= 5 and 0 not in sum((s.shape for s in specs), ()):
@@ -254,7 +255,7 @@ def test_other_results_are_contiguous(rows: int) -> None:
 @pytest.mark.parametrize("shape", [(0, 1), (0, 5), (3, 0), (2, 3, 0, 1), (2, 0, 3, 5)], ids=str)
 def test_fakes_agree_for_empty_tensors(op: Op, shape: tuple[int, ...]) -> None:
     """Also eager's fakes, although torch gives empty results special strides."""
-    arguments = materialize(op.cases.sized(shape[:-1], shape[-1:]), torch.float32)
+    arguments = materialize(op.sized(shape[:-1], shape[-1:]), torch.float32)
     results = as_tuple(call_module.call(op, *arguments))
     with FakeTensorMode() as mode:
         imagined = [mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for v in arguments]

@@ -7,6 +7,7 @@ import torch
 
 from conftest import Target
 from oracle import run
+from torchweld.bench.cases import CASES
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.registry import materialize
@@ -17,7 +18,7 @@ def test_bitwise_the_same(target: Target) -> None:
     """Run twice with one thread, then with more: only the shape determines how work is split."""
     threads = torch.get_num_threads()
     try:
-        for arguments in target.op.cases.samples + target.op.cases.benchmarks[:1]:
+        for arguments in CASES[target.op.name].samples + CASES[target.op.name].benchmarks[:1]:
             inputs = materialize(arguments, torch.float32, target.device)
             torch.set_num_threads(1)
             first = run(target.op, inputs)

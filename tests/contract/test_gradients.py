@@ -10,12 +10,13 @@ import torch
 import torchweld
 from conftest import Target
 from oracle import incoming, is_floating, run, total
+from torchweld.bench.cases import CASES
 from torchweld.dispatch.call import call
 from torchweld.registry import Op, materialize
 
 
 def _small_samples(op: Op) -> list[list[Any]]:
-    samples = [materialize(s, torch.float64, requires_grad=True) for s in op.cases.samples]
+    samples = [materialize(s, torch.float64, requires_grad=True) for s in CASES[op.name].samples]
     tensors = [[v for v in s if isinstance(v, torch.Tensor)] for s in samples]
     sizes = [[t.numel() for t in found] for found in tensors]
     return [s for s, found in zip(samples, sizes, strict=True) if found[0] > 0 and max(found) <= 64]
@@ -63,13 +64,13 @@ def test_second_derivatives_are_right(op: Op) -> None:
 @pytest.mark.targets(composites=True)
 def test_float64_equals_the_reference(op: Op) -> None:
     """Equal to a few units in the last place, so no intermediate is float32."""
-    for arguments in op.cases.samples:
+    for arguments in CASES[op.name].samples:
         inputs = materialize(arguments, torch.float64)
         with torchweld.use_backend("cpu"):
             ours = run(op, inputs)
         eager = run(op, inputs, op.reference)
         grads = {f"grad_{name}": incoming(eager[name]) for name in op.public}
-        sums = op.cases.numerics.terms(*inputs, **grads)
+        sums = CASES[op.name].terms(*inputs, **grads)
         for name, expected in eager.items():
             tolerance = 64 * 2**-53 * sums[name].max() if sums[name].numel() else 0
             assert torch.all((ours[name] - expected).abs() <= tolerance), (name, arguments)
@@ -79,7 +80,7 @@ def test_float64_equals_the_reference(op: Op) -> None:
 def test_frozen_parameters_get_no_gradient(target: Target) -> None:
     """Gradients that are not required are neither computed nor returned."""
     arguments = next(
-        s for s in target.op.cases.samples if materialize(s, torch.float32)[0].numel() > 0
+        s for s in CASES[target.op.name].samples if materialize(s, torch.float32)[0].numel() > 0
     )
     inputs = materialize(arguments, torch.float32, target.device, requires_grad=True)
     for frozen in [v for v in inputs[1:] if isinstance(v, torch.Tensor)]:
@@ -93,7 +94,7 @@ def test_frozen_parameters_get_no_gradient(target: Target) -> None:
 def test_changing_a_saved_tensor_is_noticed(target: Target) -> None:
     """Autograd checks the versions of saved tensors."""
     arguments = next(
-        s for s in target.op.cases.samples if materialize(s, torch.float32)[0].numel() > 0
+        s for s in CASES[target.op.name].samples if materialize(s, torch.float32)[0].numel() > 0
     )
     inputs = materialize(arguments, torch.float32, target.device, requires_grad=True)
     result = total(call(target.op, *inputs))

@@ -11,6 +11,7 @@ import torch
 
 import torchweld
 from oracle import Results, exact, incoming, run
+from torchweld.bench.cases import CASES
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.ops.gemm import gemm
@@ -46,7 +47,7 @@ def _samples(op: Op) -> list[tuple[Any, ...]]:
     names = op.forward_signature.arguments
     at = names.index("training") if "training" in names else None
     found: dict[Any, tuple[Any, ...]] = {}
-    for sample in filter(fits, op.cases.samples):
+    for sample in filter(fits, CASES[op.name].samples):
         key = None if at is None else sample[at]
         if key not in found or given(sample) > given(found[key]):
             found[key] = sample
@@ -94,7 +95,7 @@ def _exactly(op: Op, inputs: list[Any]) -> tuple[Results, Results]:
     inputs = [v.clone() if isinstance(v, torch.Tensor) else v for v in inputs]
     oracle = exact(op, inputs)
     grads = {f"grad_{name}": incoming(oracle[name]) for name in op.public}
-    return oracle, op.cases.numerics.terms(*inputs, **grads)
+    return oracle, CASES[op.name].terms(*inputs, **grads)
 
 
 def _assert_right(op: Op, inputs: list[Any], oracle: Results, terms: Results, what: str) -> None:

@@ -75,7 +75,7 @@ def test_small_16_bit_calls_round_once(op: Op, dtype: torch.dtype) -> None:
     """The automatic choice is as exact for few elements as for many."""
     errors, roundings = Pool(), Pool()
     for seed in range(8):
-        inputs = materialize(op.cases.sized((8,), (64,)), dtype, requires_grad=False, seed=seed)
+        inputs = materialize(op.sized((8,), (64,)), dtype, requires_grad=False, seed=seed)
         results = as_tuple(call(op, *inputs))
         for name, y in zip(op.public, results, strict=True):
             expected = exact(op, inputs)[name]

@@ -157,7 +157,7 @@ def test_the_reference_of_a_part_is_a_part_of_the_reference() -> None:
 
 def _call(op: Op) -> Callable[[torch.Tensor], torch.Tensor]:
     """The op as a user calls it, with a seed drawn at every call."""
-    inputs = materialize(op.cases.sized((4, 8), (64,)), torch.float32)
+    inputs = materialize(op.sized((4, 8), (64,)), torch.float32)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         given = [x, *inputs[1:]]

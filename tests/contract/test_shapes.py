@@ -19,9 +19,10 @@ from oracle import (
     run,
     takes_several_trailing_dimensions,
 )
+from torchweld.bench.cases import CASES
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
-from torchweld.ops.activation import common as activations
+from torchweld.ops import activation as activations
 from torchweld.registry import materialize
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -36,7 +37,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(target: Target, layout: str) -> None:
     """Each tensor argument, and the gradient, in each layout."""
-    arguments = target.op.cases.sized((2, 3), (31,))
+    arguments = target.op.sized((2, 3), (31,))
     plain = materialize(arguments, torch.float32, target.device)
     for position, value in enumerate(plain):
         # Integers are a seed, or a layout's lists.
@@ -71,7 +72,7 @@ def test_16_bit_parameters_beside_float32(target: Target) -> None:
     narrow = [d for d in (torch.bfloat16, torch.float16) if d in (*target.dtypes, torch.float16)]
     place = [*PLACES].index(target.place)
     for i, dtype in enumerate(narrow):
-        samples = [s for s in target.op.cases.samples if len(s[0].shape) == 2][:6]
+        samples = [s for s in CASES[target.op.name].samples if len(s[0].shape) == 2][:6]
         if len(narrow) > 1 and not selection.WHOLE:  # the others have the other dtype
             samples = samples[(i + place) % 2 :: 2]
         for arguments in samples:
@@ -115,7 +116,7 @@ def test_special_values_come_out_as_eagers(
     Eager runs in float64: in float32 its gelu(inf) is NaN in whole vectors but inf in the row's
     remainder.
     """
-    arguments = target.op.cases.sized((33,), (64,))
+    arguments = target.op.sized((33,), (64,))
     inputs = materialize(arguments, dtype, target.device)
     inputs[0][3, 17] = special
     inputs[0][32, 63] = special
@@ -129,7 +130,7 @@ def test_special_values_come_out_as_eagers(
 @pytest.mark.targets("normalize_act", "bias_act")
 def test_special_values_of_every_activation(target: Target, kind: tuple[str, str]) -> None:
     """With given statistics a row's infinity reaches no gradient but where the formula has it."""
-    *inputs, _, _ = materialize(target.op.cases.sized((33,), (64,)), torch.float32, target.device)
+    *inputs, _, _ = materialize(target.op.sized((33,), (64,)), torch.float32, target.device)
     for column, special in enumerate((torch.nan, torch.inf, -torch.inf)):
         inputs[0][3, 5 * column] = special
     inputs += kind
@@ -146,7 +147,7 @@ def test_unwritten_memory_would_show(target: Target) -> None:
         pytest.skip("without statistics, zero columns leave nothing to check")
     if target.op.name == "block_sparse_attention":
         pytest.skip("with zero columns it still writes its log-sum-exp")
-    inputs = materialize(target.op.cases.sized((3,), (0,)), torch.float32, target.device)
+    inputs = materialize(target.op.sized((3,), (0,)), torch.float32, target.device)
     statistics = target.op.kernels[target.backend].forward(*inputs)[-1]
     assert statistics.isnan().all()
 
@@ -163,7 +164,7 @@ def test_more_elements_than_31_bits_count(target: Target) -> None:
     (rows, width), copies = ((4096, 1024), 513) if target.device == "cuda" else ((8, 32), 5)
     dtype = torch.bfloat16 if torch.bfloat16 in target.dtypes else torch.float32
     names = target.op.forward_signature.arguments
-    arguments = dict(zip(names, target.op.cases.sized((rows,), (width,)), strict=True))
+    arguments = dict(zip(names, target.op.sized((rows,), (width,)), strict=True))
     arguments |= {name: off for name, off in (("p", 0.0), ("seed", None)) if name in names}
     block = dict(zip(names, materialize(arguments.values(), dtype, target.device), strict=True))
     tiled = {

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import selection
 import torchweld
 from conftest import Target
+from torchweld.bench.cases import CASES
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.ops.gemm import common as layers
@@ -23,7 +24,7 @@ Function = Callable[..., tuple[torch.Tensor, ...]]
 
 def _calls(op: Op, step: int = 1, first: int = 0) -> Iterator[tuple[Function, list[torch.Tensor]]]:
     """For small samples, every `step`th, the op as a function of its differentiable tensors."""
-    for arguments in op.cases.samples[first::step]:
+    for arguments in CASES[op.name].samples[first::step]:
         inputs = materialize(arguments, torch.float64, requires_grad=True)
         at = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and v.requires_grad]
         if max(inputs[i].numel() for i in at) > LARGEST:
@@ -196,7 +197,7 @@ def test_results_change_in_place(target: Target) -> None:
     saved = {at for at, name in enumerate(op.public) if name in by_backward}
     # The CPU has all samples, other places every second one.
     step = 1 if target.place == "cpu" or selection.WHOLE else 2
-    for arguments in op.cases.samples[::step]:
+    for arguments in CASES[op.name].samples[::step]:
         inputs = materialize(arguments, torch.float32, target.device, requires_grad=True)
         at = [i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and v.requires_grad]
         if max(inputs[i].numel() for i in at) > LARGEST or op.why_refused(target.backend, inputs):
@@ -221,7 +222,7 @@ def test_results_of_gemms_change_in_place(
 ) -> None:
     """With oneDNN's GEMM too, which serves large products."""
     monkeypatch.setattr(layers.gemm, "_SMALLEST", 0)
-    inputs = materialize(OPS[name].cases.sized(leading, (64,)), dtype, requires_grad=True)
+    inputs = materialize(OPS[name].sized(leading, (64,)), dtype, requires_grad=True)
     tensors = [v for v in inputs if isinstance(v, torch.Tensor)]
     op: Any = OPS[name]
 

@@ -28,7 +28,7 @@ GEMMS = {"linear_act", "mlp", "gated_mlp"}
 
 def _serves_its_shards(rank: int, name: str) -> None:
     mesh, op = init_device_mesh("cpu", (2,)), OPS[name]
-    inputs = materialize(op.cases.sized((4, 6), (16,)), torch.float64)
+    inputs = materialize(op.sized((4, 6), (16,)), torch.float64)
     if op.seed_at is not None:
         assert op.draws(inputs)
     x = inputs[0]
@@ -89,7 +89,7 @@ def test_shards_need_no_collective(name: str) -> None:
 def _gathers_once(rank: int) -> None:
     """Norms do not serve parts of a row: torch's own gathers them too."""
     mesh, op = init_device_mesh("cpu", (2,)), OPS["layer_norm"]
-    inputs = materialize(op.cases.sized((4, 6), (16,)), torch.float32)
+    inputs = materialize(op.sized((4, 6), (16,)), torch.float32)
     inputs[0] = distribute_tensor(inputs[0], mesh, [Shard(2)])
     with CountCollectives() as counted:
         y = as_tuple(call(op, *inputs))[0]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchweld.bench.cases import CASES
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.registry import Op, TensorSpec, materialize
@@ -86,7 +87,7 @@ def assert_right(op: Op, inputs: list[Any]) -> None:
     """Compare with the oracle: a wrong index is off by about 1, rounding by about 1e-6."""
     oracle = exact(op, inputs)
     grads = {f"grad_{name}": incoming(oracle[name]) for name in op.public}
-    terms = op.cases.numerics.terms(*inputs, **grads)
+    terms = CASES[op.name].terms(*inputs, **grads)
     unit = torch.finfo(inputs[0].dtype).eps / 2
     for name, value in run(op, inputs).items():
         assert torch.all((value - oracle[name]).abs() <= 16 * unit * terms[name] + 1e-30), name
@@ -104,7 +105,7 @@ def assert_bounded(
     for inputs in samples:
         oracle = exact(op, inputs)
         grads = {f"grad_{name}": incoming(oracle[name]) for name in op.public}
-        terms = op.cases.numerics.terms(*inputs, **grads)
+        terms = CASES[op.name].terms(*inputs, **grads)
         mine, theirs = ours(inputs), run(op, inputs, op.reference)
         for name, value in oracle.items():
             assert mine[name].dtype == theirs[name].dtype
@@ -114,6 +115,7 @@ def assert_bounded(
             pool["eager"].add(theirs[name] - value, terms[name])
             pool["rounding"].add(value.to(mine[name].dtype) - value, terms[name])
             pool["terms"].add(terms[name], terms[name])
+    cases = CASES[op.name]
     narrow = any(x.itemsize == 2 for x in samples[0] if isinstance(x, torch.Tensor))
     for (name, result_dtype), pool in pools.items():
         assert pool["ours"].count >= LEAST_POOL
@@ -121,11 +123,11 @@ def assert_bounded(
             error, eager, rounding, sums = (
                 getattr(pool[kind], measure) for kind in ("ours", "eager", "rounding", "terms")
             )
-            of_eager = op.cases.numerics.eager.get(name, 1.1) if narrow else 1.1
+            of_eager = cases.factor("eager", name) if narrow else 1.1
             if result_dtype == torch.float32:
-                bound = max(of_eager * eager, op.cases.numerics.fp32[name] * 2**-24 * sums)
+                bound = max(of_eager * eager, cases.factor("fp32", name) * 2**-24 * sums)
             else:
-                bound = min(of_eager * eager, op.cases.numerics.rounding.get(name, 1.1) * rounding)
+                bound = min(of_eager * eager, cases.factor("rounding", name) * rounding)
             slack = 1 if measure == "rms" else 4
             report = f"{name} {result_dtype} {measure}: {error:.3g}, bound {slack * bound:.3g}"
             print(f"{report}, eager {eager:.3g}, rounding {rounding:.3g}")
@@ -164,11 +166,11 @@ def sample_inputs(
     """Every sample of the op, drawn."""
     return [
         materialize(arguments, dtype, device, param_dtype=param_dtype, seed=seed)
-        for seed, arguments in enumerate(op.cases.samples)
+        for seed, arguments in enumerate(CASES[op.name].samples)
     ]
 
 
 def takes_several_trailing_dimensions(op: Op) -> bool:
     """Whether a parameter may have more than one dimension."""
-    specs = [v for sample in op.cases.samples for v in sample if isinstance(v, TensorSpec)]
+    specs = [v for sample in CASES[op.name].samples for v in sample if isinstance(v, TensorSpec)]
     return any(spec.kind == "parameter" and len(spec.shape) > 1 for spec in specs)

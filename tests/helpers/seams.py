@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchweld
 from oracle import TORCH, exact, is_floating, run
 from torchweld import functional
+from torchweld.bench.cases import CASES
 from torchweld.dispatch.call import call
 from torchweld.registry import OPS, Composite, Made, Op, materialize
 
@@ -24,10 +25,10 @@ splits_backwards = pytest.mark.skipif(
 
 def inputs_of(seam: Op, rows: int = 24, **kwargs: Any) -> list[Any]:
     """Inputs with the odd widths of the op's second sample."""
-    x, *rest = seam.cases.samples[1]
+    x, *rest = CASES[seam.name].samples[1]
     kwargs = {"dtype": torch.float32, **kwargs}
     if any(isinstance(value, Made) for value in rest):  # they have rows, too
-        return materialize(seam.cases.sized((rows,), x.shape[1:]), **kwargs)
+        return materialize(seam.sized((rows,), x.shape[1:]), **kwargs)
     return materialize([type(x)((rows, x.shape[-1]), x.kind), *rest], **kwargs)
 
 
@@ -88,7 +89,7 @@ def assert_compiled_once(seam: Composite) -> None:
 
 def assert_autocast_as_eager(seam: Composite, dtype: torch.dtype = torch.float16) -> None:
     """Autocast gives eager's dtypes, and errors no larger than eager's."""
-    sample = next(s for s in seam.cases.samples if s[0].shape[:1] == (256,))
+    sample = next(s for s in CASES[seam.name].samples if s[0].shape[:1] == (256,))
     inputs = materialize(sample, torch.float32)
     oracle = exact(seam, inputs)
     with torch.autocast("cpu", dtype):

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from oracle import LEAST_POOL
+from torchweld.bench.cases import CASES
 from torchweld.registry import BACKENDS, OPS, Composite, Op
 
 Combination = TypeVar("Combination")
@@ -86,11 +87,11 @@ class Target:
 
     def sized(self, leading: tuple[int, ...], row: tuple[int, ...]) -> tuple[Any, ...]:
         """Arguments of this size, or with narrower rows if the backend needs them."""
-        arguments = self.op.cases.sized(leading, row)
+        arguments = self.op.sized(leading, row)
         while self.op.why_refused(self.backend, arguments) is not None:
             row = (*row[:-1], row[-1] // 2)
             assert row[-1] > 0, f"{self} serves no size"
-            arguments = self.op.cases.sized(leading, row)
+            arguments = self.op.sized(leading, row)
         return arguments
 
 
@@ -121,7 +122,7 @@ TARGETS = [
     for place, (backend, device, missing) in PLACES.items()
     for op in (KERNELS if place in ("interpreter", "emulator") else OPS.values())
     if backend in op.sources and missing is None
-    if all(op.why_refused(backend, arguments) is None for arguments in op.cases.samples)
+    if all(op.why_refused(backend, arguments) is None for arguments in CASES[op.name].samples)
 ]
 
 

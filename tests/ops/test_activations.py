@@ -16,8 +16,8 @@ import torchweld
 from conftest import PLACES, running_at
 from torchweld import functional
 from torchweld.nn.activation import Activation
-from torchweld.ops.activation import common as activations
-from torchweld.ops.activation.bias_act import OP
+from torchweld.ops import activation as activations
+from torchweld.ops.activation import BIAS_ACT as OP
 
 ROOT = Path(__file__).parents[2]
 KINDS = pytest.mark.parametrize("kind", activations.KINDS, ids="-".join)

@@ -13,6 +13,7 @@ import torch
 import torchweld
 from oracle import run
 from torchweld import functional, nn
+from torchweld.bench.cases import CASES
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.registry import Op, materialize
@@ -140,7 +141,7 @@ def test_constructors_refuse_the_arguments_that_calls_refuse(case: str) -> None:
 
 def test_nodes_have_the_ops_name(op: Op) -> None:
     """In grad_fn, in the profiler, and in the output of anomaly detection."""
-    inputs = materialize(op.cases.samples[0], torch.float32)
+    inputs = materialize(CASES[op.name].samples[0], torch.float32)
     seen: set[str] = set()
 
     def function(*given: Any) -> Any:

@@ -14,6 +14,7 @@ import selection
 import torchweld
 from conftest import PLACES
 from oracle import exact, incoming, run
+from torchweld.bench.cases import CASES
 from torchweld.dispatch.call import call
 from torchweld.nn import LinearBatchNormAct
 from torchweld.registry import BACKENDS, OPS, materialize
@@ -31,7 +32,7 @@ def _kernels() -> Iterator[None]:
 
 def _step(*shape: int, dtype: torch.dtype = torch.float32, **kwargs: Any) -> list[Any]:
     """batch_norm_act's arguments in training."""
-    full = next(s for s in WHOLE.cases.samples if s[0].shape == (33, 64))
+    full = next(s for s in CASES[WHOLE.name].samples if s[0].shape == (33, 64))
     width = shape[-1]
     sized = [type(v)(shape if v.kind == "activation" else (width,), v.kind) for v in full[:5]]
     return materialize([*sized, *full[5:]], dtype, **kwargs)
@@ -139,7 +140,7 @@ def test_special_values_spoil_only_their_column(special: float) -> None:
 def test_bitwise_the_same(seam: Any) -> None:
     """At any thread count. The bits of the GEMM are torch's."""
     threads = torch.get_num_threads()
-    sample = next(s for s in seam.cases.samples if s[0].shape[0] == 256)
+    sample = next(s for s in CASES[seam.name].samples if s[0].shape[0] == 256)
     inputs = materialize(sample, torch.float32)
     if seam is LAYER:
         inputs[0], inputs[1] = inputs[0].round(), inputs[1].round()  # sums are exact in any order
@@ -180,7 +181,7 @@ def test_layouts(layout: str) -> None:
 @pytest.mark.parametrize("affine", [True, False])
 def test_a_bias_before_training_is_cancelled(dtype: torch.dtype, affine: bool) -> None:
     """The result does not change, the bias's gradient is zero, the running mean includes it."""
-    inputs = materialize(LAYER.cases.samples[3], dtype)
+    inputs = materialize(CASES[LAYER.name].samples[3], dtype)
     if not affine:
         inputs[5:7] = None, None
     bias = torch.randn(127, dtype=dtype)
@@ -206,7 +207,7 @@ def test_relu_is_as_exact_as_eagers(training: bool, dtype: torch.dtype) -> None:
     error varies by a tenth. bn_weight's gradient is left out: it depends on a few columns with a
     distant kink, and so on chance.
     """
-    x, *rest = LAYER.cases.samples[3]
+    x, *rest = CASES[LAYER.name].samples[3]
     inputs = materialize([type(x)((8192, 67)), *rest], dtype, param_dtype=torch.float32)
     inputs[2] = torch.randn(127, dtype=dtype)
     inputs[7], inputs[-2:] = training, ("relu", "none")
@@ -220,7 +221,7 @@ def test_relu_is_as_exact_as_eagers(training: bool, dtype: torch.dtype) -> None:
 
 def test_evaluation_overwrites_only_the_gemms_result() -> None:
     """The inputs do not change, and the results equal those with gradients."""
-    inputs = materialize(LAYER.cases.samples[3], torch.float32)
+    inputs = materialize(CASES[LAYER.name].samples[3], torch.float32)
     inputs[2], inputs[7] = torch.randn(127), False
     before = [t.clone() for t in inputs if isinstance(t, torch.Tensor)]
     expected = run(LAYER, inputs)["y"]

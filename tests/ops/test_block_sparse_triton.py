@@ -18,11 +18,11 @@ import torch
 from conftest import PLACES, running_at
 from oracle import exact, incoming, run
 from torchweld import BackendError, random
+from torchweld.bench.cases import CASES
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.functional import block_sparse_attention
 from torchweld.ops.attention.block_sparse import OP
-from torchweld.ops.attention.samples import SAMPLES
 from torchweld.registry import TensorSpec, materialize
 from torchweld.sparse import BlockLayout
 from watched import watched
@@ -31,6 +31,7 @@ PLACE = "gpu-triton" if torch.cuda.is_available() else "interpreter"
 DEVICE = PLACES[PLACE][1]
 pytestmark = pytest.mark.skipif(PLACES[PLACE][2] is not None, reason=str(PLACES[PLACE][2]))
 
+SAMPLES = CASES[OP.name].samples
 FEW = [i for i, sample in enumerate(SAMPLES) if sample[0].shape[-3:][0] < 1000]
 # Every argument; keys that are not as many as queries, and share heads.
 TELLING = (0, 6)
@@ -64,7 +65,7 @@ def test_samples(dtype: torch.dtype, at: int) -> None:
     inputs = materialize(_few_heads(SAMPLES[at]), dtype, DEVICE, param_dtype=dtype, seed=at)
     oracle = exact(OP, inputs)
     grads = {f"grad_{name}": incoming(oracle[name]) for name in OP.public}
-    terms = OP.cases.numerics.terms(*inputs, **grads)
+    terms = CASES[OP.name].terms(*inputs, **grads)
     info = torch.finfo(dtype)
     unit = info.eps / 2
     # A subnormal weight is off by at most half of the smallest subnormal number.
@@ -163,7 +164,7 @@ def test_a_shard_of_queries_and_keys_is_that_of_the_whole(first_query: int, firs
 @pytest.mark.parametrize("special", [torch.inf, -torch.inf, torch.nan])
 def test_special_values_reach_what_they_reach_in_eager(special: float) -> None:
     """Infinity is multiplied by the zeros past the last key, also with a soft cap."""
-    inputs = materialize(OP.cases.sized((33,), (16,)), torch.float32, DEVICE)
+    inputs = materialize(OP.sized((33,), (16,)), torch.float32, DEVICE)
     inputs[0][3, 7] = inputs[0][32, 15] = special
     ours = run(OP, inputs)
     for name, value in exact(OP, inputs).items():

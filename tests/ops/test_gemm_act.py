@@ -15,11 +15,12 @@ import torchweld
 from conftest import GPU, PLACES, running_at
 from oracle import assert_bounded, exact, incoming
 from torchweld import functional
+from torchweld.bench.cases import CASES
 from torchweld.commands import tune
 from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.asking import Engine
 from torchweld.dispatch.engine.store import Store
-from torchweld.ops.activation import common as activations
+from torchweld.ops import activation as activations
 from torchweld.ops.gemm import epilogue, fused_choice
 from torchweld.ops.gemm.common import arguments
 from torchweld.registry import OPS, Composite, materialize
@@ -96,7 +97,7 @@ def test_every_tile(device: str, fused: Callable[[int], None], dtype: torch.dtyp
         sizes = arguments((rows + 9,), 72, columns + 8)
         inputs = materialize((*sizes, "gelu", "none"), dtype, device)
         oracle = exact(LINEAR, inputs)["y"]
-        terms = LINEAR.cases.numerics.terms(*inputs, grad_y=incoming(oracle))["y"]
+        terms = CASES[LINEAR.name].terms(*inputs, grad_y=incoming(oracle))["y"]
         with torch.no_grad():
             found = functional.linear_act(*inputs[:3])
         assert torch.all((found - oracle).abs() <= 8 * torch.finfo(dtype).eps * terms)

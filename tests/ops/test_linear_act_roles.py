@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import imitated_gluon
 from imitated_gluon import Descriptor, Pointer, ProtocolError, round_to_bfloat16
-from torchweld.ops.activation import common as activations
+from torchweld.ops import activation as activations
 from torchweld.triton_kernels import linear_act, linear_act_roles
 
 ROWS, COLUMNS, INNER, PART = 128, 128, 64, 64

@@ -12,6 +12,7 @@ import torchweld
 from conftest import Target
 from oracle import exact, incoming, run, saved_bytes
 from torchweld import functional, nn, random
+from torchweld.bench.cases import CASES
 from torchweld.dispatch.call import call
 from torchweld.registry import OPS, materialize
 
@@ -28,7 +29,7 @@ def _kernels() -> Iterator[None]:
 def _drawn(name: str, dtype: torch.dtype = torch.float32, dropping: bool = True) -> list[Any]:
     """A sample of 64 x 256."""
     op = OPS[name]
-    arguments = next(s for s in op.cases.benchmarks if op.draws(s) == dropping)
+    arguments = next(s for s in CASES[op.name].benchmarks if op.draws(s) == dropping)
     return materialize(arguments, dtype, requires_grad=True)
 
 
@@ -43,9 +44,7 @@ def test_a_float32_stream_is_not_rounded(name: str) -> None:
     stream = op.forward_signature.arguments.index("residual")
     inputs[stream] = inputs[stream].detach().float() * 1.2345
     oracle = exact(op, inputs)
-    terms = op.cases.numerics.terms(
-        *inputs, **{f"grad_{n}": incoming(oracle[n]) for n in op.public}
-    )
+    terms = CASES[op.name].terms(*inputs, **{f"grad_{n}": incoming(oracle[n]) for n in op.public})
     found = run(op, inputs)
     for result in (op.public[0], "grad_residual"):
         assert found[result].dtype == torch.float32

@@ -14,6 +14,7 @@ import torch
 import torchweld
 from conftest import PLACES, running_at
 from oracle import exact, incoming, sample_inputs
+from torchweld.bench.cases import CASES
 from torchweld.functional import rotary_embedding, rotary_embedding_qk
 from torchweld.ops.rotary.op import OP
 from watched import watched
@@ -25,7 +26,7 @@ pytestmark = [
 ]
 
 SERVED = [
-    at for at, given in enumerate(OP.cases.samples) if OP.why_refused("triton", given) is None
+    at for at, given in enumerate(CASES[OP.name].samples) if OP.why_refused("triton", given) is None
 ]
 # Keys with fewer heads; proportional pairs with an angle a column; interleaved pairs with a norm.
 TELLING = (6, 10, 11)
@@ -41,7 +42,7 @@ def _assert_bounded(inputs: Any) -> None:
     """Errors within 16 roundings of the sum of terms; exactly the results written; fakes right."""
     oracle = exact(OP, inputs)
     grads = {f"grad_{name}": incoming(oracle[name]) for name in OP.public}
-    terms = OP.cases.numerics.terms(*inputs, **grads)
+    terms = CASES[OP.name].terms(*inputs, **grads)
     info = torch.finfo(inputs[0].dtype)
     unit = info.eps / 2
     for name, value in watched(OP, "triton", inputs).items():

@@ -16,9 +16,10 @@ import seams
 import torchweld
 from oracle import Pool, exact, run
 from torchweld import functional
+from torchweld.bench.cases import CASES
 from torchweld.bench.memory import LiveBytes
 from torchweld.dispatch.call import call
-from torchweld.ops.activation import common as activations
+from torchweld.ops import activation as activations
 from torchweld.ops.gemm import epilogue, gemm
 from torchweld.registry import OPS, Composite, activation, materialize, weight
 
@@ -230,7 +231,7 @@ def test_inference_rounds_only_the_result(dtype: torch.dtype) -> None:
         pytest.skip(f"oneDNN has no GEMM of {dtype} on this CPU")
     ours, rounding = Pool(), Pool()
     layouts = (lambda t: t, lambda t: t.t().contiguous().t(), lambda t: torch.cat([t, t])[1::2])
-    for arguments in LINEAR.cases.samples:
+    for arguments in CASES[LINEAR.name].samples:
         x, weight, *rest = materialize(arguments, dtype)
         if x.ndim < 2 or not x.numel() or not weight.numel() or rest[1] not in epilogue._ONEDNN:
             continue

@@ -19,7 +19,7 @@ WIDTH, STEPS, BROKEN = 64, 8, 3
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_op_under_autocast(op: Op, dtype: torch.dtype) -> None:
     """From float32 inputs: eager's dtypes of results and gradients, and no larger error."""
-    inputs = materialize(op.cases.sized((128,), (96,)), torch.float32)
+    inputs = materialize(op.sized((128,), (96,)), torch.float32)
     truth = exact(op, inputs)
     with torch.autocast("cpu", dtype):
         with torchweld.use_backend("cpu"):

@@ -14,6 +14,7 @@ import selection
 import torchweld
 from conftest import Target
 from oracle import incoming, is_floating, run, total
+from torchweld.bench.cases import CASES
 from torchweld.dispatch import choice
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
@@ -24,7 +25,7 @@ IMITATED = ("interpreter", "emulator")
 
 
 def _sample(sized_as: Op | Target, **kwargs: Any) -> list[Any]:
-    return materialize(sized_as.cases.sized((4, 5), (768,)), **kwargs)
+    return materialize(sized_as.sized((4, 5), (768,)), **kwargs)
 
 
 def _overloads(target: Target) -> tuple[Any, Any]:
@@ -66,7 +67,9 @@ def test_opcheck(target: Target, dtype: torch.dtype) -> None:
     It concerns the graph, so one sample is enough where kernels are imitated.
     """
     forward, backward = _overloads(target)
-    samples = [s for s in target.op.cases.samples if len(s[0].shape) == 2 and s[0].shape[-1] > 1]
+    samples = [
+        s for s in CASES[target.op.name].samples if len(s[0].shape) == 2 and s[0].shape[-1] > 1
+    ]
     samples = samples[: 1 if target.place in IMITATED else 4]
     for at, arguments in enumerate(samples):
         parts = (*FAKES, GRAPH) if _graph_is_traced(target, dtype, at, len(samples)) else FAKES
@@ -151,7 +154,7 @@ def test_the_automatic_choice_compiles(op: Op, monkeypatch: pytest.MonkeyPatch) 
         dynamic=True,
     )
     for rows, recompiles in ((7, True), (6, False)):
-        inputs = materialize(op.cases.sized((rows, 5), (768,)), torch.float32)
+        inputs = materialize(op.sized((rows, 5), (768,)), torch.float32)
         with torch._dynamo.config.patch(error_on_recompile=not recompiles):
             torch.testing.assert_close(compiled(*inputs), op.reference(*inputs))
 
@@ -188,17 +191,17 @@ def test_autocast_has_eagers_dtype(
     if op.name == "block_sparse_attention" and device == "cuda" and not torch.cuda.is_available():
         pytest.skip("its reference indexes, which asks for the device; test_block_sparse.py has it")
     monkeypatch.setattr(BACKENDS[backend], "why_missing", lambda: None)
-    sample = [v.make() if isinstance(v, Made) else v for v in op.cases.sized((4, 5), (768,))]
+    sample = [v.make() if isinstance(v, Made) else v for v in op.sized((4, 5), (768,))]
     with FakeTensorMode(), _autocast(device):
         inputs = [_empty(v, dtype, device) for v in sample]
         with torchweld.use_backend(backend):
-            plain = op.cases.plain or op.reference  # the reference needs an existing device
+            plain = CASES[op.name].plain or op.reference  # the reference needs an existing device
             ours, eager = as_tuple(call(op, *inputs)), as_tuple(plain(*inputs))
             assert [result.dtype for result in ours] == [result.dtype for result in eager]
 
 
 def test_vmap_is_right_and_a_named_backend_refuses(op: Op) -> None:
-    inputs = materialize(op.cases.sized((5,), (768,)), torch.float32)
+    inputs = materialize(op.sized((5,), (768,)), torch.float32)
     x = torch.randn(4, 5, 768)
     batched = torch.func.vmap(lambda x: call(op, x, *inputs[1:]))
     expected = torch.func.vmap(lambda x: op.reference(x, *inputs[1:]))(x)

@@ -15,7 +15,7 @@ import pytest
 
 from torchweld import functional, names, nn, optim
 from torchweld.dispatch import choice
-from torchweld.ops.activation import common as activations
+from torchweld.ops import activation as activations
 from torchweld.ops.loss import linear, reduction
 from torchweld.optim._codecs import EIGHT_BIT
 from torchweld.registry import BACKENDS, EAGER

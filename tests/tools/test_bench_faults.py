@@ -13,18 +13,18 @@ import torch
 
 import conftest
 from torchweld.bench import cases, jobs, runner
-from torchweld.bench.cases import Case
+from torchweld.bench.cases import CASES, Case
+from torchweld.bench.cases.attention import benchmark_window
 from torchweld.bench.contenders import PEERS
 from torchweld.bench.jobs import Job
 from torchweld.bench.runner import Plan, Result
 from torchweld.bench.timing import clock_for
 from torchweld.dispatch.call import call
-from torchweld.ops.attention.samples import benchmark_window
 from torchweld.registry import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYER_NORM = OPS["layer_norm"]
-SMALL = Case(LAYER_NORM, LAYER_NORM.cases.tiny, torch.float32, "cpu")
+SMALL = Case(LAYER_NORM, CASES[LAYER_NORM.name].tiny, torch.float32, "cpu")
 ON_CPU = Job("layer_norm", Plan(("fwd", "full"), ("cpu",), (), 0.0, (1, 1)), device="cpu")
 
 
@@ -75,7 +75,7 @@ def test_a_rival_without_a_kernel_is_left_out(
     op = OPS["block_sparse_attention"]
     rival = replace(PEERS["sdpa_cudnn"], devices=("cpu",))
     monkeypatch.setitem(PEERS, "sdpa_cudnn", rival)
-    case = Case(op, op.cases.tiny, torch.float32, "cpu")
+    case = Case(op, CASES[op.name].tiny, torch.float32, "cpu")
     plan = Plan(("fwd",), ("cpu",), ("sdpa", "sdpa_cudnn"), 0.0, (1, 1))
     (results,) = runner.measure(case, plan, clock_for("cpu"))
     status = {r.contender: r.status for r in results}

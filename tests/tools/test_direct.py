@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fresh
 from oracle import run
+from torchweld.bench.cases import CASES
 from torchweld.dispatch import direct, native
 from torchweld.dispatch.autograd import Ready, make_ready
 from torchweld.dispatch.direct import make_direct
@@ -42,7 +43,7 @@ def test_bits_of_the_dispatcher(name: str, dtype: torch.dtype) -> None:
     """Every sample, and none of them takes the dispatcher."""
     op = OPS[name]
     kernel = op.kernels["cpu"]
-    for sample in op.cases.samples:
+    for sample in CASES[op.name].samples:
         inputs = materialize(sample, dtype)
         if op.why_not("cpu", inputs) is not None:
             continue

@@ -16,7 +16,7 @@ from conftest import PLACES, running_at
 from torchweld import functional
 from torchweld.bench import command, evidence, gpu, jobs, machine
 from torchweld.bench.blocks import BLOCKS
-from torchweld.bench.cases import SMALLEST, Case
+from torchweld.bench.cases import CASES, SMALLEST, Case
 from torchweld.bench.contenders import DENSE
 from torchweld.bench.jobs import Job
 from torchweld.bench.overhead import Overhead
@@ -138,7 +138,9 @@ def test_a_rehearsal_of_the_whole_run(
 def test_a_job_in_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: a kernel is judged by the reference in float64, and its outcome recorded."""
     op = OPS["softmax_dropout"]
-    monkeypatch.setattr(Job, "cases", lambda job: [Case(op, op.cases.tiny, torch.float32, "cpu")])
+    monkeypatch.setattr(
+        Job, "cases", lambda job: [Case(op, CASES[op.name].tiny, torch.float32, "cpu")]
+    )
     plan = Plan(["full"], ["triton"], [], seconds=0.0, rounds=(1, 1))
     record = gpu.Record(tmp_path, MACHINE, ROOT)
     with running_at("interpreter", monkeypatch):

@@ -21,7 +21,7 @@ from torch.nn import functional
 import fresh
 import torchweld
 from torchweld import functional as fused
-from torchweld.bench.cases import Case
+from torchweld.bench.cases import CASES, Case
 from torchweld.bench.demo import CONTENDERS, GPT, LENGTH
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
@@ -83,7 +83,7 @@ def count_bytes_kept(what: Callable[[], Any]) -> float:
 def make_call(name: str) -> Callable[[], Any]:
     """Forward and backward of an op on its smallest problem."""
     op = OPS[name]
-    problem = Case(op, op.cases.tiny, torch.float32, "cpu").draw()
+    problem = Case(op, CASES[op.name].tiny, torch.float32, "cpu").draw()
     leaves = list(problem.leaves().values())
 
     def run() -> None:
@@ -97,7 +97,7 @@ def make_call(name: str) -> Callable[[], Any]:
 def make_direct_call(name: str) -> Callable[[], Any]:
     """The same as a later call of a short way makes it."""
     op = OPS[name]
-    problem = Case(op, op.cases.tiny, torch.float32, "cpu").draw()
+    problem = Case(op, CASES[op.name].tiny, torch.float32, "cpu").draw()
     leaves = list(problem.leaves().values())
     function, first, at, _ = op.kernels["cpu"].make_ready(problem.inputs)
     inputs = [problem.inputs[i] for i in at]

@@ -16,7 +16,7 @@ from torch.nn.functional import dropout, gelu, layer_norm, rms_norm, silu
 import torchweld
 from torchweld import functional
 from torchweld.bench import overhead
-from torchweld.bench.cases import Case
+from torchweld.bench.cases import CASES, Case
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.registry import OPS
@@ -113,7 +113,7 @@ SMALL = {"layer_norm": (1.3, 1.3, 1.25, 1.25), "rms_norm": (1.4, 1.4, 1.3, 1.3)}
 def test_every_op_is_called_as_a_user_calls_it(name: str) -> None:
     """The benchmark measures this call of each op; it has the arguments that the op has."""
     op = OPS[name]
-    problem = Case(op, op.cases.tiny, torch.float32, "cpu").draw()
+    problem = Case(op, CASES[op.name].tiny, torch.float32, "cpu").draw()
     found = as_tuple(overhead._as_users_call(op)(*problem.inputs))
     expected = as_tuple(call(op, *problem.inputs))
     if op.draws(problem.inputs):

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from conftest import PLACES, running_at
 from oracle import Results, run
 from torchweld import triton_kernels
+from torchweld.bench.cases import CASES
 from torchweld.dispatch import replay
 from torchweld.dispatch.autograd import make_ready
 from torchweld.registry import OPS, Op, TensorSpec, materialize
@@ -81,7 +82,7 @@ def _list_small_samples(op: Op, count: int) -> list[Any]:
     """The smallest samples that the kernel serves: the interpreter takes long for others."""
     served = [
         sample
-        for sample in op.cases.samples
+        for sample in CASES[op.name].samples
         if op.why_not("triton", materialize(sample, torch.float32, DEVICE)) is None
     ]
 

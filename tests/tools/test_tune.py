@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchweld.bench.cases import DTYPES, SMALLEST, Case, cases
+from torchweld.bench.cases import CASES, DTYPES, SMALLEST, Case, cases
 from torchweld.commands import cli, tune
 from torchweld.dispatch import choice
 from torchweld.dispatch.engine import asking
@@ -53,7 +53,7 @@ def test_kernels_that_are_not_timed_are_called_forward_and_backward(
             ran[str(func)] += 1
             return func(*args, **(kwargs or {}))
 
-    sample = op.cases.samples[5]
+    sample = CASES[op.name].samples[5]
     few = [Case(op, sample, dtype, "cpu") for dtype in (torch.float32, torch.bfloat16)]
     monkeypatch.setattr(tune, "op_cases", lambda *_: few)
     with Count():  # which no trial sees

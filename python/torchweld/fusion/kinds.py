@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from torchweld.fusion import probe
 from torchweld.fusion.twin import CannotCopyError, Twin
-from torchweld.ops.activation.common import ACTIVATIONS
+from torchweld.ops.activation import ACTIVATIONS
 
 _CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import torch
 from torchweld import functional
 from torchweld.errors import ArgumentError
 from torchweld.names import ActivationName, Approximation
-from torchweld.ops.activation import common as activations
+from torchweld.ops import activation as activations
 
 
 class Activation(torch.nn.Module):

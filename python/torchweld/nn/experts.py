@@ -6,7 +6,7 @@ import torch
 
 from torchweld import functional
 from torchweld.names import ActivationName, Approximation
-from torchweld.ops.activation import common as activations
+from torchweld.ops import activation as activations
 
 
 class ExpertsMLP(torch.nn.Module):

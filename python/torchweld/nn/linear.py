@@ -8,7 +8,7 @@ import torch
 from torchweld import functional
 from torchweld.dispatch.call import run_checkpointed
 from torchweld.names import ActivationName, Approximation
-from torchweld.ops.activation import common as activations
+from torchweld.ops import activation as activations
 
 
 class LinearAct(torch.nn.Module):

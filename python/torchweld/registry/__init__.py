@@ -17,7 +17,7 @@ autograd function is built from them:
 
 from torchweld.registry.backends import BACKENDS, EAGER, Backend
 from torchweld.registry.composite import Composite
-from torchweld.registry.op import OPS, Cases, Differentiable, Numerics, Op, why_not_now
+from torchweld.registry.op import OPS, Differentiable, Op, why_not_now
 from torchweld.registry.samples import (
     SEED,
     Made,
@@ -45,11 +45,9 @@ __all__ = [
     "SEED",
     "WHOLE",
     "Backend",
-    "Cases",
     "Composite",
     "Differentiable",
     "Made",
-    "Numerics",
     "Op",
     "Rows",
     "Signature",

@@ -54,7 +54,7 @@ def traffic(op: Op, inputs: Sequence[Any], direction: str) -> Traffic:
 
 def flops(op: Op, inputs: Sequence[Any], direction: str) -> int:
     """Floating-point operations, as the op declares them; a multiply-add counts as two."""
-    forward, backward = op.cases.flops(*inputs)
+    forward, backward = op.flops(*inputs)
     return {"fwd": forward, "bwd": backward, "full": forward + backward}[direction]
 
 

@@ -16,45 +16,6 @@ from torchweld.registry.sharding import Rows
 OPS: dict[str, Op] = {}
 
 
-@dataclass(frozen=True)
-class Numerics:
-    """How exact an op is, derived in docs/numerics.md.
-
-    A 16-bit result may be off by `rounding[name]` times the error of rounding the exact result, and
-    by `eager[name]` times eager's error; both factors are 1.1 by default. A float32 result may be
-    off by as many times eager's error, or by `fp32[name]` unit roundoffs of the sum of its terms'
-    magnitudes; `eager` applies to 16-bit inputs only. `terms` takes the forward's arguments and
-    `grad_y`, and returns these sums by name.
-    """
-
-    fp32: dict[str, float]
-    terms: Callable[..., dict[str, torch.Tensor]]
-    rounding: dict[str, float] = field(default_factory=dict)
-    eager: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cases:
-    """What tests and benchmarks need of an op: arguments, its cost and its exactness."""
-
-    samples: tuple[tuple[Any, ...], ...]
-    # Arguments of a given size with every tensor present. Takes the leading sizes of the first
-    # argument and the sizes of a row, which has one dimension unless the op takes several.
-    sized: Callable[[tuple[int, ...], tuple[int, ...]], tuple[Any, ...]]
-    # Takes the forward's arguments; counts the operations of both passes.
-    flops: Callable[..., tuple[int, int]]
-    # Arguments worth measuring: on the CPU, on a GPU, and so small that only the call costs time.
-    benchmarks: tuple[tuple[Any, ...], ...]
-    benchmarks_on_gpu: tuple[tuple[Any, ...], ...]
-    tiny: tuple[Any, ...]
-    numerics: Numerics
-    # Plain torch for the benchmark, if the reference is slower. With dropout it is, since it
-    # reproduces our masks and torch's own dropout does not.
-    plain: Callable[..., Any] | None = None
-    # Whether the reference's memory grows with the square of a size: benchmarks judge a sample.
-    has_dense_reference: bool = False
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class Differentiable:
     """What autograd needs of an op; torchweld.registry explains the argument names."""
@@ -101,7 +62,11 @@ class Op(Differentiable):
     # With fewer elements in the first argument eager is as fast on the CPU, since overhead exceeds
     # the work. Calls with dropout never fall back: eager draws random numbers in many steps.
     small: int
-    cases: Cases
+    # Arguments of a given size with every tensor present. Takes the leading sizes of the first
+    # argument and the sizes of a row, which has one dimension unless the op takes several.
+    sized: Callable[[tuple[int, ...], tuple[int, ...]], tuple[Any, ...]]
+    # Takes the forward's arguments; counts the operations of both passes.
+    flops: Callable[..., tuple[int, int]]
     # Whether eager rounds 16-bit values between its steps. Kernels do not, so they also serve small
     # 16-bit inputs: a result must not depend on the size of its batch.
     eager_rounds: bool = False
@@ -137,9 +102,8 @@ class Op(Differentiable):
         # Positions of dropout's seed, of weights (factors of GEMMs, which have other sizes than
         # rows), and of flags that decide what a kernel does.
         self.seed_at = arguments.index("seed") if "seed" in arguments else None
-        specs = [pair for sample in self.cases.samples for pair in enumerate(sample)]
-        weights = {at for at, value in specs if getattr(value, "kind", "") == "weight"}
-        self.weights_at = tuple(sorted(weights))
+        specs = enumerate(self.stand_in)
+        self.weights_at = tuple(at for at, v in specs if getattr(v, "kind", "") == "weight")
         self.flags_at = tuple(at for at, kind in enumerate(kinds) if kind in ("bool", "str"))
         exact = (x for x in self.dtypes if x.itemsize != 2 or not self.eager_rounds)
         self.dtypes_of_eager = tuple(exact)
@@ -153,7 +117,7 @@ class Op(Differentiable):
     @property
     def stand_in(self) -> tuple[Any, ...]:
         """Stand-in arguments for a compiled graph."""
-        return self.arguments_while_compiling or self.cases.sized((4096,), (1024,))
+        return self.arguments_while_compiling or self.sized((4096,), (1024,))
 
     def take_sample(self, inputs: Sequence[Any], rows: int) -> Sequence[Any]:
         """Cut the arguments to about `rows` rows."""

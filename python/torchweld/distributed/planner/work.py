@@ -207,7 +207,7 @@ class _Counter(TorchDispatchMode):
             self.flops[self.at] += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
         elif func.namespace == "torchweld" and name in _PRODUCTS:
             inputs = args[: len(OPS[name].forward_signature.arguments)]
-            self.flops[self.at] += OPS[name].cases.flops(*inputs)[0]
+            self.flops[self.at] += OPS[name].flops(*inputs)[0]
         else:
             if not func.is_view and func.namespace != "prim":
                 self.traffic[self.at] += _count_bytes(args) + _count_bytes(result)

@@ -15,7 +15,7 @@ from torchweld.fusion.view import View
 from torchweld.fusion.weld import Weld
 from torchweld.names import ActivationName, Approximation
 from torchweld.nn.batch_norm import count_momentum
-from torchweld.ops.activation.common import ACTIVATIONS
+from torchweld.ops.activation import ACTIVATIONS
 
 _NORMS = (torch.nn.BatchNorm1d.forward, torch.nn.SyncBatchNorm.forward)
 

@@ -17,7 +17,7 @@ from torchweld.fusion.twin import Twin
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Change, Weld
 from torchweld.names import ActivationName, Approximation
-from torchweld.ops.activation.common import ACTIVATIONS
+from torchweld.ops.activation import ACTIVATIONS
 
 
 class GatedMLP(Weld):

@@ -16,7 +16,7 @@ from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.rewrite import compile_like, parse, unwrap, why_not
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Change, Weld
-from torchweld.ops.activation.common import ACTIVATIONS
+from torchweld.ops.activation import ACTIVATIONS
 
 _FUNCTIONS = {
     torch.nn.functional.silu: "silu",

@@ -14,26 +14,12 @@ from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.dispatch.kernels import define
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
-from torchweld.ops.attention.reference import (
-    add_dims,
-    attention,
-    count_distances,
-    terms,
-)
-from torchweld.ops.attention.samples import (
-    SAMPLES,
-    TINY,
-    benchmark_window,
-    flops,
-    sized,
-    take_sample,
-)
+from torchweld.ops.attention.reference import add_dims, attention, count_distances
+from torchweld.ops.attention.samples import NO_LISTS, STAND_IN, flops, sized, take_sample
 from torchweld.random import Shard, draw_seed, split_shard
-from torchweld.registry import Cases, Numerics, Op, Rows
+from torchweld.registry import Op, Rows
 from torchweld.sparse import BlockBias, BlockLayout
 from torchweld.sparse.lists import count_of, repeat_for_query_heads, words_of
-
-_NO_LISTS = (None,) * 5
 
 
 @short(constant=BlockLayout)
@@ -154,7 +140,7 @@ def _inputs(
     bias, row = _prepare_bias(bias, lengths, offset)
     if bias is not None and is_dtensor(bias) and not is_dtensor(q):
         raise ArgumentError(name, "bias", "a DTensor", "a plain tensor, as q is")
-    lists: tuple[torch.Tensor | None, ...] = _NO_LISTS
+    lists: tuple[torch.Tensor | None, ...] = NO_LISTS
     if layout.lists is not None:
         lists = layout.lists
         if layout.heads == key_heads and heads == group * key_heads:
@@ -212,30 +198,9 @@ def _backward_reference(grad_y: Any, grad_lse: Any, *arguments: Any) -> tuple[An
     return derive_from_reference(OP)(grad_y, grad_lse, *arguments)
 
 
-def _check(
-    q: Any,
-    k: Any,
-    v: Any,
-    sinks: Any,
-    bias: Any,
-    rows: Any,
-    row_entries: Any,
-    columns: Any,
-    column_entries: Any,
-    masks: Any,
-    key_padding_mask: Any,
-    alibi_slopes: Any,
-    bias_row: Any,
-    block: Any,
-    group: Any,
-    scale: Any,
-    causal: Any,
-    softcap: Any,
-    p: Any,
-    seed: Any,
-    whole: Any,
-    offset: Any,
-) -> None:
+def _check(*arguments: Any) -> None:
+    q, k, v, sinks, bias, *lists, key_padding_mask, alibi_slopes = arguments[:12]
+    bias_row, block, group, _, causal, _, _, seed, whole, offset = arguments[12:]
     name = OP.name
     checks.dense(name, "q", q, OP.dtypes)
     if not 1 <= q.ndim <= 4:
@@ -278,8 +243,8 @@ def _check(
     if bias is not None:
         _check_bias(q, k, bias, bias_row)
     _check_shard(q, seed, whole, offset)
-    if rows is not None:
-        _check_lists(q, k, rows, row_entries, columns, column_entries, masks, block)
+    if lists[0] is not None:
+        _check_lists(q, k, lists, block)
 
 
 def _check_bias(q: Any, k: Any, bias: Any, row: int) -> None:
@@ -331,20 +296,11 @@ def _check_heads(
         raise ArgumentError(OP.name, "k", f"of {key_heads} heads", accepted)
 
 
-def _check_lists(
-    q: Any,
-    k: Any,
-    rows: Any,
-    row_entries: Any,
-    columns: Any,
-    column_entries: Any,
-    masks: Any,
-    block: Any,
-) -> None:
+def _check_lists(q: Any, k: Any, lists: Sequence[Any], block: Any) -> None:
     name, shape = OP.name, add_dims(q).shape
+    rows, row_entries, columns, column_entries, masks = lists
     count = [count_of(n, block) for n in (shape[2], add_dims(k).shape[2])]
-    every = (rows, row_entries, columns, column_entries, masks)
-    for value in every:
+    for value in lists:
         checks.dense(name, "layout", value, [torch.int32])
         checks.like(name, "layout", value, q, "q")
     for lines, n in ((rows, count[0]), (columns, count[1])):
@@ -382,8 +338,6 @@ _SHARED = (
     " Tensor? seed, SymInt[]? whole, SymInt[]? offset"
 )
 
-_RESULTS = ("y", "lse", "grad_q", "grad_k", "grad_v", "grad_sinks", "grad_bias")
-
 OP = Op(
     name="block_sparse_attention",
     forward=f"(Tensor q, Tensor k, Tensor v, {_SHARED}) -> (Tensor y, Tensor lse)",
@@ -397,34 +351,10 @@ OP = Op(
     check=_check,
     fake=_fake,
     sharding=Rows(lambda q, *_: min(q.ndim, 2)),  # batch and heads
-    cases=Cases(
-        sized=sized,
-        has_dense_reference=True,
-        flops=flops,
-        samples=SAMPLES,
-        benchmarks=benchmark_window(4096),
-        benchmarks_on_gpu=(*benchmark_window(16384, 16), *benchmark_window(16384, 16, 128, 128)),
-        tiny=TINY,
-        numerics=Numerics(
-            fp32=dict.fromkeys(_RESULTS, 2.0),
-            terms=terms,
-            # y was rounded, and all gradients of a query depend on it. For y and grad_v, tensor
-            # cores take rounded weights, as the reference does.
-            rounding={
-                "y": 2.0,
-                "grad_q": 3.0,
-                "grad_k": 3.0,
-                "grad_v": 2.0,
-                "grad_sinks": 3.0,
-                "grad_bias": 3.0,
-            },
-            # The error of a rounded y, of up to sqrt(8) roundings, over the error of a weight's
-            # gradient, which eager rounds once.
-            eager={"grad_bias": 8**0.5},
-        ),
-    ),
+    sized=sized,
     sample=take_sample,
-    arguments_while_compiling=benchmark_window(1024)[0],
+    arguments_while_compiling=STAND_IN,
+    flops=flops,
     sources={
         "cpu": ("csrc/cpu/block_sparse.cpp", "csrc/cpu/block_sparse_few.cpp"),
         "triton": ("triton_kernels/block_sparse_attention.py",),

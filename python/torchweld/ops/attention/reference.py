@@ -1,4 +1,4 @@
-"""The reference, dense masked attention in torch's own operations, and bounds of its errors."""
+"""The reference, dense masked attention in torch's own operations."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchweld.random import drop
 from torchweld.sparse.lists import token_mask
 
 
-def add_dims(x: torch.Tensor) -> torch.Tensor:
+def add_dims(x: Tensor) -> Tensor:
     """Add missing leading dimensions."""
     return x[(None,) * (4 - x.ndim)]
 
 
-def repeat_for_heads(
-    x: torch.Tensor, heads: int, group: int, offset: Sequence[int] | None
-) -> torch.Tensor:
+def repeat_for_heads(x: Tensor, heads: int, group: int, offset: Sequence[int] | None) -> Tensor:
     """Repeat keys or values for each of q's heads."""
     x = add_dims(x)
     if x.shape[1] == heads and group == 1:
@@ -31,15 +30,15 @@ def repeat_for_heads(
 
 
 def visible(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    rows: torch.Tensor | None,
-    row_entries: torch.Tensor | None,
-    masks: torch.Tensor | None,
-    key_padding_mask: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    rows: Tensor | None,
+    row_entries: Tensor | None,
+    masks: Tensor | None,
+    key_padding_mask: Tensor | None,
     block: int,
     causal: bool,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Booleans that broadcast to the scores; None: queries see every key."""
     queries, keys = q.shape[-2], k.shape[-2]
     seen = None
@@ -57,13 +56,13 @@ def visible(
 
 
 def scores(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    alibi_slopes: Tensor | None,
     scale: float,
     softcap: float,
     offset: Sequence[int] | None,
-) -> torch.Tensor:
+) -> Tensor:
     """The scores before masks and softmax."""
     z = q @ k.mT * scale
     if softcap:
@@ -73,7 +72,7 @@ def scores(
     return z
 
 
-def distance(q: torch.Tensor, k: torch.Tensor, offset: Sequence[int] | None) -> torch.Tensor:
+def distance(q: Tensor, k: Tensor, offset: Sequence[int] | None) -> Tensor:
     """Distances between tokens; `offset` has the numbers of the first query and key."""
     queries, keys = q.shape[-2], k.shape[-2]
     first_query, first_key = (_pad_to_four(offset, 0) or [0] * 4)[2:]
@@ -94,7 +93,7 @@ def _place(token: Any, row: int) -> Any:
     return token + token // row * (row - 1)
 
 
-def expand_bias(bias: torch.Tensor, row: int, queries: int, keys: int) -> torch.Tensor:
+def expand_bias(bias: Tensor, row: int, queries: int, keys: int) -> Tensor:
     """Return a bias that broadcasts to the scores; if `row` is not 0, `bias` is by distance."""
     if not row:
         return bias
@@ -108,9 +107,7 @@ def expand_bias(bias: torch.Tensor, row: int, queries: int, keys: int) -> torch.
     return bias.squeeze(-2)[..., distance]
 
 
-def softmax(
-    z: torch.Tensor, seen: torch.Tensor | None, sinks: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def softmax(z: Tensor, seen: Tensor | None, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Weights, zero in rows that see nothing, and the log of the sum of exponentials."""
     if seen is not None:
         z = z.masked_fill(~seen, -torch.inf)
@@ -131,7 +128,7 @@ def softmax(
     return weights, lse.squeeze(-1)
 
 
-def attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Compute the results of the op's forward pass from its arguments."""
     q, k, v, sinks, bias, rows, row_entries, _, _, masks, padding, slopes = arguments[:12]
     bias_row, block, group, scale, causal, softcap, p, seed, whole, offset = arguments[12:]
@@ -148,12 +145,12 @@ def attention(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def drop_weights(
-    weights: torch.Tensor,
+    weights: Tensor,
     p: float,
-    seed: torch.Tensor | None,
+    seed: Tensor | None,
     whole: Sequence[int] | None,
     offset: Sequence[int] | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Drop weights, at q's place in a larger tensor."""
     return drop(weights, p, seed, _pad_to_four(whole, 1), _pad_to_four(offset, 0))
 
@@ -161,62 +158,3 @@ def drop_weights(
 def _pad_to_four(sizes: Sequence[int] | None, missing: int) -> list[int] | None:
     """Pad sizes or offsets to the scores' four dimensions; the last size does not matter."""
     return None if not sizes else [missing] * (4 - len(sizes)) + [*sizes]
-
-
-def terms(*arguments: Any, grad_y: torch.Tensor, grad_lse: torch.Tensor) -> dict[str, Any]:
-    """Sums of magnitudes that bound errors: an absolute error of a score is a relative error of its
-    weight.
-    """
-    q, k, v, sinks, bias, rows, row_entries, _, _, masks, padding, slopes = arguments[:12]
-    bias_row, block, group, scale, causal, softcap, p, seed, whole, offset = arguments[12:]
-    shapes = {"q": q.shape, "k": k.shape, "v": v.shape, "y": (*q.shape[:-1], v.shape[-1])}
-    q, k, v = (add_dims(x.double()) for x in (q, k, v))
-    heads, key_heads = q.shape[1], k.shape[1]
-    k, v = (repeat_for_heads(x, heads, group, offset) for x in (k, v))
-    sinks = None if sinks is None else sinks.double()
-    grad_y, grad_lse = add_dims(grad_y.double()).abs(), grad_lse.double().view(q.shape[:-1])
-    grad_lse = grad_lse.abs().unsqueeze(-1)
-    seen = visible(q, k, rows, row_entries, masks, padding, block, causal)
-    z = scores(q, k, slopes, scale, softcap, offset)
-    added = None
-    if bias is not None:
-        bias = bias.double().requires_grad_()
-        with torch.enable_grad():
-            added = expand_bias(bias, bias_row, *z.shape[-2:])
-            added = added.expand(*z.shape)
-        z = z + added.detach()
-    weights, lse = softmax(z, seen, sinks)
-    sums = q.abs() @ k.abs().mT * abs(scale)
-    slope = 1 + 2 * sums / abs(softcap) if softcap else 1.0
-    beside = 0.0 if slopes is None else slopes.double().abs() * distance(q, k, offset)
-    if added is not None:
-        beside = beside + added.detach().abs().nan_to_num(posinf=0)
-    exponent = sums + beside + (z - lse.unsqueeze(-1)).abs()
-    exponent = torch.where(weights > 0, exponent, 0)
-    shared = (weights * exponent).sum(-1, keepdim=True)
-    if sinks is not None:
-        sink = torch.exp(sinks - lse.unsqueeze(-1))
-        of_sink = (sinks - lse.unsqueeze(-1)).abs() + sinks.abs()
-        shared = shared + sink * of_sink
-    relative = weights * (1 + exponent + shared)
-    factor = drop_weights(torch.ones_like(weights), p, seed, whole, offset)
-    g = grad_y @ v.abs().mT * factor
-    inner = (weights * g).sum(-1, keepdim=True) + grad_lse
-    cross = (relative * g).sum(-1, keepdim=True)
-    grad_bias = relative * (g + inner) + weights * cross
-    grad_z = grad_bias * slope
-    bounds = {
-        "y": (relative * factor @ v.abs()).view(shapes["y"]),
-        "lse": (lse.abs().unsqueeze(-1) + 1 + shared).view(shapes["q"][:-1]),
-        "grad_q": (grad_z @ k.abs() * abs(scale)).view(shapes["q"]),
-    }
-    grad_k, grad_v = grad_z.mT @ q.abs() * abs(scale), (relative * factor).mT @ grad_y
-    for name, grad in (("k", grad_k), ("v", grad_v)):
-        grad = grad.unflatten(1, (key_heads, heads // max(key_heads, 1))).sum(2)
-        bounds[f"grad_{name}"] = grad.view(shapes[name])
-    if bias is not None and added is not None:
-        (bounds["grad_bias"],) = torch.autograd.grad(added, bias, grad_bias)
-    if sinks is not None:
-        wide = sink * (1 + of_sink + shared)
-        bounds["grad_sinks"] = (wide * inner + sink * cross).sum((0, 2), keepdim=True)[0]
-    return bounds

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from torchweld.dispatch.autograd import list_reached, make_unaliased
 from torchweld.dispatch.bare import BareOp
-from torchweld.ops.activation import bias_act
+from torchweld.ops.activation import BIAS_ACT
 from torchweld.ops.gemm import gemm
 
 
@@ -29,7 +29,7 @@ def _fake(
 
 
 # Overwrites grad_y with grad_input; returns grad_bias.
-BareOp(
+_BACKWARD_IN_PLACE = BareOp(
     "bias_act_backward_",
     "(Tensor(a!) grad_y, Tensor input, Tensor? bias, str activation, str approximate, bool"
     " need_bias) -> Tensor",
@@ -128,7 +128,7 @@ def _is_batched(x: torch.Tensor) -> bool:
 def _derivatives(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Differentiable gradients, for second derivatives."""
     z, bias, *factors = saved = ctx.saved_tensors
-    y = linear(bias_act.OP.reference(z, bias, *ctx.kind), *factors)
+    y = linear(BIAS_ACT.reference(z, bias, *ctx.kind), *factors)
     needs = [at for at, need in enumerate(ctx.needs_input_grad) if need]
     wanted = torch.autograd.grad(y, [saved[at] for at in needs], grad, create_graph=True)
     by_position = dict(zip(needs, wanted, strict=True))

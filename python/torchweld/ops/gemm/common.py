@@ -12,7 +12,7 @@ from torchweld import checks
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import call, run_checkpointed, run_on
 from torchweld.errors import ArgumentError
-from torchweld.ops.activation import bias_act
+from torchweld.ops.activation import BIAS_ACT
 from torchweld.ops.gemm import gemm
 from torchweld.registry import Composite, Op, activation
 from torchweld.registry import weight as weight_spec
@@ -31,7 +31,9 @@ def run_recomputed(recompute: bool, op: Composite, *inputs: Any) -> torch.Tensor
 _CHECKPOINTS = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
 # bias_act in place: no new pages, and half the lines in the caches.
-BareOp("bias_act_", "(Tensor(a!) input, Tensor? bias, str activation, str approximate) -> ()")
+_IN_PLACE = BareOp(
+    "bias_act_", "(Tensor(a!) input, Tensor? bias, str activation, str approximate) -> ()"
+)
 
 # On the CPU, the GEMM's share of a 16-bit bias; the activation's pass adds the rest. The GEMM
 # rounds the sum, and small sums lose least. The derivative curves most near a sum of 0, so it is
@@ -86,8 +88,8 @@ def act(
         torch.ops.torchweld.bias_act_.cpu(z, bias, activation, approximate)
         return z
     if type(z) is torch.Tensor:
-        return bias_act.OP.kernels[backend](z, bias, activation, approximate)  # type: ignore[no-any-return]
-    return run_on(bias_act.OP, backend, z, bias, activation, approximate)
+        return BIAS_ACT.kernels[backend](z, bias, activation, approximate)  # type: ignore[no-any-return]
+    return run_on(BIAS_ACT, backend, z, bias, activation, approximate)
 
 
 def may_overwrite(z: torch.Tensor) -> bool:
@@ -156,10 +158,5 @@ def hidden_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def arguments(leading: tuple[int, ...], width: int, features: int) -> tuple[Any, ...]:
-    """x, weight and bias of a sample."""
+    """x, weight and bias of this size."""
     return (activation(*leading, width), weight_spec(features, width), activation(features))
-
-
-def outer(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """A weight's gradient: the sum over the rows of grad and x."""
-    return torch.einsum("...n,...k->nk", grad, x)

@@ -23,8 +23,7 @@ from torchweld.dispatch.autograd import (
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.engine.judge import name_results
 from torchweld.dispatch.engine.question import Results
-from torchweld.ops.activation import bias_act
-from torchweld.ops.activation import common as activations
+from torchweld.ops import activation as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import fused_choice, gemm
 from torchweld.ops.gemm.fused_choice import Contest, Kind
@@ -195,7 +194,7 @@ def gradients(
     return backward(grad_y, z, bias if need_bias else None, activation, approximate)
 
 
-_derivatives_of_bias_act = derive_from_reference(bias_act.OP)
+_derivatives_of_bias_act = derive_from_reference(activations.BIAS_ACT)
 
 
 def _derivatives(

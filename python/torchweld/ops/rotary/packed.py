@@ -105,9 +105,9 @@ def _turn(
     cos, sin, positions, rotary_dim, interleaved, proportional = how
     wide = torch.promote_types(qkv.dtype, torch.float32)
     angles = [gather(table, positions).to(wide) for table in (cos, sin)]
-    layout = (rotary_dim, interleaved, proportional, transposed)
+    layout = (rotary_dim, interleaved, proportional)
     for t in _split(qkv, heads, key_heads):
-        t.copy_(turn(t.to(wide), angles[0], angles[1], *layout))
+        t.copy_(turn(t.to(wide), angles[0], angles[1], layout, transposed))
 
 
 class _Packed(torch.autograd.Function):

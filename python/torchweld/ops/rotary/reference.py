@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -42,12 +43,14 @@ def turn(
     x: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    rotary_dim: int,
-    interleaved: bool,
-    proportional: bool,
+    layout: Sequence[Any],
     transposed: bool = False,
 ) -> torch.Tensor:
-    """The rotation of x's pairs, or its transpose, which differ where cos^2 + sin^2 is not 1."""
+    """The rotation of x's pairs, or its transpose, which differ where cos^2 + sin^2 is not 1.
+
+    The layout is rotary_dim, interleaved and proportional.
+    """
+    rotary_dim, interleaved, proportional = layout
     pairs = rotary_dim // 2
     if pairs == 0:
         return x

@@ -1,16 +1,25 @@
-"""The benchmark's cases: an op's declared shapes, in a dtype and in three directions."""
+"""The benchmark's cases: an op's declared shapes, in a dtype and in three directions.
+
+Each file has the cases of a family of ops, which the tests read too.
+"""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from torchweld.bench.cases.declare import CASES as CASES
 from torchweld.dispatch.engine.judge import ROWS
 from torchweld.registry import Made, Op, TensorSpec, materialize
 from torchweld.registry.cost import results
+
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)
 
 # The most elements of the first argument, or of an attention's scores, to check in float64, with
 # several tensors of that size.
@@ -35,7 +44,7 @@ class Case:
     def variant(self) -> str:
         """How it differs from the op's other cases of this shape: "mask, scale 0.125"."""
         everywhere = set.intersection(
-            *[set(_in_words(self.op, a)) for a in self.op.cases.benchmarks]
+            *[set(_in_words(self.op, a)) for a in CASES[self.op.name].benchmarks]
         )
         return ", ".join(
             word for word in _in_words(self.op, self.arguments) if word not in everywhere
@@ -112,7 +121,7 @@ class Problem:
 
     def part(self) -> Problem:
         """The problem to check in float64: itself, or one with fewer rows."""
-        if self.op.cases.has_dense_reference:
+        if CASES[self.op.name].has_dense_reference:
             return self._take_sample() if self._count_scores() > MOST_JUDGED else self
         case = self.case.part()
         return self if case is self.case else case.draw()
@@ -179,7 +188,8 @@ def cases(
     """The cases to measure: all shapes of each op, or only the shapes of these sizes."""
     cases = []
     for op in ops:
-        arguments = op.cases.benchmarks if device == "cpu" else op.cases.benchmarks_on_gpu
+        its = CASES[op.name]
+        arguments = its.benchmarks if device == "cpu" else its.benchmarks_on_gpu
         if sizes is not None:
             ordered = sorted(arguments, key=_elements)
             arguments = tuple(ordered[int(size * len(ordered))] for size in sizes)

@@ -1,1 +1,0 @@
-"""Activations, with a bias or a gate."""

@@ -1,0 +1,592 @@
+"""normalize_act and batch_norm_act: batch normalisation of columns, then an activation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchweld import checks
+from torchweld.dispatch.autograd import (
+    autograd_function,
+    exports_a_derivative,
+)
+from torchweld.dispatch.bare import BareOp
+from torchweld.dispatch.call import call, run_on
+from torchweld.dispatch.kernels import define
+from torchweld.dispatch.library import make_step
+from torchweld.dispatch.way import short
+from torchweld.errors import ArgumentError
+from torchweld.names import ActivationName, Approximation
+from torchweld.ops import activation as activations
+from torchweld.registry import (
+    BACKENDS,
+    ELEMENTS,
+    WHOLE,
+    Composite,
+    Op,
+    constant,
+    parameter,
+    take_rows,
+    variance,
+)
+from torchweld.registry import activation as activation_spec
+from torchweld.registry.cost import count_per_element
+
+if torch.distributed.is_available():
+    from torch.distributed import _functional_collectives as collectives
+
+    # Its old name, which torch 2.13 warns of.
+    _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+
+SOURCES = {
+    "cpu": ("csrc/cpu/batch_norm.cpp",),
+    "triton": ("triton_kernels/batch_norm.py",),
+}
+
+
+# --- What both ops share --------------------------------------------------------------------------
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x as [rows, width]; no size is inferred, since one of them may be 0."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In the dtype of the arithmetic."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def unlike(x: Tensor, *columns: Tensor | None) -> bool:
+    """Whether any differs from x in dtype or width; `check_columns` decides whether it may."""
+    width = x.shape[-1:]
+    return any(t is not None and (t.dtype is not x.dtype or t.shape != width) for t in columns)
+
+
+def are_running(x: Tensor, shape: Sequence[int], *running: Tensor | None) -> bool:
+    """Whether running statistics are given and fit; no kernel checks this."""
+    tensors = [t for t in running if t is not None]
+    return len(tensors) == len(running) and all(
+        t.shape == shape and t.dtype in checks.parameters_beside(x) and t.dtype is tensors[0].dtype
+        for t in tensors
+    )
+
+
+def present(statistic: Tensor | None) -> Tensor:
+    """A running statistic that evaluation needs; the op's check then says which one is missing."""
+    if statistic is None:
+        raise ValueError("evaluation needs running statistics")
+    return statistic
+
+
+def _normalize(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """The definition, with the result in x's dtype."""
+    z = (x - mean) * torch.rsqrt(wide(var) + eps)
+    z = z if weight is None else z * weight
+    return (z if bias is None else z + bias).to(x.dtype)
+
+
+def _by_torch(
+    op: Op,
+    x: Tensor,
+    columns: Sequence[Tensor | None],
+    training: bool,
+    momentum: float,
+    eps: float,
+    *kind: str,
+) -> Tensor:
+    """Eager torch on [rows, width]; training updates the running statistics."""
+    running_mean, running_var, weight, bias = columns
+    if x.numel() == 0:  # torch has no batch_norm without columns
+        z = _normalize(x, present(running_mean), present(running_var), weight, bias, eps)
+        return activations.activate(op, z, *kind)
+    if weight is None and bias is not None:  # torch has no second derivative of a bias only
+        weight = torch.ones_like(bias)
+    # torch would differentiate running statistics, or raise.
+    if running_mean is not None and running_var is not None:
+        running_mean, running_var = running_mean.detach(), running_var.detach()
+    running, columns = (running_mean, running_var), (running_mean, running_var, weight, bias)
+    if unlike(x, *columns):  # torch then accepts only float32
+        running_mean, running_var, weight, bias = [None if t is None else wide(t) for t in columns]
+    # On the CPU torch's backward (2.13) reads columns as if they were packed:
+    #     x = torch.randn(8, 4, requires_grad=True)
+    #     mean, var, weight = torch.zeros(4), torch.ones(4), torch.randn(8)[::2]
+    #     y = torch.nn.functional.batch_norm(x, mean, var, weight)
+    #     torch.autograd.grad(y, x, torch.ones_like(y))  # expected: every row about weight
+    weight = weight if weight is None else weight.contiguous()
+    if not training:
+        running_mean = present(running_mean).contiguous()
+        running_var = present(running_var).contiguous()
+    z = torch.nn.functional.batch_norm(
+        rows_of(x), running_mean, running_var, weight, bias, training, momentum, eps
+    )
+    if training:
+        for original, updated in zip(running, (running_mean, running_var), strict=True):
+            if original is not None and updated is not None and original is not updated:
+                original.copy_(updated)
+    # torch returns a contiguous tensor, but its fake has x's strides.
+    return activations.activate(op, z, *kind).contiguous().view(x.shape)
+
+
+def _check(op: Op, x: Any, eps: Any, kind: Sequence[Any], *pairs: dict[str, Any]) -> None:
+    """Check a tensor and the vectors of its columns."""
+    checks.dense(op.name, "input", x, op.dtypes)
+    if x.ndim == 0:
+        raise ArgumentError(op.name, "input", "0-dimensional", "[*, width]")
+    check_columns(op, x, x.shape[-1:], "the last size of input", eps, kind, *pairs)
+
+
+def check_columns(
+    op: Op,
+    x: Tensor,
+    shape: Sequence[int],
+    meaning: str,
+    eps: Any,
+    kind: Sequence[Any],
+    *pairs: dict[str, Any],
+) -> None:
+    """Check pairs of tensors of this shape; each may be None, and a pair has one dtype."""
+    for pair in pairs:
+        tensors = {name: value for name, value in pair.items() if value is not None}
+        for name, value in tensors.items():
+            checks.dense(op.name, name, value, checks.parameters_beside(x), "input")
+            checks.like(op.name, name, value, x, "input")
+            checks.shaped(op.name, name, value, shape, meaning)
+        if len({value.dtype for value in tensors.values()}) > 1:
+            first, second = tensors
+            actual = f"of {tensors[second].dtype}"
+            accepted = f"that of {first}, {tensors[first].dtype}"
+            raise ArgumentError(op.name, second, actual, accepted)
+    checks.epsilon(op.name, eps)
+    activations.check(op.name, *kind)
+
+
+def _size(leading: tuple[int, ...], row: tuple[int, ...], *rest: Any) -> tuple[Any, ...]:
+    """The tensors of both ops, then the other arguments."""
+    width = row[-1]
+    columns = (constant(width), variance(width), parameter(width), parameter(width))
+    return (activation_spec(*leading, *row), *columns, *rest, "gelu", "none")
+
+
+# --- normalize_act --------------------------------------------------------------------------------
+
+
+@short()
+def normalize_act(
+    input: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    activation: ActivationName = "gelu",
+    approximate: Approximation = "none",
+) -> Tensor:
+    """activation((input - mean) / sqrt(var + eps) * weight + bias), one pass in each direction.
+
+    Args:
+        input: [*, width]; float32, bfloat16, float16 (or float64).
+        mean, var: [width], in input's dtype, or float32 and 16 bits in either order; they get no
+            gradient.
+        weight, bias: [width], in input's dtype, or float32 and 16 bits in either order.
+        eps: added to the variance, >= 0.
+        activation: "gelu", "relu", "silu" or another of bias_act's.
+        approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
+
+    Returns:
+        A tensor of input's shape and dtype.
+    """
+    return call(NORMALIZE_ACT, input, mean, var, weight, bias, eps, activation, approximate)
+
+
+def _normalize_act(x: Tensor, *rest: Any) -> Tensor:
+    *columns, eps, activation, approximate = rest
+    if not eps >= 0 or x.ndim == 0 or unlike(x, *columns):
+        _check_normalize_act(x, *rest)
+    return _by_torch(NORMALIZE_ACT, x, columns, False, 0.0, eps, activation, approximate)
+
+
+def _check_normalize_act(
+    x: Any, mean: Any, var: Any, weight: Any, bias: Any, eps: Any, *kind: Any
+) -> None:
+    for name, value in (("mean", mean), ("var", var)):
+        if value is None:
+            raise ArgumentError(NORMALIZE_ACT.name, name, "None", "a tensor")
+    pairs = {"mean": mean, "var": var}, {"weight": weight, "bias": bias}
+    _check(NORMALIZE_ACT, x, eps, kind, *pairs)
+
+
+def _fake_normalize_act(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    _check_normalize_act(x, *rest)
+    return (torch.empty_like(x, memory_format=torch.contiguous_format),)
+
+
+NORMALIZE_ACT = Op(
+    name="normalize_act",
+    forward="(Tensor input, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, float eps,"
+    " str activation, str approximate) -> (Tensor y)",
+    backward="(Tensor grad_y, Tensor input, Tensor mean, Tensor var, Tensor? weight, Tensor? bias,"
+    " float eps, str activation, str approximate, bool need_input, bool need_weight, bool"
+    " need_bias) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+    reference=_normalize_act,
+    check=_check_normalize_act,
+    fake=_fake_normalize_act,
+    sources=SOURCES,
+    sharding=ELEMENTS,
+    sized=lambda leading, row: _size(leading, row, 1e-5),
+    flops=count_per_element(24, 30),
+    small=2**15,
+    eager_rounds=True,
+)
+define(NORMALIZE_ACT)
+
+
+# --- batch_norm_act -------------------------------------------------------------------------------
+
+
+@short()
+def batch_norm_act(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float | Tensor = 0.1,
+    eps: float = 1e-5,
+    *,
+    process_group: Any = None,
+    activation: ActivationName = "gelu",
+    approximate: Approximation = "none",
+) -> Tensor:
+    """activation(batch_norm(input)), as torch.nn.functional.batch_norm; a column is a channel.
+
+    Training reads input once for the statistics and once for the result, and saves input for the
+    backward. A checkpoint that recomputes does not update the running statistics again: each batch
+    counts once.
+
+    Args:
+        input: [*, width], every leading dimension a part of the batch; float32, bfloat16, float16
+            (or float64).
+        running_mean, running_var: [width], in input's dtype, or float32 and 16 bits in either
+            order; required in evaluation; updated in training, where they may be None.
+        weight, bias: [width], in input's dtype, or float32 and 16 bits in either order.
+        training: normalise with the statistics of input.
+        momentum: the weight of this batch in the running statistics; a tensor of one element if it
+            changes from step to step.
+        eps: added to the variance, >= 0.
+        process_group: in training, statistics cover the rows of all its processes, which may differ
+            in number; None: only this process's. Gradients of weight and bias are this process's
+            share of the sum, as in torch.nn.SyncBatchNorm.
+        activation: "gelu", "relu", "silu" or another of bias_act's.
+        approximate: of gelu, as in torch: "none" (by erf, the default) or "tanh".
+
+    Returns:
+        A tensor of input's shape and dtype.
+    """
+    columns = (running_mean, running_var, weight, bias)
+    how = (training, momentum, eps, process_group, activation, approximate)
+    return call(BATCH_NORM_ACT, input, *columns, *how)
+
+
+def _fake_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    mean = wide(x.new_empty(x.shape[-1]))
+    return mean, torch.empty_like(mean)
+
+
+_STATISTICS = BareOp(
+    "column_statistics",
+    "(Tensor input) -> (Tensor mean, Tensor var)",
+    _fake_statistics,
+    triton=SOURCES["triton"][0],
+)
+_GRAD_X = BareOp(
+    "batch_norm_act_grad_x",
+    "(Tensor grad_y, Tensor input, Tensor mean, Tensor var, Tensor? weight, Tensor? bias,"
+    " Tensor mean_g, Tensor mean_g_x_hat, float eps, str activation, str approximate) -> Tensor",
+    lambda grad_y, x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+    triton=SOURCES["triton"][0],
+)
+
+
+class _Training:
+    """Forward and backward on one backend, two passes over x each.
+
+    Between the passes, processes exchange sums of columns.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        overloads = [
+            getattr(getattr(torch.ops.torchweld, op.name), backend) for op in (_STATISTICS, _GRAD_X)
+        ]
+        normalization = NORMALIZE_ACT.kernels[backend]
+        self._while_compiling = (*overloads, normalization)
+        self._steps = (*map(make_step, overloads), normalization.steps)
+        results = BATCH_NORM_ACT.forward_signature.results
+        self.function = autograd_function(BATCH_NORM_ACT, self, results)
+
+    def _find_parts(self) -> tuple[Any, Any, Any]:
+        return self._while_compiling if torch.compiler.is_compiling() else self._steps
+
+    def forward(self, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        _, _, weight, bias, _, _, eps, group, *kind = rest
+        statistics, _, normalization = self._find_parts()
+        mean, var = statistics(x)
+        count = mean.new_full((), x.shape[:-1].numel())
+        if group is not None:
+            mean, var, count = _of_all(mean, var, count, group)
+        y = normalization.forward(x, mean, var, weight, bias, eps, *kind)
+        return y, mean, var, count
+
+    def backward(
+        self,
+        grad_y: Tensor,
+        x: Tensor,
+        mean: Tensor,
+        var: Tensor,
+        count: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        *rest: Any,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        eps, group, *kind, need_input, need_weight, need_bias = rest
+        # The sums keep their precision, and are computed even without parameters.
+        wide_weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+        wide_bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
+        columns = (mean, var, wide_weight, wide_bias)
+        _, grad_x, normalization = self._find_parts()
+        _, grad_weight, grad_bias = normalization.backward(
+            grad_y, x, *columns, eps, *kind, False, True, True
+        )
+        grad_input = None
+        if need_input:
+            sums = torch.stack([grad_bias, grad_weight])
+            mean_g, mean_g_x_hat = (_add_up(sums, group) / count).unbind()
+            grad_input = grad_x(grad_y, x, *columns, mean_g, mean_g_x_hat, eps, *kind)
+        return (
+            grad_input,
+            grad_weight.to(weight.dtype) if need_weight and weight is not None else None,
+            grad_bias.to(bias.dtype) if need_bias and bias is not None else None,
+        )
+
+
+def normalize_training(
+    backend: str,
+    x: Tensor,
+    columns: Sequence[Tensor | None],
+    momentum: float | Tensor,
+    eps: float,
+    process_group: Any,
+    *kind: str,
+    offset: Tensor | None = None,
+) -> Tensor:
+    """The result in training on this backend; `offset` only enters the running mean."""
+    arguments = (x, *columns, True, momentum, eps, process_group, *kind)
+    if exports_a_derivative():  # no single op covers the exchange and the update
+        return reference(BATCH_NORM_ACT, x if offset is None else x + offset, *arguments[1:])
+    training = _TRAINING[backend]
+    running_mean, running_var, weight, bias = columns
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, weight, bias)
+    ):
+        y, mean, var, count = training.function.apply(*arguments)
+    else:
+        y, mean, var, count = training.forward(*arguments)
+    if x.numel() > 0 or process_group is not None:
+        mean = mean if offset is None else mean + offset
+        _track(running_mean, running_var, mean, var, count, momentum)
+    return y
+
+
+def is_first() -> bool:
+    """Whether this forward is the first: False while a checkpoint recomputes it."""
+    return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
+
+
+@torch.no_grad()
+def _track(
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    count: Tensor,
+    momentum: float | Tensor,
+) -> None:
+    if running_mean is None or running_var is None or not is_first():
+        return
+    for running, to in ((running_mean, mean), (running_var, var * (count / (count - 1)))):
+        share = momentum.to(to.dtype) if isinstance(momentum, Tensor) else momentum
+        if running.dtype is to.dtype:
+            running.lerp_(to, share)
+        else:
+            running.copy_(torch.lerp(running.to(to.dtype), to, share))
+
+
+# Exchanges of column values between processes that share rows. All of it compiles in one graph.
+
+
+def _add_up(values: Tensor, group: Any) -> Tensor:
+    """The sum of all processes' values; without a group, the values themselves."""
+    if group is None:
+        return values
+    return collectives.wait_tensor(collectives.all_reduce(values, "sum", group))
+
+
+class _Added(torch.autograd.Function):
+    """Every process's result depends on everyone's values, and so do the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _add_up(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Added.apply(grads[0], ctx.group), None
+
+
+def _add_up_with_gradient(values: Tensor, group: Any) -> Tensor:
+    """The sum, differentiable any number of times."""
+    return values if group is None else _Added.apply(values, group)
+
+
+def _of_all(mean: Tensor, var: Tensor, count: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Combine the processes' statistics and row counts."""
+    own = torch.cat([mean, var, count.reshape(1)])
+    every = collectives.wait_tensor(_all_gather(own, 0, group)).view(-1, own.numel())
+    means, variances, counts = every.split([mean.numel(), var.numel(), 1], 1)
+    count = counts.sum()
+    mean = (means * counts).sum(0) / count
+    var = ((variances + (means - mean).square()) * counts).sum(0) / count
+    return mean, var, count
+
+
+def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
+    *columns, training, momentum, eps, group, activation, approximate = rest
+    kind = (activation, approximate)
+    if not training:
+        return run_on(NORMALIZE_ACT, backend, x, *columns, eps, *kind)
+    if not is_training(x, columns, group):
+        _check_all(x, *rest)
+    return normalize_training(backend, x, columns, momentum, eps, group, *kind)
+
+
+def is_training(x: Tensor, columns: Sequence[Tensor | None], group: Any) -> bool:
+    """Whether there are enough rows and running statistics fit; no kernel checks this."""
+    running_mean, running_var, *_ = columns
+    is_alone = group is None or group.size() == 1
+    if x.ndim == 0 or (is_alone and x.shape[:-1].numel() == 1):
+        return False
+    if running_mean is None or running_var is None:
+        return running_mean is running_var
+    return are_running(x, x.shape[-1:], running_mean, running_var)
+
+
+def _reference(x: Tensor, *rest: Any) -> Tensor:
+    *columns, training, _, eps, group, _, _ = rest
+    wrong = not eps >= 0 or (training and not is_training(x, columns, group))
+    if wrong or unlike(x, *columns):
+        _check_all(x, *rest)
+    return reference(BATCH_NORM_ACT, x, *rest)
+
+
+def reference(op: Op, x: Tensor, *rest: Any) -> Tensor:
+    """batch_norm_act in eager torch, without checks."""
+    *columns, training, momentum, eps, group, activation, approximate = rest
+    running_mean, running_var, weight, bias = columns
+    kind = (activation, approximate)
+    if training and running_mean is not None and running_var is not None and not is_first():
+        columns = [running_mean.clone(), running_var.clone(), weight, bias]
+    if not training:
+        unused = 0.0 if isinstance(momentum, Tensor) else momentum
+        return _by_torch(op, x, columns, False, unused, eps, *kind)
+    if not isinstance(momentum, Tensor) and group is None and x.numel() > 0:
+        return _by_torch(op, x, columns, True, momentum, eps, *kind)
+    rows = rows_of(wide(x))
+    count = _add_up(rows.new_full((), rows.shape[0]), group)
+    mean = _add_up_with_gradient(rows.sum(0), group) / count
+    var = _add_up_with_gradient((rows - mean).square().sum(0), group) / count
+    if x.numel() > 0 or group is not None:
+        _track(running_mean, running_var, mean, var, count, momentum)
+    return activations.activate(op, _normalize(x, mean, var, weight, bias, eps), *kind)
+
+
+def _backward_reference(grad_y: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+    _, _, _, weight, bias, eps, group, *kind, need_input, need_weight, need_bias = rest
+    how = (True, 0.0, eps, group, *kind)
+    y = reference(BATCH_NORM_ACT, x, None, None, weight, bias, *how)
+    needs = {0: (x, need_input), 1: (weight, need_weight), 2: (bias, need_bias)}
+    wanted = {at: value for at, (value, need) in needs.items() if need and value is not None}
+    gradients = torch.autograd.grad(y, list(wanted.values()), grad_y, create_graph=True)
+    by_position = dict(zip(wanted, gradients, strict=True))
+    return tuple([by_position.get(at) for at in needs])
+
+
+def _check_all(x: Any, *rest: Any) -> None:
+    running_mean, running_var, weight, bias, training, momentum, eps, group, *kind = rest
+    running = {"running_mean": running_mean, "running_var": running_var}
+    _check(BATCH_NORM_ACT, x, eps, kind, running, {"weight": weight, "bias": bias})
+    check_training(BATCH_NORM_ACT, x, running, training, momentum, group)
+
+
+def check_training(
+    op: Op, x: Any, running: dict[str, Any], training: Any, momentum: Any, group: Any
+) -> None:
+    """Check the number of rows, running statistics, momentum and process group."""
+    for (name, value), other in zip(running.items(), reversed(running.values()), strict=True):
+        if value is None and (other is not None or not training):
+            accepted = "a tensor: only both are left out, and only where training is True"
+            raise ArgumentError(op.name, name, "None", accepted)
+    if not (
+        isinstance(momentum, checks.NUMBER)
+        or (isinstance(momentum, Tensor) and momentum.numel() == 1)
+    ):
+        actual = repr(momentum)
+        raise ArgumentError(op.name, "momentum", actual, "a number, or a tensor of one element")
+    if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
+        actual, accepted = f"a {type(group).__name__}", "a torch.distributed.ProcessGroup or None"
+        raise ArgumentError(op.name, "process_group", actual, accepted)
+    if training and x.shape[:-1].numel() == 1 and (group is None or group.size() == 1):
+        accepted = "more than 1 value per channel when training"
+        raise ArgumentError(op.name, "input", f"of shape {list(x.shape)}", accepted)
+
+
+def _fake(x: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    mean, var = _fake_statistics(x)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return y, mean, var, mean.new_empty(())
+
+
+BATCH_NORM_ACT = Composite(
+    name="batch_norm_act",
+    forward="(Tensor input, Tensor? running_mean, Tensor? running_var, Tensor? weight,"
+    " Tensor? bias, bool training, float momentum, float eps, Any process_group, str activation,"
+    " str approximate) -> (Tensor y, Tensor mean, Tensor var, Tensor count)",
+    backward="(Tensor grad_y, Tensor input, Tensor mean, Tensor var, Tensor count, Tensor? weight,"
+    " Tensor? bias, float eps, Any process_group, str activation, str approximate, bool need_input,"
+    " bool need_weight, bool need_bias) -> (Tensor grad_input, Tensor grad_weight,"
+    " Tensor grad_bias)",
+    reference=_reference,
+    backward_reference=_backward_reference,
+    fused=_fused,
+    made_of="passes of {}; processes exchange their statistics between them",
+    saves="input, weight, bias, the statistics",
+    check=_check_all,
+    fake=_fake,
+    sharding=WHOLE,
+    sample=lambda inputs, rows: take_rows(inputs, rows, 1, ()),
+    sized=lambda leading, row: _size(leading, row, True, 0.1, 1e-5, None),
+    flops=count_per_element(28, 40),
+    sources=SOURCES,
+    small=2**15,
+    eager_rounds=True,
+)
+
+_TRAINING = {name: _Training(name) for name in BACKENDS if name in BATCH_NORM_ACT.sources}

@@ -1,1 +1,0 @@
-"""Batch norm with an activation."""

@@ -1,1 +1,0 @@
-"""Layer and RMS norm."""

@@ -1,1 +1,0 @@
-"""Ops on a residual stream: bias, dropout, addition, norm."""
