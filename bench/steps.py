@@ -193,16 +193,21 @@ _LISTED = (
 )
 
 
-def _derive(rule: Rule) -> Kind:
-    """The step of the class in optim/<rule>.py with float32 states, against eager torch."""
+def find_class(rule: Rule) -> Any:
+    """The optimizer in optim/<rule>.py."""
     room = importlib.import_module(f"torchweld.optim.{rule.name}")
-    make: Any = next(
+    return next(
         member
         for member in vars(room).values()
         if isinstance(member, type)
         and issubclass(member, torch.optim.Optimizer)
         and member.__module__ == room.__name__
     )
+
+
+def _derive(rule: Rule) -> Kind:
+    """The step of the rule's class with float32 states, against eager torch."""
+    make = find_class(rule)
     moments, passes = len(rule.signed), 2 if rule.is_adaptive else 1
     reads, writes = 4 * (2 + moments) * passes, 4 * (1 + moments)
     return Kind(rule.name, reads, writes, lambda params: _Reference(make(params)), make)

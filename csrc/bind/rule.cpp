@@ -6,14 +6,14 @@
 
 #define TW_DECLARE_STEP(Rule) TW_KERNEL(Rule##_step, Step<torchweld::Rule>);
 #define TW_DECLARE_MEASURE(Rule) TW_KERNEL(Rule##_measure, Step<torchweld::Rule>);
-TW_LINE_OF_RULE(TW_DECLARE_STEP, TW_DECLARE_MEASURE)
+TW_RULE_TYPES(TW_DECLARE_STEP, TW_DECLARE_MEASURE)
 
 namespace torchweld {
 namespace {
 
 // One struct of settings serves all of the rule's types.
 #define TW_USE_SETTINGS(Rule) using Settings = Rule::Settings;
-TW_LINE_OF_RULE(TW_USE_SETTINGS, TW_USE_SETTINGS)
+TW_RULE_TYPES(TW_USE_SETTINGS, TW_USE_SETTINGS)
 
 // Runs the kernel of the type that has this many moments.
 template <Pass pass>
@@ -22,14 +22,14 @@ void step(StepArguments& a, const Settings& settings) {
   if (a.moments.size() == Rule::kMoments * a.params.size()) {              \
     return Work(a, pass, Rule::kMoments).run<Rule>(Rule##_step, settings); \
   }
-  TW_LINE_OF_RULE(TW_STEP_IF_IT_FITS, TW_NOTHING)
+  TW_RULE_TYPES(TW_STEP_IF_IT_FITS, TW_NOTHING)
   STD_TORCH_CHECK(false, TW_RULE_NAME " does not take ", a.moments.size(), " moments for ",
                   a.params.size(), " parameters");
 }
 
-// Whether the line has a type that is measured.
+// Whether a type is measured.
 #define TW_COUNT(Rule) +1
-constexpr bool kMeasures = 0 TW_LINE_OF_RULE(TW_NOTHING, TW_COUNT) > 0;
+constexpr bool kMeasures = 0 TW_RULE_TYPES(TW_NOTHING, TW_COUNT) > 0;
 
 // Measures with the type that has this many moments, or needs none of them.
 [[maybe_unused]] void measure(StepArguments& a, const Settings& settings) {
@@ -37,7 +37,7 @@ constexpr bool kMeasures = 0 TW_LINE_OF_RULE(TW_NOTHING, TW_COUNT) > 0;
   if (Rule::kMoments == 0 || a.moments.size() == Rule::kMoments * a.params.size()) {   \
     return Work(a, Pass::squares, Rule::kMoments).run<Rule>(Rule##_measure, settings); \
   }
-  TW_LINE_OF_RULE(TW_NOTHING, TW_MEASURE_IF_IT_FITS)
+  TW_RULE_TYPES(TW_NOTHING, TW_MEASURE_IF_IT_FITS)
   (void)settings;
   STD_TORCH_CHECK(false, TW_RULE_NAME " does not measure ", a.moments.size(), " moments for ",
                   a.params.size(), " parameters");

@@ -1,4 +1,4 @@
-// A rule's kernels on the CPU: <Type>_step and <Type>_measure for the types in its line of the list.
+// A rule's kernels on the CPU: <Type>_step and <Type>_measure for its TW_RULE_TYPES.
 #include "cpu/optim.h"
 
 #include "core/rules.h"
@@ -14,4 +14,4 @@
     torchweld::measure(a, begin, end);                                                    \
   }
 
-TW_LINE_OF_RULE(TW_STEP, TW_MEASURE)
+TW_RULE_TYPES(TW_STEP, TW_MEASURE)

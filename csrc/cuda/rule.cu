@@ -1,4 +1,4 @@
-// A rule's launchers in CUDA: <Type>_step and <Type>_measure for the types in its line of the list.
+// A rule's launchers in CUDA: <Type>_step and <Type>_measure for its TW_RULE_TYPES.
 #include "cuda/rule.cuh"
 
 #include "core/rules.h"
@@ -14,4 +14,4 @@
     return torchweld::measure(a, stream);                                         \
   }
 
-TW_LINE_OF_RULE(TW_STEP, TW_MEASURE)
+TW_RULE_TYPES(TW_STEP, TW_MEASURE)

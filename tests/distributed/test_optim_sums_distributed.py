@@ -18,7 +18,7 @@ from conftest import PLACES, running_at
 from processes import processes
 from sharded_optimizers import FACTORED, assert_near, drawn, placer, reductions, run, whole_of
 from torchweld import optim
-from torchweld.ops.optimizer.adafactor import ADAFACTOR
+from torchweld.optim.adafactor import ADAFACTOR
 
 
 def _adaptive(rank: int) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
 import selection
 from torchweld import optim
+from torchweld.bench.steps import find_class
 from torchweld.ops.optimizer.reference import read_param
+from torchweld.ops.optimizer.rule import RULES as EVERY_RULE
 
 U = 2.0**-24
 SHAPES = ((7,), (33, 700), (64, 256), (1,), (), (0, 5), (40, 30, 5))
@@ -219,6 +222,16 @@ BY_RULE: dict[str, Any] = {
         p, 5.0, (1e-3, 2.0), 0.5, beta1=0.9, weight_decay=0.1, relative_step=False
     ),
 }
+
+
+for _rule in EVERY_RULE.values():
+    if _rule.name not in BY_RULE:  # with a weight decay, and with each flag in turn
+        _kind = find_class(_rule)
+        _taken = inspect.signature(_kind).parameters
+        _decay = {"weight_decay": 0.1} if "weight_decay" in _taken else {}
+        _flags = [n for n, kind in get_type_hints(_rule.settings).items() if kind is bool]
+        RULES += [(_kind, _decay), *((_kind, {**_decay, flag: True}) for flag in _flags)]
+        BY_RULE[_rule.name] = functools.partial(_kind, **_decay)
 
 
 def maker(

@@ -107,7 +107,7 @@ def test_zeros_have_no_scale(make: Any, backend: str) -> None:
 
 def _norms(optimizer: Any, task: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The norms of parameters and of their steps."""
-    optimizer._rule().measure(task)
+    optimizer._rule.measure(task)
     of_param, of_step = task.sums.sqrt().unbind(1)
     return of_param, of_step
 

@@ -270,7 +270,7 @@ def test_measures(
         task.grad_factor = torch.tensor(0.5)
 
         def measured(task: Any = task) -> torch.Tensor:
-            optimizer._rule().measure(task)
+            optimizer._rule.measure(task)
             return task.sums
 
         found, again = measured(), measured()

@@ -88,7 +88,7 @@ def _step_cut(made: tuple[Any, Any, list[torch.Tensor]]) -> list[torch.Tensor]:
     optimizer, batch, memory = made
     task = _task(optimizer, batch, grad_factor=torch.tensor(0.5))
     before = [t.clone() for t in memory]
-    optimizer._rule().find_absmaxes(task)
+    optimizer._rule.find_absmaxes(task)
     found = [absmax.clone() for absmax in batch.new_absmaxes]
     for absmax, new in zip(batch.new_absmaxes, found, strict=True):
         absmax.fill_(torch.nan)
@@ -98,7 +98,7 @@ def _step_cut(made: tuple[Any, Any, list[torch.Tensor]]) -> list[torch.Tensor]:
     for absmax, new in zip(batch.new_absmaxes, found, strict=True):
         larger = 1 + torch.rand(new.shape, generator=generator).to(new.device).round() / 4
         absmax.copy_(new * larger)
-    optimizer._rule().step(task)
+    optimizer._rule.step(task)
     assert all(p.isfinite().all() for p in batch.params)
     return [*found, *memory]
 
@@ -137,7 +137,7 @@ def test_more_cut_rows_than_a_launch_takes(cuda_device: str) -> None:
 
 def _squares(optimizer: Any, batch: Any) -> torch.Tensor:
     task = _task(optimizer, batch, grad_factor=torch.tensor(0.5))
-    optimizer._rule().measure(task)
+    optimizer._rule.measure(task)
     assert task.sums is not None
     return task.sums
 
@@ -171,6 +171,6 @@ def test_cut_rows_under_a_scaler(cuda_device: str) -> None:
     optimizer, batch, memory = _cut(maker(optim.AdamW, {}, "8bit"), torch.float32, cuda_device)
     task = _task(optimizer, batch, found_inf=torch.tensor(1.0, device=cuda_device))
     before = [t.clone() for t in memory]
-    optimizer._rule().find_absmaxes(task)
-    optimizer._rule().step(task)
+    optimizer._rule.find_absmaxes(task)
+    optimizer._rule.step(task)
     torch.testing.assert_close(memory, before, rtol=0, atol=0, equal_nan=True)

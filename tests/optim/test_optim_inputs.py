@@ -398,7 +398,7 @@ def test_groups_step_as_one_and_as_each_by_itself(
 def test_a_step_is_linear_in_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """One call for groups that differ in numbers; each group is visited once."""
     calls: list[int] = []
-    op = type(optim.AdamW([torch.zeros(1)])._rule())
+    op = type(optim.AdamW([torch.zeros(1)])._rule)
     step = op.step
     monkeypatch.setattr(
         op, "step", lambda self, batch, *a, **k: (calls.append(1), step(self, batch, *a, **k))

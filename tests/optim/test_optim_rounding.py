@@ -37,7 +37,7 @@ def _step(optimizer: Any, offset: list[int], number: int = 1) -> None:
     (task,) = optimizer._tasks()
     task.batch.rounding_offsets = [torch.tensor(offset)]
     task.batch.steps[0].fill_(number - 1)
-    optimizer._rule().step(task)
+    optimizer._rule.step(task)
 
 
 def _moved(value: float, by: float, count: int) -> torch.Tensor:

@@ -5,23 +5,32 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.names import StateName
 from torchweld.ops.optimizer import passes
 from torchweld.ops.optimizer.batch import Batch, Task
 from torchweld.ops.optimizer.cautious import cautious_ratios
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
-from torchweld.optim._codecs import COMPANION, MASTER, REMAINDER, STEP, Codec, Moments, State
+from torchweld.optim._codecs import (
+    COMPANION,
+    MASTER,
+    REMAINDER,
+    STEP,
+    Codec,
+    Moment,
+    Moments,
+    State,
+)
 from torchweld.optim._exchanges import exchange
 from torchweld.optim._gather import Gathering, to_dense_part
 from torchweld.optim._kept import Kept
+from torchweld.optim._options import StorageOptions, TorchOptions, with_defaults
 from torchweld.optim._params import Group, check_apart, drop_duplicates
 from torchweld.optim._shards import local_part, sharing_key
 
@@ -49,8 +58,8 @@ class _Hidden:
 class FusedOptimizer(torch.optim.Optimizer):
     """An optimizer like torch.optim's whose step is a torchweld op.
 
-    A subclass returns its rule, and for each group its moments and the settings of the rule. In the
-    list of bases it precedes the class of torch.optim that it replaces, if any.
+    A subclass names its rule. In the list of bases it precedes the class of torch.optim that it
+    replaces, if any.
 
     Groups have the same keys as torch's, so that checkpoints of either load into the other. Other
     options are stored outside the groups.
@@ -74,42 +83,28 @@ class FusedOptimizer(torch.optim.Optimizer):
     # The norm of all gradients before clipping; set by a step with max_grad_norm.
     grad_norm: torch.Tensor | None = None
 
-    def __init__(
-        self,
-        params: Any,
-        *args: Any,
-        state_dtype: torch.dtype | StateName = torch.float32,
-        master_weights: bool | str = False,
-        min_quantized_size: int = 4096,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
-        ema_decay: float | None = None,
-        cautious: bool = False,
-        cautious_decay: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        codec = Codec(state_dtype, master_weights, min_quantized_size, stochastic_rounding)
-        codec.check(type(self).__name__)
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ArgumentError(
-                type(self).__name__, "max_grad_norm", repr(max_grad_norm), "a number > 0 or None"
-            )
-        if kwargs.get("differentiable"):
-            raise ArgumentError(
-                type(self).__name__, "differentiable", "True", "False; torch.optim has it"
-            )
-        if ema_decay is not None and not 0 <= ema_decay < 1:
+    def __init__(self, params: Any, *args: Any, **options: Any) -> None:
+        storage = with_defaults(StorageOptions, options)
+        self.max_grad_norm = storage.pop("max_grad_norm")
+        self.ema_decay = options.pop("ema_decay", None)
+        flags = {name: options.pop(name, False) for name in CAUTIOUS}
+        name = type(self).__name__
+        codec = Codec(**storage)
+        codec.check(name)
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            accepted = "a number > 0 or None"
+            raise ArgumentError(name, "max_grad_norm", repr(self.max_grad_norm), accepted)
+        if options.get("differentiable"):
+            raise ArgumentError(name, "differentiable", "True", "False; torch.optim has it")
+        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             accepted = "a number in [0, 1) or None"
-            raise ArgumentError(type(self).__name__, "ema_decay", repr(ema_decay), accepted)
-        self.max_grad_norm = max_grad_norm
-        self.ema_decay = ema_decay
+            raise ArgumentError(name, "ema_decay", repr(self.ema_decay), accepted)
         self._shown: dict[torch.Tensor, torch.Tensor] = {}  # parameters while averages are shown
-        flags = zip(CAUTIOUS, (cautious, cautious_decay), strict=True)
-        self._asked = {name: True for name, flag in flags if flag}
+        self._asked = {name: True for name, flag in flags.items() if flag}
         self._codec = codec
         self._codecs_of: dict[torch.Tensor, Codec] = {}  # for groups with a codec of their own
         self._is_made = False
-        super().__init__(params, *args, **kwargs)
+        super().__init__(params, *args, **options)
         check_apart(type(self).__name__, self.param_groups)
         self._is_made = True
 
@@ -195,14 +190,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # --- What a subclass defines --------------------------------------------------------------
 
-    def _rule(self) -> Rule:
-        raise NotImplementedError
+    _rule: Rule
 
     def _moments(self, group: Group, p: torch.Tensor) -> Moments:
-        raise NotImplementedError
+        return moments_of(self._rule)
 
     def _settings(self, group: Group, batch: Batch) -> tuple[Any, ...]:
-        raise NotImplementedError
+        return self._rule.read_settings(group)
 
     def _learning_rate(self, group: Group) -> float | torch.Tensor:
         return group["lr"]
@@ -253,7 +247,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _passes(self) -> Iterable[passes.Pass]:
         """The passes of a step, in order."""
-        return self._rule().passes
+        return self._rule.passes
 
     def _exchange(self, kind: passes.Exchange, parts: Iterable[passes.Part]) -> None:
         """Combine the parts of all tasks across devices."""
@@ -520,32 +514,15 @@ def read_scaler_number(optimizer: torch.optim.Optimizer, name: str) -> torch.Ten
     return value.reshape(())
 
 
-def collect_arguments(scope: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect the arguments of an __init__ by name, from the locals at its first line."""
-    return {name: value for name, value in scope.items() if name not in ("self", "__class__")}
-
-
-def split_defaults(scope: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Collect arguments as above, with the defaults of groups, named `names`, in one dict."""
-    arguments = collect_arguments(scope)
-    return {"defaults": {name: arguments.pop(name) for name in names}, **arguments}
+def moments_of(rule: Rule, count: int | None = None) -> Moments:
+    """A rule's moments, or the first of them."""
+    return {name: Moment(signed) for name, signed in [*rule.moments.items()][:count]}
 
 
 class OwnOptimizer(FusedOptimizer):
     """An optimizer that torch.optim lacks, with the arguments that torch's optimizers share."""
 
-    def __init__(
-        self,
-        params: Any,
-        defaults: dict[str, Any],
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        **storage: Any,
-    ) -> None:
+    def __init__(self, params: Any, defaults: dict[str, Any], **options: Any) -> None:
         name = type(self).__name__
         for argument, (accepted, fits) in _ACCEPTED.items():
             value = defaults.get(argument)
@@ -553,17 +530,12 @@ class OwnOptimizer(FusedOptimizer):
                 raise ArgumentError(name, argument, f"of {list(value.shape)}", "one number")
             if value is not None and not fits(value):
                 raise ArgumentError(name, argument, repr(value), accepted)
-        if differentiable:
+        of_torch = with_defaults(TorchOptions, options)
+        if of_torch.pop("differentiable"):
             raise ArgumentError(name, "differentiable", "True", "False")
         # Groups have only the options in use: checkpoints of other implementations lack these keys.
-        options = {
-            "maximize": maximize,
-            "foreach": foreach,
-            "fused": fused,
-            "capturable": capturable,
-        }
-        asked = {key: value for key, value in options.items() if value}
-        super().__init__(params, defaults | asked, **storage)
+        asked = {key: value for key, value in of_torch.items() if value}
+        super().__init__(params, defaults | asked, **options)
 
 
 def _hide(name: str, value: Any) -> Any:

@@ -30,15 +30,13 @@ from torchweld.collectives.wire import Status, Wire
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer.batch import Batch, Task
-from torchweld.ops.optimizer.lamb import LAMB as RULE
-from torchweld.ops.optimizer.lamb import LambSettings
 from torchweld.ops.optimizer.passes import Exchange, Part, Pass
-from torchweld.ops.optimizer.rule import Rule
 from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
 from torchweld.optim import _ddp
 from torchweld.optim._base import OwnOptimizer, read_scaler_number
 from torchweld.optim._codecs import SIGNED, UNSIGNED, Codec, Moments, State, drop_missing
 from torchweld.optim._params import Group
+from torchweld.optim.lamb import RULE, LambSettings
 
 AVG, SQUARE = "exp_avg", "exp_avg_sq"
 BITS, SCALE, WORKER, SERVER = "exp_avg_bits", "exp_avg_scale", "worker_error", "server_error"
@@ -185,8 +183,7 @@ class OneBitOptimizer(OwnOptimizer):
     def _params(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    def _rule(self) -> Rule:
-        return RULE
+    _rule = RULE
 
     def _moments(self, group: Group, p: torch.Tensor) -> Moments:
         if group.get(TAKEN, 0) >= group["freeze_step"]:
@@ -194,9 +191,7 @@ class OneBitOptimizer(OwnOptimizer):
         return {AVG: SIGNED, SQUARE: UNSIGNED}
 
     def _settings(self, group: Group, batch: Batch) -> LambSettings:
-        beta1, beta2 = map(float, group["betas"])
-        numbers = beta1, beta2, float(group["eps"]), float(group["weight_decay"])
-        return LambSettings(*numbers, group["bias_correction"], True)
+        return RULE.read_settings({**group, "grad_averaging": True})
 
     def _passes(self) -> Iterable[Pass]:
         if not self.is_frozen:

@@ -2,35 +2,122 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from torchweld.errors import ArgumentError
-from torchweld.names import StateName
-from torchweld.ops.optimizer.adam import ADAM, AdamSettings
-from torchweld.ops.optimizer.batch import Batch
+from torchweld.ops.optimizer.batch import Task, Tensors
+from torchweld.ops.optimizer.cautious import agree, oppose
 from torchweld.ops.optimizer.rule import Rule
-from torchweld.optim._base import CAUTIOUS, FusedOptimizer, Group, collect_arguments
-from torchweld.optim._codecs import SIGNED, UNSIGNED, Moments
+from torchweld.ops.optimizer.torchs import take_torchs_step
+from torchweld.optim._base import FusedOptimizer, Group, moments_of
+from torchweld.optim._codecs import Moments
+from torchweld.optim._options import CautiousOptions, takes
+
+
+class AdamSettings(NamedTuple):
+    """The fields of the struct in csrc/core/rules/adam.h."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled_weight_decay: bool  # AdamW's weight decay; otherwise it is added to the gradient
+    cautious: bool = False  # step only where the first moment and the gradient agree
+    cautious_decay: bool = False  # decay only where the step does not oppose the parameter
+
+
+def _update(
+    p: torch.Tensor,
+    g: torch.Tensor,
+    moments: Tensors,
+    t: torch.Tensor,
+    lr: torch.Tensor,
+    ratio: torch.Tensor,
+    s: AdamSettings,
+) -> tuple[torch.Tensor, Tensors]:
+    step_size = (lr / (1 - s.beta1**t)).to(p.dtype)
+    root_scale = (1 / (1 - s.beta2**t).sqrt()).to(p.dtype)
+    g, new = _take_in(p, g, moments, s)
+    # In float64: the last bit of torch's float32 root depends on a library.
+    root = new[-1].double().sqrt().to(p.dtype)
+    u = new[0] / (root * root_scale + s.eps)
+    if s.cautious:
+        u = torch.where(agree(new[0], g), u * ratio.to(p.dtype), 0.0)
+    if s.decoupled_weight_decay:
+        decayed = p * (1 - lr * s.weight_decay).to(p.dtype)
+        p = torch.where(oppose(u, p), p, decayed) if s.cautious_decay else decayed
+    return p - u * step_size, new
+
+
+def _agreement(
+    p: torch.Tensor, g: torch.Tensor, moments: Tensors, t: torch.Tensor, s: AdamSettings
+) -> tuple[torch.Tensor, Tensors]:
+    """1 where a cautious step moves."""
+    g, new = _take_in(p, g, moments, s)
+    return agree(new[0], g).to(p.dtype), new
+
+
+def _take_in(
+    p: torch.Tensor, g: torch.Tensor, moments: Tensors, s: AdamSettings
+) -> tuple[torch.Tensor, Tensors]:
+    if not s.decoupled_weight_decay and s.weight_decay != 0:
+        g = g + p * s.weight_decay
+    exp_avg = moments[0] + (g - moments[0]) * (1 - s.beta1)
+    exp_avg_sq = moments[1] * s.beta2 + g * g * (1 - s.beta2)
+    new = [exp_avg, exp_avg_sq]
+    if len(moments) == 3:  # amsgrad
+        new.append(torch.maximum(moments[2], exp_avg_sq))
+    return g, new
+
+
+def _torchs(task: Task) -> bool:
+    s = task.settings
+    assert isinstance(s, AdamSettings)
+    if s.cautious or s.cautious_decay:
+        return False
+    fused = torch._fused_adamw_ if s.decoupled_weight_decay else torch._fused_adam_
+
+    def step(lists: Sequence[Tensors], lr: float, found_inf: torch.Tensor | None) -> None:
+        params, grads, first, second, *largest, steps = lists
+        fused(
+            *(params, grads, first, second, largest[0] if largest else [], steps),
+            lr=lr,
+            beta1=s.beta1,
+            beta2=s.beta2,
+            weight_decay=s.weight_decay,
+            eps=s.eps,
+            amsgrad=bool(largest),
+            maximize=False,
+            found_inf=found_inf,
+        )
+
+    return take_torchs_step(task, step)
+
+
+ADAM = Rule(
+    "adam",
+    AdamSettings,
+    # The third is amsgrad's: the largest second moment so far.
+    moments={"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False},
+    update=_update,
+    direction=_agreement,
+    torchs=_torchs,
+)
 
 
 class _AdamStep(FusedOptimizer):
     _is_cautious_rule = True
     _varying = frozenset({"betas", "eps", "weight_decay"})
 
-    def _rule(self) -> Rule:
-        return ADAM
+    _rule = ADAM
 
     def _moments(self, group: Group, p: torch.Tensor) -> Moments:
-        moments = {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
-        return moments | {"max_exp_avg_sq": UNSIGNED} if group["amsgrad"] else moments
-
-    def _settings(self, group: Group, batch: Batch) -> AdamSettings:
-        beta1, beta2 = map(float, group["betas"])
-        eps, weight_decay = float(group["eps"]), float(group["weight_decay"])
-        flags = map(group.get, CAUTIOUS, (False, False))
-        decoupled = group["decoupled_weight_decay"]
-        return AdamSettings(beta1, beta2, eps, weight_decay, decoupled, *flags)
+        return moments_of(ADAM, 3 if group["amsgrad"] else 2)
 
     def _with_flags(self, group: Group) -> Group:
         group = super()._with_flags(group)
@@ -70,6 +157,7 @@ class Adam(_AdamStep, torch.optim.Adam):
     the element is skipped and its moments are reset.
     """
 
+    @takes(CautiousOptions)
     def __init__(
         self,
         params: ParamsT,
@@ -79,22 +167,14 @@ class Adam(_AdamStep, torch.optim.Adam):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        state_dtype: torch.dtype | StateName = torch.float32,
-        master_weights: bool | str = False,
-        min_quantized_size: int = 4096,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
-        ema_decay: float | None = None,
-        cautious: bool = False,
-        cautious_decay: bool = False,
+        **options: Unpack[CautiousOptions],
     ) -> None:
-        super().__init__(**collect_arguments(locals()))
+        super().__init__(
+            *(params, lr, betas, eps, weight_decay, amsgrad),
+            decoupled_weight_decay=decoupled_weight_decay,
+            **options,
+        )
 
 
 class AdamW(_AdamStep, torch.optim.AdamW):
@@ -103,6 +183,7 @@ class AdamW(_AdamStep, torch.optim.AdamW):
     Takes Adam's arguments; weight_decay defaults to 0.01.
     """
 
+    @takes(CautiousOptions)
     def __init__(
         self,
         params: ParamsT,
@@ -111,19 +192,6 @@ class AdamW(_AdamStep, torch.optim.AdamW):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        state_dtype: torch.dtype | StateName = torch.float32,
-        master_weights: bool | str = False,
-        min_quantized_size: int = 4096,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
-        ema_decay: float | None = None,
-        cautious: bool = False,
-        cautious_decay: bool = False,
+        **options: Unpack[CautiousOptions],
     ) -> None:
-        super().__init__(**collect_arguments(locals()))
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)

@@ -2,18 +2,75 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from torchweld.errors import ArgumentError
-from torchweld.names import StateName
-from torchweld.ops.optimizer.ademamix import ADEMAMIX, AdemamixSettings
-from torchweld.ops.optimizer.batch import Batch
+from torchweld.ops.optimizer.batch import Batch, Tensors
 from torchweld.ops.optimizer.rule import Rule
-from torchweld.optim._base import Group, OwnOptimizer, split_defaults
-from torchweld.optim._codecs import SIGNED, UNSIGNED, Moments
+from torchweld.optim._base import Group, OwnOptimizer
+from torchweld.optim._options import OwnOptions, takes
 
-_DEFAULTS = ("lr", "betas", "alpha", "beta3_warmup", "alpha_warmup", "eps", "weight_decay")
+
+class AdemamixSettings(NamedTuple):
+    """The fields of the struct in csrc/core/rules/ademamix.h."""
+
+    beta1: float
+    beta2: float
+    beta3: float
+    alpha: float
+    eps: float
+    weight_decay: float
+    alpha_warmup: float  # in steps; 0: none
+    beta3_warmup: float
+
+
+def _half_life(beta: float) -> float:
+    return math.log(0.5) / math.log(beta + 1e-8) - 1
+
+
+def _slow_beta(t: torch.Tensor, s: AdemamixSettings) -> torch.Tensor:
+    if s.beta3_warmup == 0:
+        return torch.full_like(t, s.beta3)
+    part = t / s.beta3_warmup
+    half_life = (1 - part) * _half_life(s.beta1) + part * _half_life(s.beta3)
+    growing = torch.pow(0.5, 1 / (half_life + 1))
+    return torch.where(t < s.beta3_warmup, growing, s.beta3)
+
+
+def _update(
+    p: torch.Tensor,
+    g: torch.Tensor,
+    moments: Tensors,
+    t: torch.Tensor,
+    lr: torch.Tensor,
+    s: AdemamixSettings,
+) -> tuple[torch.Tensor, Tensors]:
+    beta3, alpha = _slow_beta(t, s), torch.full_like(t, s.alpha)
+    if s.alpha_warmup:
+        alpha = torch.where(t < s.alpha_warmup, s.alpha * (t / s.alpha_warmup), alpha)
+    scale = (1 / (1 - s.beta1**t)).to(p.dtype)
+    root_scale = (1 / (1 - s.beta2**t).sqrt()).to(p.dtype)
+    fast = moments[0] * s.beta1 + g * (1 - s.beta1)
+    slow = moments[1] * beta3.to(p.dtype) + g * (1 - beta3).to(p.dtype)
+    exp_avg_sq = moments[2] * s.beta2 + g * g * (1 - s.beta2)
+    # In float64: the last bit of torch's float32 root depends on a library.
+    root = exp_avg_sq.double().sqrt().to(p.dtype)
+    u = (fast * scale + slow * alpha.to(p.dtype)) / (root * root_scale + s.eps)
+    p = p * (1 - lr * s.weight_decay).to(p.dtype) - u * lr.to(p.dtype)
+    return p, [fast, slow, exp_avg_sq]
+
+
+ADEMAMIX = Rule(
+    "ademamix",
+    AdemamixSettings,
+    moments={"exp_avg_fast": True, "exp_avg_slow": True, "exp_avg_sq": False},
+    update=_update,
+)
 
 
 class AdEMAMix(OwnOptimizer):
@@ -33,6 +90,7 @@ class AdEMAMix(OwnOptimizer):
             ema_decay: as in Adam.
     """
 
+    @takes(OwnOptions)
     def __init__(
         self,
         params: ParamsT,
@@ -43,20 +101,18 @@ class AdEMAMix(OwnOptimizer):
         alpha_warmup: int | None = None,
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        state_dtype: torch.dtype | StateName = torch.float32,
-        master_weights: bool | str = False,
-        min_quantized_size: int = 4096,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
-        ema_decay: float | None = None,
+        **options: Unpack[OwnOptions],
     ) -> None:
-        super().__init__(**split_defaults(locals(), *_DEFAULTS))
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "alpha": alpha,
+            "beta3_warmup": beta3_warmup,
+            "alpha_warmup": alpha_warmup,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults, **options)
 
     _varying = frozenset({"betas", "alpha", "eps", "weight_decay"})
 
@@ -65,16 +121,11 @@ class AdEMAMix(OwnOptimizer):
             _check(type(self).__name__, self.defaults | param_group)
         super().add_param_group(param_group)
 
-    def _rule(self) -> Rule:
-        return ADEMAMIX
-
-    def _moments(self, group: Group, p: torch.Tensor) -> Moments:
-        return {"exp_avg_fast": SIGNED, "exp_avg_slow": SIGNED, "exp_avg_sq": UNSIGNED}
+    _rule = ADEMAMIX
 
     def _settings(self, group: Group, batch: Batch) -> AdemamixSettings:
-        numbers = (*group["betas"], group["alpha"], group["eps"], group["weight_decay"])
-        warmups = (group[name] or 0 for name in ("alpha_warmup", "beta3_warmup"))
-        return AdemamixSettings(*map(float, (*numbers, *warmups)))
+        warmups = {name: group[name] or 0 for name in ("alpha_warmup", "beta3_warmup")}
+        return ADEMAMIX.read_settings(group | warmups)
 
 
 def _check(function: str, group: Group) -> None:

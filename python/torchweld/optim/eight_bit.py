@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from torchweld.errors import ArgumentError
-from torchweld.optim._base import FusedOptimizer, collect_arguments
 from torchweld.optim._codecs import EIGHT_BIT
+from torchweld.optim._options import CautiousOptions, OwnOptions, takes
 from torchweld.optim.adam import Adam, AdamW
 from torchweld.optim.lamb import LAMB
 from torchweld.optim.lion import Lion
@@ -22,24 +24,26 @@ _ONLY: dict[str, Any] = {
     "block_wise": True,
     "is_paged": False,
 }
+_LAMBS_ONLY: dict[str, Any] = {"amsgrad": False, "adam_w_mode": True, "max_unorm": 1.0}
 
 
-class _EightBit(FusedOptimizer):
-    _only = _ONLY
+def _store_8bit(
+    optimizer: Any, options: Mapping[str, Any], min_8bit_size: int, **given: Any
+) -> dict[str, Any]:
+    """The options of 8-bit states, after a check of bitsandbytes' arguments."""
+    for name, value in given.items():
+        only = (_ONLY | _LAMBS_ONLY)[name]
+        if value != only:
+            raise ArgumentError(type(optimizer).__name__, name, repr(value), repr(only))
+    asked = options.get("min_quantized_size")
+    size = min_8bit_size if asked is None else asked
+    return {**options, "state_dtype": EIGHT_BIT, "min_quantized_size": size}
 
-    def __init__(self, **arguments: Any) -> None:
-        for name, only in self._only.items():
-            value = arguments.pop(name, only)
-            if value != only:
-                raise ArgumentError(type(self).__name__, name, repr(value), repr(only))
-        smallest, asked = arguments.pop("min_8bit_size"), arguments.pop("min_quantized_size")
-        arguments["min_quantized_size"] = smallest if asked is None else asked
-        super().__init__(**arguments, state_dtype=EIGHT_BIT)
 
-
-class Adam8bit(_EightBit, Adam):
+class Adam8bit(Adam):
     """Adam with 8-bit states; takes bitsandbytes.optim.Adam8bit's arguments, and Adam's."""
 
+    @takes(CautiousOptions, without="state_dtype")
     def __init__(
         self,
         params: ParamsT,
@@ -55,26 +59,28 @@ class Adam8bit(_EightBit, Adam):
         block_wise: bool = True,
         is_paged: bool = False,
         *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        master_weights: bool | str = False,
-        min_quantized_size: int | None = None,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
-        ema_decay: float | None = None,
-        cautious: bool = False,
-        cautious_decay: bool = False,
+        **options: Unpack[CautiousOptions],
     ) -> None:
-        super().__init__(**collect_arguments(locals()))
+        stored = _store_8bit(
+            *(self, options, min_8bit_size),
+            optim_bits=optim_bits,
+            args=args,
+            percentile_clipping=percentile_clipping,
+            block_wise=block_wise,
+            is_paged=is_paged,
+        )
+        super().__init__(
+            *(params, lr, betas, eps, weight_decay, amsgrad),
+            decoupled_weight_decay=decoupled_weight_decay,
+            **stored,
+        )
 
 
-class AdamW8bit(_EightBit, AdamW):
+class AdamW8bit(AdamW):
     """AdamW with 8-bit states; takes bitsandbytes.optim.AdamW8bit's arguments, and AdamW's."""
 
+    @takes(CautiousOptions, without="state_dtype")
     def __init__(
         self,
         params: ParamsT,
@@ -89,32 +95,27 @@ class AdamW8bit(_EightBit, AdamW):
         percentile_clipping: int = 100,
         block_wise: bool = True,
         is_paged: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        master_weights: bool | str = False,
-        min_quantized_size: int | None = None,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
-        ema_decay: float | None = None,
-        cautious: bool = False,
-        cautious_decay: bool = False,
+        **options: Unpack[CautiousOptions],
     ) -> None:
-        super().__init__(**collect_arguments(locals()))
+        stored = _store_8bit(
+            *(self, options, min_8bit_size),
+            optim_bits=optim_bits,
+            args=args,
+            percentile_clipping=percentile_clipping,
+            block_wise=block_wise,
+            is_paged=is_paged,
+        )
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **stored)
 
 
-class LAMB8bit(_EightBit, LAMB):
+class LAMB8bit(LAMB):
     """LAMB with 8-bit states; takes bitsandbytes.optim.LAMB8bit's arguments by name, and LAMB's.
 
     max_unorm must be its default, 1: a tensor's step is at most lr times as long as the tensor, as
     in LAMB without a trust_clip.
     """
 
-    _only = _ONLY | {"amsgrad": False, "adam_w_mode": True, "max_unorm": 1.0}
-
+    @takes(OwnOptions, without="state_dtype")
     def __init__(
         self,
         params: ParamsT,
@@ -136,23 +137,33 @@ class LAMB8bit(_EightBit, LAMB):
         block_wise: bool = True,
         is_paged: bool = False,
         max_unorm: float = 1.0,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        master_weights: bool | str = False,
-        min_quantized_size: int | None = None,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
-        ema_decay: float | None = None,
+        **options: Unpack[OwnOptions],
     ) -> None:
-        super().__init__(**collect_arguments(locals()))
+        stored = _store_8bit(
+            *(self, options, min_8bit_size),
+            optim_bits=optim_bits,
+            args=args,
+            percentile_clipping=percentile_clipping,
+            block_wise=block_wise,
+            is_paged=is_paged,
+            amsgrad=amsgrad,
+            adam_w_mode=adam_w_mode,
+            max_unorm=max_unorm,
+        )
+        super().__init__(
+            *(params, lr, betas, eps, weight_decay),
+            bias_correction=bias_correction,
+            grad_averaging=grad_averaging,
+            trust_clip=trust_clip,
+            always_adapt=always_adapt,
+            **stored,
+        )
 
 
-class Lion8bit(_EightBit, Lion):
+class Lion8bit(Lion):
     """Lion with 8-bit states; takes bitsandbytes.optim.Lion8bit's arguments, and Lion's."""
 
+    @takes(CautiousOptions, without="state_dtype")
     def __init__(
         self,
         params: ParamsT,
@@ -165,18 +176,14 @@ class Lion8bit(_EightBit, Lion):
         percentile_clipping: int = 100,
         block_wise: bool = True,
         is_paged: bool = False,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        master_weights: bool | str = False,
-        min_quantized_size: int | None = None,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
-        ema_decay: float | None = None,
-        cautious: bool = False,
-        cautious_decay: bool = False,
+        **options: Unpack[CautiousOptions],
     ) -> None:
-        super().__init__(**collect_arguments(locals()))
+        stored = _store_8bit(
+            *(self, options, min_8bit_size),
+            optim_bits=optim_bits,
+            args=args,
+            percentile_clipping=percentile_clipping,
+            block_wise=block_wise,
+            is_paged=is_paged,
+        )
+        super().__init__(params, lr, betas, weight_decay, **stored)

@@ -2,21 +2,67 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from torchweld.errors import ArgumentError
-from torchweld.names import StateName
-from torchweld.ops.optimizer.batch import Batch
-from torchweld.ops.optimizer.lamb import LAMB as RULE
-from torchweld.ops.optimizer.lamb import LambSettings
+from torchweld.ops.optimizer.batch import Tensors
 from torchweld.ops.optimizer.rule import Rule
-from torchweld.optim._base import Group, OwnOptimizer, RatiosOf, split_defaults
-from torchweld.optim._codecs import SIGNED, UNSIGNED, Moments
+from torchweld.optim._base import Group, OwnOptimizer, RatiosOf
+from torchweld.optim._options import OwnOptions, takes
 
-_DEFAULTS = (
-    *("lr", "betas", "eps", "weight_decay"),
-    *("bias_correction", "grad_averaging", "trust_clip", "always_adapt"),
+
+class LambSettings(NamedTuple):
+    """The fields of the struct in csrc/core/rules/lamb.h."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    bias_correction: bool
+    grad_averaging: bool  # whether a gradient enters the first moment times 1 - beta1, or unscaled
+
+
+def _direction(
+    p: torch.Tensor,
+    g: torch.Tensor,
+    moments: Tensors,
+    t: torch.Tensor,
+    s: LambSettings,
+) -> tuple[torch.Tensor, Tensors]:
+    exp_avg = moments[0] * s.beta1 + g * (1 - s.beta1 if s.grad_averaging else 1)
+    exp_avg_sq = moments[1] * s.beta2 + g * g * (1 - s.beta2)
+    corrected = 1 if s.bias_correction else 0
+    scale = (1 / (1 - corrected * s.beta1**t)).to(p.dtype)
+    root_scale = (1 / (1 - corrected * s.beta2**t).sqrt()).to(p.dtype)
+    # In float64: the last bit of torch's float32 root depends on a library.
+    root = exp_avg_sq.double().sqrt().to(p.dtype)
+    u = exp_avg * scale / (root * root_scale + s.eps) + p * s.weight_decay
+    return u, [exp_avg, exp_avg_sq]
+
+
+def _update(
+    p: torch.Tensor,
+    g: torch.Tensor,
+    moments: Tensors,
+    t: torch.Tensor,
+    lr: torch.Tensor,
+    ratio: torch.Tensor,
+    s: LambSettings,
+) -> tuple[torch.Tensor, Tensors]:
+    u, moments = _direction(p, g, moments, t, s)
+    return p - u * (lr * ratio).to(p.dtype), moments
+
+
+RULE = Rule(
+    "lamb",
+    LambSettings,
+    moments={"exp_avg": True, "exp_avg_sq": False},
+    update=_update,
+    direction=_direction,
 )
 
 
@@ -40,6 +86,7 @@ class LAMB(OwnOptimizer):
     An infinite gradient leaves its tensor unchanged, except for elements that become NaN.
     """
 
+    @takes(OwnOptions)
     def __init__(
         self,
         params: ParamsT,
@@ -52,34 +99,24 @@ class LAMB(OwnOptimizer):
         grad_averaging: bool = True,
         trust_clip: tuple[float, float] | None = None,
         always_adapt: bool = True,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        state_dtype: torch.dtype | StateName = torch.float32,
-        master_weights: bool | str = False,
-        min_quantized_size: int = 4096,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
-        ema_decay: float | None = None,
+        **options: Unpack[OwnOptions],
     ) -> None:
-        arguments = split_defaults(locals(), *_DEFAULTS)
         if trust_clip is not None and not 0 <= trust_clip[0] <= trust_clip[1]:
             accepted = "two numbers, 0 <= least <= largest, or None"
             raise ArgumentError(type(self).__name__, "trust_clip", repr(trust_clip), accepted)
-        super().__init__(**arguments)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "grad_averaging": grad_averaging,
+            "trust_clip": trust_clip,
+            "always_adapt": always_adapt,
+        }
+        super().__init__(params, defaults, **options)
 
-    def _rule(self) -> Rule:
-        return RULE
-
-    def _moments(self, group: Group, p: torch.Tensor) -> Moments:
-        return {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED}
-
-    def _settings(self, group: Group, batch: Batch) -> LambSettings:
-        beta1, beta2 = map(float, group["betas"])
-        numbers = beta1, beta2, float(group["eps"]), float(group["weight_decay"])
-        return LambSettings(*numbers, group["bias_correction"], group["grad_averaging"])
+    _rule = RULE
 
     def _ratios_of(self, group: Group, lr: torch.Tensor) -> RatiosOf | None:
         if group["weight_decay"] == 0 and not group["always_adapt"]:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
-from torchweld.names import StateName
-from torchweld.optim._base import Group, OwnOptimizer, RatiosOf, split_defaults
+from torchweld.optim._base import Group, OwnOptimizer, RatiosOf
+from torchweld.optim._options import OwnOptions, takes
 from torchweld.optim.sgd import SgdStep
-
-_DEFAULTS = (
-    *("lr", "momentum", "dampening", "weight_decay", "nesterov"),
-    *("trust_coefficient", "eps", "clip"),
-)
 
 
 class LARS(SgdStep, OwnOptimizer):
@@ -31,6 +27,7 @@ class LARS(SgdStep, OwnOptimizer):
             Adam.
     """
 
+    @takes(OwnOptions)
     def __init__(
         self,
         params: ParamsT,
@@ -43,19 +40,19 @@ class LARS(SgdStep, OwnOptimizer):
         trust_coefficient: float = 1e-3,
         eps: float = 1e-8,
         clip: bool = False,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        state_dtype: torch.dtype | StateName = torch.float32,
-        master_weights: bool | str = False,
-        min_quantized_size: int = 4096,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
-        ema_decay: float | None = None,
+        **options: Unpack[OwnOptions],
     ) -> None:
-        super().__init__(**split_defaults(locals(), *_DEFAULTS))
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "clip": clip,
+        }
+        super().__init__(params, defaults, **options)
 
     def _ratios_of(self, group: Group, lr: torch.Tensor) -> RatiosOf:
         def ratios_of(of_param: torch.Tensor, of_grad: torch.Tensor) -> torch.Tensor:

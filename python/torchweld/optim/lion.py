@@ -2,15 +2,64 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
-from torchweld.names import StateName
-from torchweld.ops.optimizer.batch import Batch
-from torchweld.ops.optimizer.lion import LION, LionSettings
+from torchweld.ops.optimizer.batch import Tensors
+from torchweld.ops.optimizer.cautious import agree, oppose
 from torchweld.ops.optimizer.rule import Rule
-from torchweld.optim._base import CAUTIOUS, Group, OwnOptimizer, split_defaults
-from torchweld.optim._codecs import SIGNED, Moments
+from torchweld.optim._base import OwnOptimizer
+from torchweld.optim._options import CautiousOptions, takes
+
+
+class LionSettings(NamedTuple):
+    """The fields of the struct in csrc/core/rules/lion.h."""
+
+    beta1: float
+    beta2: float
+    weight_decay: float
+    cautious: bool = False  # step only where the step and the gradient agree
+    cautious_decay: bool = False  # decay only where the step does not oppose the parameter
+
+
+def _update(
+    p: torch.Tensor,
+    g: torch.Tensor,
+    moments: Tensors,
+    t: torch.Tensor,
+    lr: torch.Tensor,
+    ratio: torch.Tensor,
+    s: LionSettings,
+) -> tuple[torch.Tensor, Tensors]:
+    (momentum,) = moments
+    ahead = momentum * s.beta1 + g * (1 - s.beta1)
+    if s.cautious:
+        ahead = torch.where(agree(ahead, g), ahead, 0.0)
+    decayed = p * (1 - lr * s.weight_decay).to(p.dtype)
+    p = torch.where(oppose(ahead, p), p, decayed) if s.cautious_decay else decayed
+    p = p - ahead.sign() * (lr * ratio).to(p.dtype)
+    return p, [momentum * s.beta2 + g * (1 - s.beta2)]
+
+
+def _agreement(
+    p: torch.Tensor, g: torch.Tensor, moments: Tensors, t: torch.Tensor, s: LionSettings
+) -> tuple[torch.Tensor, Tensors]:
+    """1 where a cautious step moves."""
+    (momentum,) = moments
+    ahead = momentum * s.beta1 + g * (1 - s.beta1)
+    return agree(ahead, g).to(p.dtype), [momentum * s.beta2 + g * (1 - s.beta2)]
+
+
+LION = Rule(
+    "lion",
+    LionSettings,
+    moments={"exp_avg": True},
+    update=_update,
+    direction=_agreement,
+)
 
 
 class Lion(OwnOptimizer):
@@ -26,39 +75,19 @@ class Lion(OwnOptimizer):
             Adam.
     """
 
+    @takes(CautiousOptions)
     def __init__(
         self,
         params: ParamsT,
         lr: float | torch.Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        state_dtype: torch.dtype | StateName = torch.float32,
-        master_weights: bool | str = False,
-        min_quantized_size: int = 4096,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
-        ema_decay: float | None = None,
-        cautious: bool = False,
-        cautious_decay: bool = False,
+        **options: Unpack[CautiousOptions],
     ) -> None:
-        super().__init__(**split_defaults(locals(), "lr", "betas", "weight_decay"))
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, defaults, **options)
 
     _is_cautious_rule = True
     _varying = frozenset({"betas", "weight_decay"})
 
-    def _rule(self) -> Rule:
-        return LION
-
-    def _moments(self, group: Group, p: torch.Tensor) -> Moments:
-        return {"exp_avg": SIGNED}
-
-    def _settings(self, group: Group, batch: Batch) -> LionSettings:
-        beta1, beta2 = map(float, group["betas"])
-        flags = (group.get(name, False) for name in CAUTIOUS)
-        return LionSettings(beta1, beta2, float(group["weight_decay"]), *flags)
+    _rule = LION

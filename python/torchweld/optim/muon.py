@@ -3,25 +3,158 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from torchweld.errors import ArgumentError
-from torchweld.names import StateName
 from torchweld.ops.optimizer import passes
-from torchweld.ops.optimizer.adam import ADAM, AdamSettings
-from torchweld.ops.optimizer.batch import Batch, Task
-from torchweld.ops.optimizer.lion import LION, LionSettings
-from torchweld.ops.optimizer.muon import MUON, MuonSettings
+from torchweld.ops.optimizer.batch import Batch, Task, Tensors
+from torchweld.ops.optimizer.cautious import agree, oppose
 from torchweld.ops.optimizer.orthogonal import QUINTIC
+from torchweld.ops.optimizer.passes import Exchange, Part, Pass, over_all
 from torchweld.ops.optimizer.rule import Rule
-from torchweld.optim._base import CAUTIOUS, FusedOptimizer, Group, collect_arguments
+from torchweld.optim._base import FusedOptimizer, Group, moments_of
 from torchweld.optim._codecs import SIGNED, STEP, UNSIGNED, Moments, State
 from torchweld.optim._gather import Gathering
 from torchweld.optim._matrices import find_iteration, find_regions
+from torchweld.optim._options import CautiousOptions, TorchOptions, takes, with_defaults
 from torchweld.optim._owners import Owners
+from torchweld.optim.adam import ADAM
+from torchweld.optim.lion import LION
+
+
+class MuonSettings(NamedTuple):
+    """As csrc/core/muon.h has them."""
+
+    momentum: float
+    weight_decay: float
+    nesterov: bool
+    cautious_decay: bool = False  # decay only where the step does not oppose the parameter
+
+
+def _update(
+    p: torch.Tensor,
+    g: torch.Tensor,
+    moments: Tensors,
+    t: torch.Tensor,
+    lr: torch.Tensor,
+    s: MuonSettings,
+) -> tuple[torch.Tensor, Tensors]:
+    if not moments:
+        decayed = p * (1 - lr * s.weight_decay).to(p.dtype)
+        p = torch.where(oppose(g, p), p, decayed) if s.cautious_decay else decayed
+        return p - g * lr.to(p.dtype), []
+    momentum = moments[0] + (g - moments[0]) * (1 - s.momentum)
+    return g + (momentum - g) * s.momentum if s.nesterov else momentum, [momentum]
+
+
+class _MuonRule(Rule):
+    """A step in two halves: `handed_on` is the task of the first one.
+
+    The first half takes buffers for parameters and overwrites them with directions. The second one
+    takes the orthogonalised directions for gradients, and has no moments.
+    """
+
+    def _passes(self) -> tuple[Pass, ...]:
+        self._absmaxes_op = self._define("_absmaxes", ["new_absmaxes"])
+        return (
+            Pass(self._find_new_absmaxes, Exchange.LARGEST, lambda task: bool(task.batch.splits)),
+            Pass(self._find_directions, Exchange.ORTHOGONAL),
+            Pass(self._mask, Exchange.SUM, _is_cautious),
+            Pass(self._move),
+        )
+
+    def _find_new_absmaxes(self, task: Task) -> Iterable[Part]:
+        task.handed_on = _begin(task)
+        return self._find_absmaxes(task.handed_on)
+
+    def _find_directions(self, task: Task) -> Iterable[Part]:
+        first = task.handed_on = task.handed_on or _begin(task)
+        self._step(first)
+        return map(over_all, _directions(first.batch), task.batch.wholes)
+
+    def _mask(self, task: Task) -> Iterable[Part]:
+        """Leave only what agrees with the gradient, and count it."""
+        batch = task.batch
+        counts = []
+        for u, g in zip(_directions(task.handed_on.batch), batch.grads, strict=True):
+            agreed = agree(u, g) if task.grad_factor is None else agree(u, g * task.grad_factor)
+            u.masked_fill_(~agreed, 0)
+            counts.append(agreed.sum(dtype=torch.float64))
+        task.sums = torch.stack(counts).view(-1, 1)
+        return map(over_all, task.sums, batch.wholes) if batch.is_sharded else ()
+
+    def _move(self, task: Task) -> Iterable[Part]:
+        batch, first = task.batch, task.handed_on.batch
+        if task.sums is not None:
+            assert task.ratios_of is not None
+            roots = task.sums[:, 0].sqrt()
+            ratios = task.ratios_of(roots, roots)
+            for u, ratio in zip(_directions(first), ratios, strict=True):
+                u.mul_(ratio.to(u.dtype))
+        if first.masters:
+            torch._foreach_copy_(first.params, first.masters)
+        moved = Batch(
+            params=batch.params,
+            grads=first.params,
+            masters=batch.masters,
+            steps=batch.steps,
+            rounding_offsets=batch.rounding_offsets,
+            companions=batch.companions,
+            wholes=batch.wholes,
+        )
+        self.step(replace(task, batch=moved, grad_factor=None, handed_on=None, sums=None))
+        task.handed_on = task.sums = None
+        return ()
+
+
+def _begin(task: Task) -> Task:
+    """The task of the first half, with buffers for the directions."""
+    batch = task.batch
+    # An element that 8-bit momentum skips keeps what the buffer has.
+    make = torch.zeros_like if batch.absmaxes else torch.empty_like
+    grads = [g.detach() for g in batch.grads]
+    contiguous = torch.contiguous_format
+    # Sixteen bits are too few for directions: their norms and sums are taken later.
+    narrow = grads[0].dtype in (torch.bfloat16, torch.float16)
+    wide = [make(g, dtype=torch.float32, memory_format=contiguous) for g in grads if narrow]
+    count = torch.zeros((), dtype=torch.float32, device=grads[0].device)  # of no use here
+    directions = Batch(
+        params=[make(g, memory_format=contiguous) for g in grads],
+        grads=batch.grads,
+        masters=wide,
+        moments=batch.moments,
+        absmaxes=batch.absmaxes,
+        new_absmaxes=batch.new_absmaxes,
+        steps=[count] * len(grads),
+        edges=batch.edges,
+        splits=batch.splits,
+        block_absmaxes=batch.block_absmaxes,
+        wholes=batch.wholes,
+        is_sharded=batch.is_sharded,
+    )
+    return replace(task, batch=directions, handed_on=None, average_rate=None)
+
+
+def _is_cautious(task: Task) -> bool:
+    return task.ratios_of is not None
+
+
+def _directions(batch: Batch) -> Tensors:
+    return batch.masters or batch.params
+
+
+MUON = _MuonRule(
+    "muon",
+    MuonSettings,
+    moments={"momentum_buffer": True},
+    update=_update,
+)
+
 
 _RULES: dict[str, Rule] = {"muon": MUON, "adamw": ADAM, "lion": LION}
 _BETAS = {"adamw": (0.9, 0.999), "lion": (0.9, 0.99)}
@@ -80,6 +213,7 @@ class Muon(FusedOptimizer, _TorchsMuon):
     it, and the result has the bits of a single device.
     """
 
+    @takes(CautiousOptions)
     def __init__(
         self,
         params: ParamsT,
@@ -97,28 +231,35 @@ class Muon(FusedOptimizer, _TorchsMuon):
         heads: int | Sequence[int] | None = None,
         split_sizes: Sequence[int] | None = None,
         split_dim: int = 0,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        state_dtype: torch.dtype | StateName = torch.float32,
-        master_weights: bool | str = False,
-        min_quantized_size: int = 4096,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
-        ema_decay: float | None = None,
-        cautious: bool = False,
-        cautious_decay: bool = False,
+        **options: Unpack[CautiousOptions],
     ) -> None:
-        arguments = collect_arguments(locals())
-        if differentiable:
+        rest: dict[str, Any] = {**options}
+        of_torch = with_defaults(TorchOptions, rest)
+        if of_torch["differentiable"]:
             raise ArgumentError(type(self).__name__, "differentiable", "True", "False")
-        for name in ("foreach", "fused", "differentiable"):
-            arguments.pop(name)
-        options = {name: arguments.pop(name) for name in _OPTIONS}
-        asked = {name: value for name, value in options.items() if value != _OPTIONS[name]}
-        super().__init__(options=asked, **arguments)
+        own = {
+            "algorithm": algorithm,
+            "ns_dtype": ns_dtype,
+            "heads": heads,
+            "split_sizes": split_sizes,
+            "split_dim": split_dim,
+            "maximize": of_torch["maximize"],
+            "capturable": of_torch["capturable"],
+        }
+        asked = {name: value for name, value in own.items() if value != _OPTIONS[name]}
+        super().__init__(
+            params,
+            asked,
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_coefficients=ns_coefficients,
+            eps=eps,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+            **rest,
+        )
         self._owners = Owners()
 
     def __getstate__(self) -> State:
@@ -166,8 +307,7 @@ class Muon(FusedOptimizer, _TorchsMuon):
 
     _is_cautious_rule = True
 
-    def _rule(self) -> Rule:
-        return MUON
+    _rule = MUON
 
     def _run(self, tasks: list[Task]) -> None:
         for rule in _RULES.values():
@@ -186,8 +326,7 @@ class Muon(FusedOptimizer, _TorchsMuon):
         )
 
     def _shared_settings(self, group: Group, except_for: Collection[str] = ()) -> list[Any]:
-        rule = _rule_of(group)
-        return [rule, *(group[name] for name in _SETTINGS[rule])]
+        return [_rule_of(group), self._settings(group, None)]
 
     def _gatherings(self) -> list[Gathering]:
         gatherings = super()._gatherings()
@@ -197,17 +336,10 @@ class Muon(FusedOptimizer, _TorchsMuon):
         return gatherings
 
     def _moments(self, group: Group, p: torch.Tensor) -> Moments:
-        return _MOMENTS[_rule_of(group)]
+        return moments_of(_RULES[_rule_of(group)], 2)  # no amsgrad's
 
-    def _settings(self, group: Group, batch: Batch) -> tuple[Any, ...]:
-        decay, rule = float(group["weight_decay"]), _rule_of(group)
-        cautious, spares = (group.get(name, False) for name in CAUTIOUS)
-        if rule == "muon":
-            return MuonSettings(float(group["momentum"]), decay, bool(group["nesterov"]), spares)
-        beta1, beta2 = map(float, group["betas"])
-        if rule == "lion":
-            return LionSettings(beta1, beta2, decay, cautious, spares)
-        return AdamSettings(beta1, beta2, float(group["eps"]), decay, True, cautious, spares)
+    def _settings(self, group: Group, batch: Batch | None) -> tuple[Any, ...]:
+        return _RULES[_rule_of(group)].read_settings({"decoupled_weight_decay": True, **group})
 
     def state_dict(self) -> State:
         """Return a state like torch's, which does not count the steps of matrices.

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
-from torchweld.names import StateName
-from torchweld.optim._base import split_defaults
 from torchweld.optim._one_bit import OneBitOptimizer
-
-_DEFAULTS = ("lr", "betas", "eps", "weight_decay", "freeze_step", "bias_correction")
+from torchweld.optim._options import OwnStorageOptions, takes
 
 
 class OneBitAdam(OneBitOptimizer):
@@ -38,6 +36,7 @@ class OneBitAdam(OneBitOptimizer):
     all processes skip a step together. `bytes_sent` counts the bytes this process has sent.
     """
 
+    @takes(OwnStorageOptions)
     def __init__(
         self,
         params: ParamsT,
@@ -50,15 +49,14 @@ class OneBitAdam(OneBitOptimizer):
         bias_correction: bool = False,
         group: torch.distributed.ProcessGroup | None = None,
         error_dtype: torch.dtype = torch.float32,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        state_dtype: torch.dtype | StateName = torch.float32,
-        master_weights: bool | str = False,
-        min_quantized_size: int = 4096,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
+        **options: Unpack[OwnStorageOptions],
     ) -> None:
-        super().__init__(**split_defaults(locals(), *_DEFAULTS))
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "freeze_step": freeze_step,
+            "bias_correction": bias_correction,
+        }
+        super().__init__(params, defaults, group=group, error_dtype=error_dtype, **options)

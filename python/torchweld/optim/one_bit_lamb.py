@@ -7,26 +7,21 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from torchweld.collectives.one_bit import Packed, flatten_all, list_sizes, split_into_runs
 from torchweld.errors import ArgumentError
-from torchweld.names import StateName
 from torchweld.ops.optimizer.batch import Batch, Task
 from torchweld.ops.optimizer.passes import Part, Pass
 from torchweld.ops.optimizer.reference import read_param
-from torchweld.optim._base import RatiosOf, split_defaults
+from torchweld.optim._base import RatiosOf
 from torchweld.optim._one_bit import AVG, BITS, SCALE, WORKER, OneBitOptimizer, end_warm_up
+from torchweld.optim._options import OwnStorageOptions, takes
 from torchweld.optim._params import Group
 
 # Entries of a state: the average of the ratios of the warm-up, the factor of the last step, the
 # normalisation of momenta before they share a scale, and second moments that are still updated.
 COEFF, FACTOR, SCALING, FRESH = "ratio_average", "last_factor", "scaling", "exp_avg_sq_fresh"
-
-
-_DEFAULTS = (
-    *("lr", "betas", "eps", "weight_decay", "freeze_step", "bias_correction"),
-    *("trust_clip", "coeff_beta", "factor_clip", "factor_threshold"),
-)
 
 
 class OneBitLAMB(OneBitOptimizer):
@@ -52,6 +47,7 @@ class OneBitLAMB(OneBitOptimizer):
     _of_each = frozenset({COEFF, FACTOR, SCALING, FRESH})
     _of_one = frozenset({BITS, SCALE, WORKER})
 
+    @takes(OwnStorageOptions)
     def __init__(
         self,
         params: ParamsT,
@@ -68,25 +64,27 @@ class OneBitLAMB(OneBitOptimizer):
         factor_threshold: float = 0.1,
         group: torch.distributed.ProcessGroup | None = None,
         error_dtype: torch.dtype = torch.float32,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        state_dtype: torch.dtype | StateName = torch.float32,
-        master_weights: bool | str = False,
-        min_quantized_size: int = 4096,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
+        **options: Unpack[OwnStorageOptions],
     ) -> None:
-        arguments = split_defaults(locals(), *_DEFAULTS)
         name = type(self).__name__
         for argument, clip in (("trust_clip", trust_clip), ("factor_clip", factor_clip)):
             if not 0 <= clip[0] <= clip[1]:
                 accepted = "two numbers, 0 <= least <= largest"
                 raise ArgumentError(name, argument, repr(clip), accepted)
         self._forget_step()
-        super().__init__(**arguments)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "freeze_step": freeze_step,
+            "bias_correction": bias_correction,
+            "trust_clip": trust_clip,
+            "coeff_beta": coeff_beta,
+            "factor_clip": factor_clip,
+            "factor_threshold": factor_threshold,
+        }
+        super().__init__(params, defaults, group=group, error_dtype=error_dtype, **options)
 
     def _forget_step(self) -> None:
         """Reset the values that the passes of a step share."""

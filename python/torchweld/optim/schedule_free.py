@@ -7,18 +7,57 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from torchweld.errors import ArgumentError
-from torchweld.names import StateName
-from torchweld.ops.optimizer.batch import Batch, Task
+from torchweld.ops.optimizer.batch import Batch, Task, Tensors
 from torchweld.ops.optimizer.reference import read_param, split_param
 from torchweld.ops.optimizer.rule import Rule
-from torchweld.ops.optimizer.schedule_free import SCHEDULE_FREE, ScheduleFreeSettings
-from torchweld.optim._base import Group, OwnOptimizer, split_defaults
-from torchweld.optim._codecs import MASTER, REMAINDER, STEP, UNSIGNED, Moments, State
+from torchweld.optim._base import Group, OwnOptimizer
+from torchweld.optim._codecs import MASTER, REMAINDER, STEP, State
+from torchweld.optim._options import OwnStorageOptions, takes
 from torchweld.optim._shards import local_part
 
-_DEFAULTS = ("lr", "betas", "eps", "weight_decay", "warmup_steps", "r", "weight_lr_power")
+
+class ScheduleFreeSettings(NamedTuple):
+    """The fields of the struct in csrc/core/rules/schedule_free.h."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    weight: float  # of z in the average
+    number: float  # of the step of all parameters, from 1
+
+
+def _update(
+    p: torch.Tensor,
+    g: torch.Tensor,
+    moments: Tensors,
+    t: torch.Tensor,
+    lr: torch.Tensor,
+    s: ScheduleFreeSettings,
+) -> tuple[torch.Tensor, Tensors]:
+    exp_avg_sq, z = moments
+    exp_avg_sq = exp_avg_sq * s.beta2 + g * g * (1 - s.beta2)
+    root_scale = (1 / torch.full_like(t, 1 - s.beta2**s.number).sqrt()).to(p.dtype)
+    # In float64: the last bit of torch's float32 root depends on a library.
+    root = exp_avg_sq.double().sqrt().to(p.dtype)
+    d = g / (root * root_scale + s.eps) + p * s.weight_decay
+    of_y = (lr * (1 - s.beta1 * (1 - s.weight))).to(p.dtype)
+    y = p + (z - p) * s.weight - d * of_y
+    return y, [exp_avg_sq, z - d * lr.to(p.dtype)]
+
+
+SCHEDULE_FREE = Rule(
+    "schedule_free",
+    ScheduleFreeSettings,
+    moments={"exp_avg_sq": False},
+    update=_update,
+    has_companion=True,
+)
+
+
 # What a group counts, under the names of the authors' package.
 _COUNTS: dict[str, Any] = {
     "k": 0,
@@ -66,6 +105,7 @@ class ScheduleFreeAdamW(OwnOptimizer):
     # The host counts steps, and so has to know which are skipped.
     _step_supports_amp_scaling = False
 
+    @takes(OwnStorageOptions)
     def __init__(
         self,
         params: ParamsT,
@@ -76,22 +116,19 @@ class ScheduleFreeAdamW(OwnOptimizer):
         warmup_steps: int = 0,
         r: float = 0.0,
         weight_lr_power: float = 2.0,
-        *,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        state_dtype: torch.dtype | StateName = torch.float32,
-        master_weights: bool | str = False,
-        min_quantized_size: int = 4096,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
+        **options: Unpack[OwnStorageOptions],
     ) -> None:
-        arguments = split_defaults(locals(), *_DEFAULTS)
-        arguments["defaults"] |= _COUNTS
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "warmup_steps": warmup_steps,
+            "r": r,
+            "weight_lr_power": weight_lr_power,
+        }
         self._found: dict[torch.Tensor, tuple[list[torch.Tensor], int]] = {}
-        super().__init__(**arguments)
+        super().__init__(params, defaults | _COUNTS, **options)
 
     def __getstate__(self) -> State:
         return super().__getstate__() | {"_found": {}}
@@ -153,19 +190,14 @@ class ScheduleFreeAdamW(OwnOptimizer):
 
     # --- The step -----------------------------------------------------------------------------
 
-    def _rule(self) -> Rule:
-        return SCHEDULE_FREE
-
-    def _moments(self, group: Group, p: torch.Tensor) -> Moments:
-        return {"exp_avg_sq": UNSIGNED}
+    _rule = SCHEDULE_FREE
 
     def _companion(self) -> str | None:
         return "z"
 
     def _settings(self, group: Group, batch: Batch) -> ScheduleFreeSettings:
-        beta1, beta2 = map(float, group["betas"])
-        numbers = float(group["eps"]), float(group["weight_decay"]), _advance(group).weight
-        return ScheduleFreeSettings(beta1, beta2, *numbers, float(group["k"] + 1))
+        counted = {"weight": _advance(group).weight, "number": group["k"] + 1}
+        return SCHEDULE_FREE.read_settings(group | counted)
 
     def _learning_rate(self, group: Group) -> float:
         return _advance(group).scheduled_lr

@@ -2,31 +2,98 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
-from torchweld.names import StateName
-from torchweld.ops.optimizer.batch import Batch
+from torchweld.ops.optimizer.batch import Task, Tensors
 from torchweld.ops.optimizer.rule import Rule
-from torchweld.ops.optimizer.sgd import SGD as RULE
-from torchweld.ops.optimizer.sgd import SgdSettings
-from torchweld.optim._base import FusedOptimizer, Group, collect_arguments
-from torchweld.optim._codecs import SIGNED, STEP, Moments, State
+from torchweld.ops.optimizer.torchs import take_torchs_step
+from torchweld.optim._base import FusedOptimizer, Group, moments_of
+from torchweld.optim._codecs import STEP, Moments, State
+from torchweld.optim._options import StateOptions, takes
+
+
+class SgdSettings(NamedTuple):
+    """The fields of the struct in csrc/core/rules/sgd.h."""
+
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+
+
+def _update(
+    p: torch.Tensor,
+    g: torch.Tensor,
+    moments: Tensors,
+    t: torch.Tensor,
+    lr: torch.Tensor,
+    ratio: torch.Tensor,
+    s: SgdSettings,
+) -> tuple[torch.Tensor, Tensors]:
+    if s.weight_decay != 0:
+        g = g + p * s.weight_decay
+    g = g * ratio.to(p.dtype)
+    if moments:
+        # The first gradient is the first momentum, undampened.
+        rate = torch.where(t == 1, torch.ones_like(t), 1 - s.dampening).to(p.dtype)
+        buffer = moments[0] * s.momentum + g * rate
+        moments = [buffer]
+        g = g + buffer * s.momentum if s.nesterov else buffer
+    return p - g * lr.to(p.dtype), moments
+
+
+def _gradient(
+    p: torch.Tensor, g: torch.Tensor, moments: Tensors, *_: Any
+) -> tuple[torch.Tensor, Tensors]:
+    """The gradient with its weight decay, whose norm LARS measures."""
+    return g, moments
+
+
+def _torchs(task: Task) -> bool:
+    s = task.settings
+    assert isinstance(s, SgdSettings)
+    if s.dampening and task.batch.moments:
+        return False  # the first step is undampened, and only the GPU knows the step's number
+
+    def step(lists: Sequence[Tensors], lr: float, found_inf: torch.Tensor | None) -> None:
+        params, grads, *momentum, _ = lists
+        torch._fused_sgd_(
+            *(params, grads, momentum[0] if momentum else []),
+            weight_decay=s.weight_decay,
+            momentum=s.momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=s.nesterov,
+            maximize=False,
+            is_first_step=False,  # equivalent, since momenta start at zero
+            found_inf=found_inf,
+        )
+
+    return take_torchs_step(task, step)
+
+
+RULE = Rule(
+    "sgd",
+    SgdSettings,
+    moments={"momentum_buffer": True},
+    update=_update,
+    direction=_gradient,
+    torchs=_torchs,
+)
 
 
 class SgdStep(FusedOptimizer):
     """The step of SGD and LARS."""
 
-    def _rule(self) -> Rule:
-        return RULE
+    _rule = RULE
 
     def _moments(self, group: Group, p: torch.Tensor) -> Moments:
-        return {"momentum_buffer": SIGNED} if group["momentum"] != 0 else {}
-
-    def _settings(self, group: Group, batch: Batch) -> SgdSettings:
-        names = ("momentum", "dampening", "weight_decay")
-        momentum, dampening, weight_decay = (float(group[name]) for name in names)
-        return SgdSettings(momentum, dampening, weight_decay, group["nesterov"])
+        return moments_of(RULE) if group["momentum"] != 0 else {}
 
     def _begin_moments(self, state: State) -> None:
         # The first gradient of a momentum is not dampened, so the momentum's own steps are counted.
@@ -46,6 +113,7 @@ class SGD(SgdStep, torch.optim.SGD):
 
     _takes_sparse = True
 
+    @takes(StateOptions)
     def __init__(
         self,
         params: ParamsT,
@@ -59,14 +127,16 @@ class SGD(SgdStep, torch.optim.SGD):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        state_dtype: torch.dtype | StateName = torch.float32,
-        master_weights: bool | str = False,
-        min_quantized_size: int = 4096,
-        stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
-        ema_decay: float | None = None,
+        **options: Unpack[StateOptions],
     ) -> None:
-        super().__init__(**collect_arguments(locals()))
+        super().__init__(
+            *(params, lr, momentum, dampening, weight_decay, nesterov),
+            maximize=maximize,
+            foreach=foreach,
+            differentiable=differentiable,
+            fused=fused,
+            **options,
+        )
 
     def state_dict(self) -> State:
         """Return a state like torch's, which does not count steps.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, get_type_hints
 
 import torch
@@ -28,7 +28,7 @@ class Rule:
     """An optimizer's rule.
 
     `settings` is a NamedTuple of numbers and flags: the last arguments of the rule's ops, and the
-    fields of its struct in csrc/core. `signed` says for each moment whether it has a sign.
+    fields of its struct in csrc/core/rules. `moments` says for each moment whether it has a sign.
     `update(p, g, moments, t, lr, settings)` returns the new parameter and moments; t, the step, and
     lr are float64 tensors of one number. An adaptive rule's update takes its ratio before the
     settings. Its `direction` takes the same arguments without lr and ratio, and returns the step
@@ -41,7 +41,7 @@ class Rule:
         self,
         name: str,
         settings: type[Any],
-        signed: Sequence[bool],
+        moments: Mapping[str, bool],
         update: Callable[..., Any],
         direction: Callable[..., tuple[torch.Tensor, Tensors]] | None = None,
         torchs: Callable[[Task], bool] | None = None,
@@ -53,7 +53,8 @@ class Rule:
         self.settings = settings
         # With every rule, sum_of_squares serves to clip gradients by their norm.
         self.sources = {"cuda": (*self.kernel_files("cuda", "cu"), "csrc/cuda/sum_of_squares.cu")}
-        self.signed = tuple(signed)
+        self.moments, self.signed = moments, tuple(moments.values())
+        self._fields = get_type_hints(settings)
         self._update = update
         self._direction = direction
         self._torchs = torchs
@@ -63,7 +64,13 @@ class Rule:
 
     def kernel_files(self, folder: str, suffix: str) -> tuple[str, ...]:
         """The source of its kernels in a folder of csrc, and the header it is compiled with."""
-        return f"csrc/{folder}/rule.{suffix}", f"csrc/core/{self.name}.h"
+        return f"csrc/{folder}/rule.{suffix}", f"csrc/core/rules/{self.name}.h"
+
+    def read_settings(self, group: Mapping[str, Any]) -> Any:
+        """The settings in a group's options: betas by their number, others by their name."""
+        betas = {f"beta{i}": beta for i, beta in enumerate(group.get("betas", ()), 1)}
+        values = {**self.settings._field_defaults, **group, **betas}
+        return self.settings(*(kind(values[name]) for name, kind in self._fields.items()))
 
     @property
     def is_adaptive(self) -> bool:
@@ -222,9 +229,8 @@ class Rule:
         """The settings of parameter i."""
         if task.settings_of_each is None:
             return task.settings
-        kinds = get_type_hints(self.settings).values()
         row = task.settings_of_each[i].tolist()
-        return self.settings(*(kind(value) for kind, value in zip(kinds, row, strict=True)))
+        return self.read_settings(dict(zip(self._fields, row, strict=True)))
 
     def _reference(self, task: Task) -> None:
         """A step in eager torch, one parameter after another, on any device."""

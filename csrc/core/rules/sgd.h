@@ -59,3 +59,5 @@ struct Gradient {
 };
 
 TW_NAMESPACE_END
+
+#define TW_RULE_TYPES(Step, Measure) Step(Sgd) Step(MomentumSgd) Measure(Gradient)

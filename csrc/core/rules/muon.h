@@ -56,3 +56,5 @@ struct MuonStep {
 };
 
 TW_NAMESPACE_END
+
+#define TW_RULE_TYPES(Step, Measure) Step(MuonMomentum) Step(MuonStep)

@@ -11,7 +11,7 @@ TW_NAMESPACE_BEGIN
 struct LambSettings {
   double beta1, beta2, eps, weight_decay;
   bool bias_correction;
-  bool averaged;  // scale gradients by 1 - beta1 in the first moment
+  bool grad_averaging;  // scale gradients by 1 - beta1 in the first moment
 };
 
 struct Lamb {
@@ -23,7 +23,7 @@ struct Lamb {
 
   TW_HD Lamb(const LambSettings& s, const StepScalars& now)
       : beta1((float)s.beta1),
-        rate1((float)(s.averaged ? 1 - s.beta1 : 1)),
+        rate1((float)(s.grad_averaging ? 1 - s.beta1 : 1)),
         beta2((float)s.beta2),
         rate2((float)(1 - s.beta2)),
         eps((float)s.eps),
@@ -46,3 +46,5 @@ struct Lamb {
 };
 
 TW_NAMESPACE_END
+
+#define TW_RULE_TYPES(Step, Measure) Step(Lamb) Measure(Lamb)

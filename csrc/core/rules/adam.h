@@ -9,9 +9,9 @@ TW_NAMESPACE_BEGIN
 
 struct AdamSettings {
   double beta1, beta2, eps, weight_decay;
-  bool decoupled;       // AdamW's weight decay; otherwise it is added to the gradient
-  bool cautious;        // step only where the first moment and the gradient agree
-  bool cautious_decay;  // decay only where the step does not oppose the parameter
+  bool decoupled_weight_decay;  // AdamW's weight decay; otherwise it is added to the gradient
+  bool cautious;                // step only where the first moment and the gradient agree
+  bool cautious_decay;          // decay only where the step does not oppose the parameter
 };
 
 template <bool HasLargest>
@@ -30,8 +30,8 @@ struct AdamRule {
         eps((float)s.eps),
         step_size((float)(now.lr / (1 - pow(s.beta1, now.number)))),
         root_scale((float)(1 / sqrt(1 - pow(s.beta2, now.number)))),
-        decay((float)(s.decoupled ? 1 - now.lr * s.weight_decay : 1)),
-        l2((float)(s.decoupled ? 0 : s.weight_decay)),
+        decay((float)(s.decoupled_weight_decay ? 1 - now.lr * s.weight_decay : 1)),
+        l2((float)(s.decoupled_weight_decay ? 0 : s.weight_decay)),
         ratio((float)now.ratio),
         cautious(s.cautious),
         cautious_decay(s.cautious_decay) {}
@@ -70,3 +70,5 @@ using Adam = AdamRule<false>;
 using Amsgrad = AdamRule<true>;  // divides by the root of the largest second moment so far
 
 TW_NAMESPACE_END
+
+#define TW_RULE_TYPES(Step, Measure) Step(Adam) Step(Amsgrad) Measure(Adam) Measure(Amsgrad)

@@ -44,3 +44,5 @@ struct ScheduleFree {
 };
 
 TW_NAMESPACE_END
+
+#define TW_RULE_TYPES(Step, Measure) Step(ScheduleFree)

@@ -54,3 +54,5 @@ struct Lion {
 };
 
 TW_NAMESPACE_END
+
+#define TW_RULE_TYPES(Step, Measure) Step(Lion) Measure(Lion)

@@ -59,3 +59,5 @@ struct Ademamix {
 };
 
 TW_NAMESPACE_END
+
+#define TW_RULE_TYPES(Step, Measure) Step(Ademamix)
