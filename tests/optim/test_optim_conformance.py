@@ -358,58 +358,52 @@ def test_error_inputs_of_muon(error: Any) -> None:
 
 # --- Signatures -----------------------------------------------------------------------------------
 
-# Keywords of ours, which follow torch's.
-OURS = {
-    "state_dtype",
-    "master_weights",
-    "min_quantized_size",
-    "stochastic_rounding",
-    "max_grad_norm",
-    *("ema_decay", "cautious", "cautious_decay"),
-}
-# Muon's own, and torch's that torch.optim.Muon lacks.
-OF_MUON = {
-    *("algorithm", "ns_dtype", "heads", "split_sizes", "split_dim"),
-    *("maximize", "foreach", "capturable", "differentiable", "fused"),
-}
-CLASSES: list[type[Any]] = [
-    value
+CLASSES: dict[str, type[Any]] = {
+    name: value
     for name in optim.__all__
     if isinstance(value := getattr(optim, name), type)
     and issubclass(value, torch.optim.Optimizer)
     and name != "Offload"
-]
+}
+# Options that every class takes, and those that some classes lack.
+STORED = {"lr", "maximize", "foreach", "max_grad_norm", "master_weights", "stochastic_rounding"}
+CAUTIOUS = {"Adam", "AdamW", "Lion", "Muon", "Adam8bit", "AdamW8bit", "Lion8bit"}
+NO_EMA = {"Adafactor", "TransformersAdafactor", "ScheduleFreeAdamW", "OneBitAdam", "OneBitLAMB"}
+LACK: dict[str, set[str]] = {
+    "state_dtype": {name for name in CLASSES if name.endswith("8bit")},
+    "capturable": {"SGD", "Adafactor"},
+    "ema_decay": NO_EMA,
+    "cautious": CLASSES.keys() - CAUTIOUS,
+    "cautious_decay": CLASSES.keys() - CAUTIOUS,
+}
 
 
-@pytest.mark.parametrize("made", CLASSES, ids=lambda made: made.__name__)
-def test_constructors_say_what_they_take(made: type) -> None:
-    """No *args and no **kwargs, so that help(), editors and the API page show every argument."""
-    parameters = [*inspect.signature(made).parameters.values()]
-    assert parameters[0].name == "params"
-    assert all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
-    assert all(p.annotation is not p.empty for p in parameters)
-    names = {p.name for p in parameters}
-    assert {"lr", "maximize", "foreach", "max_grad_norm", "master_weights"} <= names
+def _list_positional(parameters: Any) -> list[str]:
+    return [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adafactor", "Muon"])
-def test_constructors_are_torchs(name: str) -> None:
-    """The same names, order, kinds and defaults; ours are keywords that follow."""
-    ours, theirs = (
-        [*inspect.signature(getattr(package, name)).parameters.values()]
-        for package in (optim, torch.optim)
-    )
-    own = OURS | OF_MUON if name == "Muon" else OURS
-    shared = [p for p in ours if p.name not in own]
-    assert [(p.name, p.kind, p.default) for p in shared] == [
-        (p.name, p.kind, p.default) for p in theirs
-    ]
-    added = [p for p in ours if p.name in own]
-    assert ours == [*shared, *added]
-    assert all(p.kind is p.KEYWORD_ONLY for p in added)
-
-
-def test_an_unknown_argument_is_refused() -> None:
-    for made in CLASSES:
-        with pytest.raises(TypeError, match="unexpected keyword argument 'nesterov_'"):
-            made([torch.nn.Parameter(torch.ones(2))], nesterov_=True)
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_signature_shows_each_option_that_is_taken(name: str) -> None:
+    """With torch's own arguments and defaults; an option at its default changes nothing."""
+    kind = CLASSES[name]
+    shown = dict(inspect.signature(kind).parameters)
+    assert shown.keys() >= STORED
+    assert {option for option in LACK if option not in shown} == {
+        option for option, names in LACK.items() if name in names
+    }
+    assert all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in shown.values())
+    assert all(p.annotation is not p.empty for p in shown.values())
+    of_torch = inspect.signature(getattr(torch.optim, name, kind)).parameters
+    assert [*shown][: len(positional := _list_positional(of_torch))] == positional
+    assert positional == _list_positional(shown) or name.endswith("8bit")
+    assert all(shown[n].default == p.default for n, p in of_torch.items())
+    params = [torch.nn.Parameter(torch.ones(4, 4))]
+    needed: dict[str, Any] = {"freeze_step": 2} if "freeze_step" in shown else {}
+    plain = kind(params, **needed)
+    named = {n: p.default for n, p in shown.items() if p.default is not inspect.Parameter.empty}
+    asked = kind(params, **{**named, **needed})
+    assert asked.defaults == plain.defaults
+    assert asked._codec == plain._codec
+    assert asked.param_groups == plain.param_groups
+    with pytest.raises(TypeError, match="'max_grad_nrm'; did you mean 'max_grad_norm'"):
+        kind(params, max_grad_nrm=1.0, **needed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -40,46 +39,6 @@ def test_arguments_of_torchs_constructors() -> None:
     assert isinstance(optim.Adam(draw()), torch.optim.Adam)
     a = snapshot(*run(lambda p: optim.Adam(p, 1e-3, decoupled_weight_decay=True)))
     assert same(a, snapshot(*run(lambda p: optim.AdamW(p, 1e-3, weight_decay=0))))
-
-
-# Options that every class takes, and what else it takes; 8-bit classes have their own state_dtype.
-STORED = {"master_weights", "min_quantized_size", "stochastic_rounding", "max_grad_norm"}
-CAUTIOUS = {"ema_decay", "cautious", "cautious_decay"}
-TAKEN: dict[str, set[str]] = {
-    **dict.fromkeys(("Adam", "AdamW", "Lion", "Muon"), {"state_dtype", "capturable", *CAUTIOUS}),
-    **dict.fromkeys(("Adam8bit", "AdamW8bit", "Lion8bit"), {"capturable", *CAUTIOUS}),
-    **dict.fromkeys(("LAMB", "LARS", "AdEMAMix"), {"state_dtype", "capturable", "ema_decay"}),
-    **dict.fromkeys(
-        ("ScheduleFreeAdamW", "TransformersAdafactor", "OneBitAdam", "OneBitLAMB"),
-        {"state_dtype", "capturable"},
-    ),
-    "LAMB8bit": {"capturable", "ema_decay"},
-    "SGD": {"state_dtype", "ema_decay"},
-    "Adafactor": {"state_dtype"},
-}
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_a_signature_shows_each_option_that_is_taken(name: str) -> None:
-    """With torch's own arguments and defaults; an option at its default changes nothing."""
-    kind = getattr(optim, name)
-    shown = dict(inspect.signature(kind).parameters)
-    optional = {"state_dtype", "capturable", *CAUTIOUS}
-    assert STORED | TAKEN[name] <= shown.keys()
-    assert not (optional - TAKEN[name]) & shown.keys()
-    assert not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in shown.values())
-    for of_torch, p in inspect.signature(getattr(torch.optim, name, kind)).parameters.items():
-        assert shown[of_torch].default == p.default
-    params = draw(shapes=[(4, 4)])
-    needed: dict[str, Any] = {"freeze_step": 2} if "freeze_step" in shown else {}
-    plain = kind(params, **needed)
-    named = {n: p.default for n, p in shown.items() if p.default is not inspect.Parameter.empty}
-    asked = kind(params, **{**named, **needed})
-    assert asked.defaults == plain.defaults
-    assert asked._codec == plain._codec
-    assert asked.param_groups == plain.param_groups
-    with pytest.raises(TypeError, match="'max_grad_nrm'; did you mean 'max_grad_norm'"):
-        kind(params, max_grad_nrm=1.0, **needed)
 
 
 def test_groups_closures_hooks_and_schedulers() -> None:
