@@ -18,7 +18,7 @@ using Boxed = void (*)(StableIValue*, uint64_t, uint64_t);
 constexpr int kMost = 32;  // arguments
 
 // A kernel. `kinds` has a letter for each argument, a small one if it is optional: Tensor,
-// Gradient (a tensor that no guard has seen), List of integers, Float, Integer, Bool, String, Dtype.
+// Gradient (a tensor that no guard has seen), All (a list of tensors), List of integers, Float, Integer, Bool, String, Dtype.
 struct Kernel {
   Boxed run;
   char kinds[kMost + 1];
@@ -61,6 +61,12 @@ bool fits(char kind, PyObject* value) {
       for (PyObject* is_lazy : {is_negative, is_without_memory})
         if (is_true(PyObject_CallMethodObjArgs(value, is_lazy, nullptr))) return false;
       return true;
+    case 'A': {
+      const Py_ssize_t length = length_of(value);
+      for (Py_ssize_t i = 0; i < length; ++i)
+        if (!is_plain(item_of(value, i))) return false;
+      return length >= 0;
+    }
     case 'L': {
       const Py_ssize_t length = length_of(value);
       for (Py_ssize_t i = 0; i < length; ++i)
@@ -94,13 +100,17 @@ StableIValue box(char kind, PyObject* value) {
           aoti_torch_new_tensor_handle(reinterpret_cast<AtenTensorHandle>(held), &handle));
       return stable::from(handle);
     }
+    case 'A':
     case 'L': {
       const Py_ssize_t length = length_of(value);
       StableListHandle list;
       TORCH_ERROR_CODE_CHECK(torch_new_list_reserve_size(length, &list));
       for (Py_ssize_t i = 0; i < length; ++i) {
-        const int64_t item = PyLong_AsLongLong(item_of(value, i));
-        TORCH_ERROR_CODE_CHECK(torch_list_push_back(list, stable::from(item)));
+        PyObject* item = item_of(value, i);
+        const StableIValue boxed =
+            kind == 'A' ? box('T', item)
+                        : stable::from(static_cast<int64_t>(PyLong_AsLongLong(item)));
+        TORCH_ERROR_CODE_CHECK(torch_list_push_back(list, boxed));
       }
       return stable::from(list);
     }
@@ -143,6 +153,7 @@ PyObject* call_twin(const Kernel& kernel, PyObject* const* given, Py_ssize_t cou
 
 // The results as Python's tensors, wrapped in one call; a single one without a tuple.
 PyObject* unbox(const StableIValue* stack, int count) {
+  if (count == 0) Py_RETURN_NONE;
   PyObject* handles = PyList_New(count);
   for (int i = 0; i < count; ++i)
     PyList_SetItem(handles, i,

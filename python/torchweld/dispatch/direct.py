@@ -22,6 +22,7 @@ LIBRARY = "torchweld_python"
 # The letters of csrc/python/direct.cpp.
 _KINDS = {
     "Tensor": "T",
+    "List[Tensor]": "A",
     "List[int]": "L",
     "float": "F",
     "int": "I",

@@ -10,10 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
+from torchweld.dispatch import choice
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer import passes
-from torchweld.ops.optimizer.batch import Batch, Task
+from torchweld.ops.optimizer.batch import Batch, Task, make_rate
 from torchweld.ops.optimizer.cautious import cautious_ratios
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
@@ -233,13 +235,42 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        kept = self._kept
+        if kept is not None and kept.ready and self._is_undisturbed() and self._refresh(kept):
+            kept.repeat()
+            return loss
         try:
-            self._run(self._tasks())
+            tasks = self._tasks()
+            self._run(tasks)
+            self._make_ready(tasks)
         finally:
             if self._kept is not None:
                 self._kept.drop_gradients()
         self._unscale()
         return loss
+
+    def _refresh(self, kept: Kept) -> bool:
+        """Give the last step's batches new gradients; False if anything else has changed."""
+        return kept.refresh(self.param_groups, self.state, self._learning_rate)
+
+    def _make_ready(self, tasks: list[Task]) -> None:
+        """Keep the calls that a step with the same batches repeats."""
+        kept, rule = self._kept, self._rule
+        if kept is None or kept.ready is not None or not self._is_undisturbed():
+            return
+        is_plain = type(self)._run is FusedOptimizer._run and self._passes() is rule.passes
+        ready = [rule.make_ready(task) for task in tasks] if is_plain else [None]
+        kept.ready = [] if None in ready else ready  # type: ignore[assignment]
+
+    def _is_undisturbed(self) -> bool:
+        """Whether a step depends on nothing but its batches."""
+        if self._chosen is not None or self._shown or self.max_grad_norm is not None:
+            return False
+        if choice.forced is not None or is_compiling():
+            return False
+        return (
+            getattr(self, "grad_scale", None) is None and getattr(self, "found_inf", None) is None
+        )
 
     def _run(self, tasks: list[Task]) -> None:
         """Run the passes of a step over these tasks."""
@@ -261,11 +292,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _task(self, group: Group, batch: Batch, factor: torch.Tensor | None) -> Task:
         """Make the task of a batch with the settings of this group."""
-        lr = batch.lr
-        if not isinstance(lr, torch.Tensor):
-            lr = torch.tensor(lr, dtype=torch.float64, device="cpu")
-        elif lr.dtype not in (torch.float32, torch.float64):
-            lr = lr.double()
+        lr = make_rate(batch.lr)
         if group.get("maximize"):
             one = torch.ones((), dtype=torch.float32, device="cpu")
             factor = -one if factor is None else -factor
@@ -282,10 +309,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _work_or_kept(self) -> list[tuple[Group, Batch]]:
         """The work of the last step with new gradients, or of a step that gathers it."""
-        if self._chosen is not None or self._shown or torch.compiler.is_compiling():
+        if self._chosen is not None or self._shown or is_compiling():
             return self._work()
         kept = self._kept
-        if kept is not None and kept.refresh(self.param_groups, self.state, self._learning_rate):
+        if kept is not None and self._refresh(kept):
             return kept.work
         work, self._kept = self._work(), None
         # A schedule may change settings at each step, and then nothing can be kept.

@@ -6,8 +6,9 @@ of a few small tensors.
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,13 +28,21 @@ def _settings_of(group: Group) -> Group:
     return {**group, "params": None, "lr": lr if isinstance(lr, torch.Tensor) else None}
 
 
-def _are(one: Sequence[Any], other: Sequence[Any]) -> bool:
+def _list_entries(states: Mapping[Any, State]) -> Iterable[Any]:
+    """All entries of all states; torch's optimizers keep other values besides states."""
+    return itertools.chain.from_iterable([s.values() for s in states.values() if type(s) is dict])
+
+
+def _are(one: Collection[Any], other: Sequence[Any]) -> bool:
     """Whether both hold the same objects."""
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 class Kept:
     """The batches of a step, and what they depend on."""
+
+    # The step as calls of kernels, one a batch; empty if it takes more, None if nobody has asked.
+    ready: Sequence[Callable[[], None]] | None = None
 
     def __init__(self, groups: Sequence[Group], work: Work, states: Mapping[Any, State]) -> None:
         self.work = work
@@ -44,8 +53,9 @@ class Kept:
         numbers = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         self._numbers = [[numbers[id(p)] for p in batch.params] for _, batch in work]
         self._without = [p for group in groups for p in group["params"] if id(p) not in stepped]
-        self._states = [states[p] for p in self._params]
-        self._entries = [entry for state in self._states for entry in state.values()]
+        # The whole mapping: looking up a parameter would call its hash, a function in Python.
+        self._states = [*states.values()]
+        self._entries = [*_list_entries(states)]
         self._guards = make_guards([*self._params, *(g for _, batch in work for g in batch.grads)])
 
     @classmethod
@@ -84,9 +94,9 @@ class Kept:
             return False
         if self._without and any(p.grad is not None for p in self._without):
             return False
-        if not all(map(operator.is_, map(states.get, self._params), self._states)):
+        if not _are(states.values(), self._states):
             return False
-        if not _are([entry for state in self._states for entry in state.values()], self._entries):
+        if not _are([*_list_entries(states)], self._entries):
             return False
         rates = [learning_rate(group) for group in groups]
         begin = 0
@@ -97,6 +107,14 @@ class Kept:
             same = len(own) == 1 or own.count(own[0]) == len(own)
             batch.lr = own[0] if same else own
         return True
+
+    def repeat(self) -> None:
+        """Take the step again, with the gradients of `refresh`."""
+        try:
+            for call in self.ready or ():
+                call()
+        finally:
+            self.drop_gradients()
 
     def drop_gradients(self) -> None:
         """Let the gradients' memory go with their parameters' `grad`."""

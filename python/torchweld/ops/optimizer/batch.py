@@ -127,12 +127,11 @@ class Batch:
             self.companions,
         )
 
-    def count_versions(self) -> None:
-        """Tell autograd about every tensor that a step writes."""
+    def list_written(self) -> Tensors:
+        """Every tensor that a step writes, of which autograd is to be told."""
         parts = itertools.compress(self.params, map(operator.is_not, self.params, self.wholes))
-        states = (self.masters, self.moments, self.absmaxes, self.steps, self.companions)
-        for tensors in (parts, self.wholes, *states):
-            torch.autograd.graph.increment_version(tensors)
+        states = (*self.masters, *self.moments, *self.absmaxes, *self.steps, *self.companions)
+        return [*parts, *self.wholes, *states]
 
 
 @dataclass
@@ -152,6 +151,13 @@ class Task:
     sums: torch.Tensor | None = None
     whole_sizes: Sequence[int] = ()
     handed_on: Any = None  # specific to the rule
+
+
+def make_rate(lr: torch.Tensor | float | list[float] | None) -> torch.Tensor:
+    """The learning rates of a batch as an op takes them."""
+    if not isinstance(lr, torch.Tensor):
+        return torch.tensor(lr, dtype=torch.float64, device="cpu")
+    return lr if lr.dtype in (torch.float32, torch.float64) else lr.double()
 
 
 def schema(writes: Collection[str], settings: type[Any]) -> str:

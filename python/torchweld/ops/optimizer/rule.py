@@ -12,13 +12,22 @@ import torch
 
 from torchweld.dispatch import choice
 from torchweld.dispatch.bare import BareOp, find_agreed
+from torchweld.dispatch.direct import make_direct
 from torchweld.ops.optimizer import question
-from torchweld.ops.optimizer.batch import Batch, Task, Tensors, is_foreign_to_kernels, schema
+from torchweld.ops.optimizer.batch import (
+    Batch,
+    Task,
+    Tensors,
+    is_foreign_to_kernels,
+    make_rate,
+    schema,
+)
 from torchweld.ops.optimizer.passes import Exchange, Part, Pass, across_rows, over_all
 from torchweld.ops.optimizer.reference import number_of, read, sound, sound_only, write
 from torchweld.ops.quantize_8bit import absmax_reference
 
 BACKENDS = ("cpu", "cuda")
+_GRADS, _LR = 1, 10  # of the arguments of an op
 Updates = Iterator[tuple[torch.Tensor, torch.Tensor, Tensors]]
 
 RULES: dict[str, Rule] = {}
@@ -70,7 +79,7 @@ class Rule:
         """The settings in a group's options: betas by their number, others by their name."""
         betas = {f"beta{i}": beta for i, beta in enumerate(group.get("betas", ()), 1)}
         values = {**self.settings._field_defaults, **group, **betas}
-        return self.settings(*(kind(values[name]) for name, kind in self._fields.items()))
+        return self.settings(*[kind(values[name]) for name, kind in self._fields.items()])
 
     @property
     def is_adaptive(self) -> bool:
@@ -195,7 +204,7 @@ class Rule:
         numbers = [t if t is None or t.is_cpu else t.to(device) for t in scalars]
         if steps:
             # Before the kernel, which evicts a thousand tensors from the cache.
-            batch.count_versions()
+            torch.autograd.graph.increment_version(batch.list_written())
         try:
             rest = (task.sums, task.settings_of_each, task.whole_sizes, *task.settings)
             kernel(*batch.lists(), *numbers, *rest)
@@ -205,6 +214,22 @@ class Rule:
                 raise
             return False
         return True
+
+    def make_ready(self, task: Task) -> Ready | None:
+        """The step as one call of a CPU kernel; None if it takes more than that."""
+        batch = task.batch
+        p = batch.params[0]
+        is_one_pass = type(self)._passes is Rule._passes and not (task.ratios_of or batch.splits)
+        if not (is_one_pass and p.is_cpu and batch.has_kernel and choice.forced is None):
+            return None
+        is_lazy = (t.is_neg() or t._is_zerotensor() for some in batch.lists() for t in some)
+        if (
+            isinstance(batch.lr, torch.Tensor)
+            or any(is_lazy)
+            or (overload := self._op.kernel(p)) is None
+        ):
+            return None
+        return Ready(make_direct(overload, overload), task)
 
     def _kernel(self, op: BareOp, task: Task) -> Any:
         p = task.batch.params[0]
@@ -236,6 +261,28 @@ class Rule:
         """A step in eager torch, one parameter after another, on any device."""
         for i, update in enumerate(self._updates(task)):
             write(task, i, *update, self.signed, self.has_companion)
+
+
+class Ready:
+    """A step that is one call of a kernel, for later steps with other gradients and rates."""
+
+    def __init__(self, kernel: Callable[..., None], task: Task) -> None:
+        batch = task.batch
+        self._kernel, self._batch, self._rate = kernel, batch, batch.lr
+        self._written = batch.list_written()
+        others = None, task.grad_factor, None, task.average_rate, None, task.settings_of_each, ()
+        self._arguments = [*batch.lists(), task.lr, *others, *task.settings]
+
+    def __call__(self) -> None:
+        batch, arguments = self._batch, self._arguments
+        arguments[_GRADS] = batch.grads
+        if batch.lr != self._rate:
+            self._rate, arguments[_LR] = batch.lr, make_rate(batch.lr)
+        torch.autograd.graph.increment_version(self._written)
+        try:
+            self._kernel(*arguments)
+        finally:
+            arguments[_GRADS] = None
 
 
 def _is_adapted(task: Task) -> bool:
