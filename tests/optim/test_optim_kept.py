@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import torchweld
 from torchweld import optim
 
 Model = nn.Module
@@ -106,6 +107,14 @@ def _transpose_memory(model: Any, optimizer: Any) -> None:
     model[1].weight.grad = torch.randn(96, 96, generator=torch.Generator().manual_seed(5)).t()
 
 
+def _negate_a_gradient(model: Any, optimizer: Any) -> None:
+    model[1].weight.grad = torch._neg_view(model[1].weight.grad)
+
+
+def _clip(model: Any, optimizer: Any) -> None:
+    optimizer.max_grad_norm = 0.5
+
+
 def _scale(model: Any, optimizer: Any) -> None:
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
 
@@ -118,6 +127,7 @@ EVENTS: list[Event] = [
     *(_change_a_rate, _change_all_rates, _make_a_rate_a_tensor, _change_a_setting, _maximize),
     *(_add_a_moment, _lose_a_gradient, _write_a_state, _drop_a_state, _load),
     *(_replace_a_parameter, _move_memory, _transpose_memory, _scale, _freeze),
+    *(_negate_a_gradient, _clip),
 ]
 KINDS: dict[str, Callable[[Any], Any]] = {
     "AdamW": lambda groups: optim.AdamW(groups, lr=0.1),
@@ -162,13 +172,23 @@ def test_batches_are_kept() -> None:
     """Else the comparisons above compare nothing."""
     model = _make_model()
     optimizer = optim.AdamW(_groups(model), lr=0.1)
-    kept = []
+    kept: list[Any] = []
     for step in range(4):
         _set_gradients(model, step)
         optimizer.step()
         kept.append(optimizer._kept)
-    assert kept[0] is not None
+    assert len(kept[0].ready) == 2  # of the same settings but for weight_decay, and of one device
     assert all(each is kept[0] for each in kept)
+
+
+def test_a_forced_backend_is_not_passed_by() -> None:
+    model = _make_model()
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    _set_gradients(model, 0)
+    optimizer.step()
+    optimizer._kept.ready = [lambda: pytest.fail("the kernel ran")]  # type: ignore[union-attr]
+    with torchweld.use_backend("eager"):
+        optimizer.step()
 
 
 def test_gradients_are_not_kept() -> None:
