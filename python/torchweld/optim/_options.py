@@ -13,6 +13,8 @@ from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 
 import torch
 
+from torchweld.names import StateName
+
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
@@ -29,7 +31,7 @@ class TorchOptions(TypedDict, total=False):
 class StorageOptions(TypedDict, total=False):
     """How parameters and their states are stored, and how gradients are clipped."""
 
-    state_dtype: Annotated[torch.dtype | str, torch.float32]
+    state_dtype: Annotated[torch.dtype | StateName, torch.float32]
     master_weights: Annotated[bool | str, False]
     min_quantized_size: Annotated[int, 4096]
     stochastic_rounding: Annotated[bool, False]

@@ -271,7 +271,8 @@ class Ready:
         self._kernel, self._batch, self._rate = kernel, batch, batch.lr
         self._written = batch.list_written()
         others = None, task.grad_factor, None, task.average_rate, None, task.settings_of_each, ()
-        self._arguments = [*batch.lists(), task.lr, *others, *task.settings]
+        self._arguments: list[Any] = [*batch.lists(), task.lr, *others, *task.settings]
+        self._arguments[_GRADS] = None  # each step has its own, and lets them go
 
     def __call__(self) -> None:
         batch, arguments = self._batch, self._arguments
