@@ -29,7 +29,7 @@ def _settings_of(group: Group) -> Group:
 
 
 def _list_entries(states: Mapping[Any, State]) -> Iterable[Any]:
-    """All entries of all states; torch's optimizers keep other values besides states."""
+    """All entries of all states; torch's optimizers keep other values as well."""
     return itertools.chain.from_iterable([s.values() for s in states.values() if type(s) is dict])
 
 

@@ -39,7 +39,7 @@ class StorageOptions(TypedDict, total=False):
 
 
 class StateOptions(StorageOptions, total=False):
-    """All states: those that are stored for the step, and averages of parameters."""
+    """How states are stored, and whether parameters have averages."""
 
     ema_decay: Annotated[float | None, None]
 

@@ -128,7 +128,7 @@ class Batch:
         )
 
     def list_written(self) -> Tensors:
-        """Every tensor that a step writes, of which autograd is to be told."""
+        """Every tensor that a step writes; autograd counts their versions."""
         parts = itertools.compress(self.params, map(operator.is_not, self.params, self.wholes))
         states = (*self.masters, *self.moments, *self.absmaxes, *self.steps, *self.companions)
         return [*parts, *self.wholes, *states]
