@@ -42,6 +42,7 @@ from flags import (
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
+RULES = CSRC / "core" / "rules"
 LIB = ROOT / "python" / "torchweld" / "lib"
 EMULATOR = ROOT / "tests" / "emulator"
 DEFAULT_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
@@ -162,7 +163,7 @@ def architecture_flags() -> str:
 
 def rules() -> list[str]:
     """The optimizers' rules: each header in csrc/core/rules is one."""
-    return sorted(path.stem for path in (CSRC / "core" / "rules").glob("*.h"))
+    return sorted(path.stem for path in RULES.glob("*.h"))
 
 
 def compiled(source: Path, command: str, flags: str) -> list[Object]:

@@ -87,7 +87,8 @@ def flags_of(compiled: build.Object) -> list[str]:
 def key_of(compiled: build.Object, version: str) -> str:
     """A hash of all that the machine code depends on."""
     digest = hashlib.sha256(" ".join([version, *ARCHITECTURES, *flags_of(compiled)]).encode())
-    for path in find_sources(compiled.source):
+    rule = [build.RULES / f"{compiled.of}.h"] if compiled.of else []  # its include is a macro
+    for path in [*find_sources(compiled.source), *rule]:
         digest.update(f"{path.relative_to(build.CSRC)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
