@@ -84,7 +84,7 @@ class BareOp:
             }
 
         return Question(
-            kind={"op": self.name, "arguments": [_in_json(_word(value)) for value in inputs]},
+            kind={"op": self.name, "arguments": [*map(_word, inputs)]},
             device=first.device,
             baseline=EAGER,
             contenders=[b for b in self.backends if self.why_not(b, [first]) is None],
@@ -141,10 +141,6 @@ def _word(value: Any) -> Any:
     if isinstance(value, float):
         return value != 0
     return None if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _in_json(word: Any) -> Any:
-    return str(word).removeprefix("torch.") if isinstance(word, torch.dtype) else word
 
 
 def _tensors(inputs: Sequence[Any]) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from torchweld.dispatch import op_question
+from torchweld.dispatch.alike import PLAIN
 from torchweld.dispatch.engine import asking
 from torchweld.errors import ArgumentError, BackendError
 from torchweld.names import BackendName
@@ -122,10 +123,7 @@ def is_tried(x: torch.Tensor) -> bool:
 
     Tensor subclasses, such as fake tensors, cannot be tried.
     """
-    return is_on_gpu(x) and not torch.compiler.is_compiling() and type(x) in _PLAIN
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+    return is_on_gpu(x) and not torch.compiler.is_compiling() and type(x) in PLAIN
 
 
 def _choose_by_name(op: Choosable, inputs: Sequence[Any], names: Sequence[str]) -> str:
@@ -147,7 +145,7 @@ def why_not_automatic(op: Choosable, backend: str, inputs: Sequence[Any]) -> str
     if not is_on_gpu(inputs[0]):
         return None
     if isinstance(op, Op) and is_tried(inputs[0]):
-        answer = op_question.find_answer(op, inputs)
+        answer = asking.engine_for(inputs[0].device).known(op_question.make_question(op, inputs))
         return UNTRIED if answer is None else answer.why_not(backend)
     return UNTRIED
 

@@ -14,7 +14,7 @@ from torchweld.dispatch.alike import ALIGNMENT
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.judge import ROWS
-from torchweld.dispatch.engine.question import Answer, Question, Results
+from torchweld.dispatch.engine.question import Question, Results
 from torchweld.dispatch.recorder import leave_open
 from torchweld.registry import EAGER, OPS, Composite, Op, materialize
 from torchweld.registry.constant import assume_constant_result
@@ -36,11 +36,6 @@ def choose_on_gpu(op: Op, inputs: Sequence[Any]) -> str:
     return backend
 
 
-def find_answer(op: Op, inputs: Sequence[Any]) -> Answer | None:
-    """The stored answer for the class of this call; None if there is none."""
-    return asking.engine_for(inputs[0].device).known(make_question(op, inputs))
-
-
 @assume_constant_result
 def choose_while_compiling(name: str, index: int | None, dtype: torch.dtype, direction: str) -> str:
     """The backend for an op in a compiled graph, the same at every size.
@@ -50,7 +45,7 @@ def choose_while_compiling(name: str, index: int | None, dtype: torch.dtype, dir
     random inputs. torch.compile treats the result as a constant.
     """
     device = torch.device("cpu") if index is None else torch.device("cuda", index)
-    like = {"op": name, "direction": direction, "dtype": _word(dtype)}
+    like = {"op": name, "direction": direction, "dtype": dtype}
     backends = asking.engine_for(device).find_backends(**like)
     if not backends:
         op, train = OPS[name], direction == "full"
@@ -71,7 +66,7 @@ def find_direction(inputs: Sequence[Any]) -> str:
 def class_of(op: Op, inputs: Sequence[Any]) -> tuple[Any, ...]:
     """The key of a class of calls: one answer holds for all calls with an equal key."""
     x, train = inputs[0], torch.is_grad_enabled()
-    kind = "cuda" if x.is_cuda else x.device.type
+    kind = _kind_of(x)
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     width = x.size(-1) if x.ndim else 1
     alike = [op.name, x.get_device(), autocast, width, train]
@@ -90,66 +85,58 @@ def class_of(op: Op, inputs: Sequence[Any]) -> tuple[Any, ...]:
 
 def make_question(op: Op, inputs: Sequence[Any]) -> Question:
     """The question for a call with these inputs."""
-    x, runs = inputs[0], _Runs(op, inputs)
     _, _, autocast, width, _, *rest = class_of(op, inputs)
-    direction = find_direction(inputs)
-    contenders = [b for b in op.backends if op.why_not(b, inputs) is None]
+    direction, is_composite = find_direction(inputs), isinstance(op, Composite)
+    # The dtype in which autocast computes this op; None if it has no rule for it.
+    cast_to = autocast if is_composite or autocast is None else op.autocast.get(_kind_of(inputs[0]))
+
+    @functools.cache
+    def draw_sample() -> list[Any]:
+        """Take few enough rows for their float64 copies to fit in memory next to the model."""
+        rows = _ROWS_BEHIND_GEMMS if is_composite else ROWS
+        return [_make_leaf(value, cast_to) for value in op.take_sample(inputs, rows)]
+
+    def run(backend: str) -> Results:
+        return _find_results(op, backend, draw_sample(), direction)
+
+    def run_exactly() -> Results:
+        return _find_results(op, EAGER, [*map(_widen, draw_sample())], direction)
+
     return Question(
         kind={
             "op": op.name,
             "direction": direction,
-            "dtype": _word(x.dtype),
+            "dtype": inputs[0].dtype,
             "width": width,
-            "autocast": _word(autocast),
-            "arguments": [_word(value) for value in rest],
+            "autocast": autocast,
+            "arguments": rest,
         },
-        device=x.device,
+        device=inputs[0].device,
         baseline=EAGER,
-        contenders=contenders,
-        run=lambda backend: runs.results(backend, runs.sample()),
-        trusted=lambda: runs.results(EAGER, runs.sample()),
-        exact=lambda: runs.results(EAGER, [_widen(value) for value in runs.sample()]),
+        contenders=[b for b in op.backends if op.why_not(b, inputs) is None],
+        run=run,
+        trusted=lambda: run(EAGER),
+        exact=run_exactly,
     )
 
 
-def _word(value: Any) -> Any:
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+def _kind_of(x: torch.Tensor) -> str:
+    return "cuda" if x.is_cuda else x.device.type
 
 
-class _Runs:
-    """Runs of an op on a sample of a call's inputs."""
-
-    def __init__(self, op: Op, inputs: Sequence[Any]) -> None:
-        self._op, self._inputs = op, inputs
-        self._train = find_direction(inputs) == "full"
-        self._cast_to = self._autocast_dtype()
-        self.sample = functools.cache(self._draw_sample)
-
-    def _autocast_dtype(self) -> torch.dtype | None:
-        """The dtype in which autocast computes this op; None if it has no rule for it."""
-        kind = self._inputs[0].device.type
-        if not torch.is_autocast_enabled(kind):
-            return None
-        behind_gemms = isinstance(self._op, Composite)
-        return torch.get_autocast_dtype(kind) if behind_gemms else self._op.autocast.get(kind)
-
-    def _draw_sample(self) -> list[Any]:
-        """Take few enough rows for their float64 copies to fit in memory next to the model."""
-        rows = _ROWS_BEHIND_GEMMS if isinstance(self._op, Composite) else ROWS
-        return [_make_leaf(v, self._cast_to) for v in self._op.take_sample(self._inputs, rows)]
-
-    def results(self, backend: str, inputs: Sequence[Any]) -> Results:
-        """Results and gradients by name, detached from the user's graph."""
-        with torch.set_grad_enabled(self._train):
-            results = as_tuple(_run(self._op, backend, inputs))
-            by_name = {name: r.detach() for name, r in zip(self._op.public, results, strict=True)}
-            if not self._train:
-                return by_name
-            names = self._op.forward_signature.arguments
-            leaves = [name for name, v in zip(names, inputs, strict=True) if _is_leaf(v)]
-            flowing = [_draw_gradient(result) for result in results]
-            gradients = torch.autograd.grad(results, list(filter(_is_leaf, inputs)), flowing)
-        return by_name | {f"grad_{n}": g for n, g in zip(leaves, gradients, strict=True)}
+def _find_results(op: Op, backend: str, inputs: Sequence[Any], direction: str) -> Results:
+    """Results and gradients by name, detached from the user's graph."""
+    train = direction == "full"
+    with torch.set_grad_enabled(train):
+        results = as_tuple(_run(op, backend, inputs))
+        by_name = {name: r.detach() for name, r in zip(op.public, results, strict=True)}
+        if not train:
+            return by_name
+        names = op.forward_signature.arguments
+        leaves = [name for name, v in zip(names, inputs, strict=True) if _is_leaf(v)]
+        flowing = [_draw_gradient(result) for result in results]
+        gradients = torch.autograd.grad(results, list(filter(_is_leaf, inputs)), flowing)
+    return by_name | {f"grad_{n}": g for n, g in zip(leaves, gradients, strict=True)}
 
 
 def _run(op: Op, backend: str, inputs: Sequence[Any]) -> Any:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchweld.dispatch.engine import store
 from torchweld.dispatch.engine.judge import Judge, in_a_line
-from torchweld.dispatch.engine.question import Answer, Key, Question
+from torchweld.dispatch.engine.question import Answer, Key, Question, as_text
 from torchweld.dispatch.engine.store import Entry, Store
 from torchweld.version import __version__
 
@@ -122,7 +122,6 @@ class Engine:
         """The stored answer for a kind at the nearest size; while sizes are timed, at this one."""
         if (answer := self._for_now.get(_name(kind, size))) is not None:
             return answer
-        # As JSON keeps them, with lists in place of tuples.
         of_kind = [e for e in self.entries() if _name(e.kind, size) == _name(kind, size)]
         if take_times is not None:
             of_kind = [entry for entry in of_kind if entry.size == size]
@@ -136,7 +135,7 @@ class Engine:
         return {
             entry.answer.backend
             for entry in self.entries()
-            if all(entry.kind.get(name) == value for name, value in fields.items())
+            if as_text({name: entry.kind.get(name) for name in fields}) == as_text(fields)
         }
 
     def agreed(self, baseline: str, **fields: Any) -> str:
@@ -183,7 +182,7 @@ class Engine:
 
 
 def _name(kind: Key, size: int) -> str:
-    return f"{size} {store.as_text(kind)}"
+    return f"{size} {as_text(kind)}"
 
 
 def _choose(question: Question, right: Sequence[str]) -> tuple[str, dict[str, float]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-# Only values that JSON can represent, since keys are stored in a file.
+# Only values that JSON can represent, and dtypes, since keys are stored in a file.
 Key = Mapping[str, Any]
 Results = Mapping[str, torch.Tensor]
 
@@ -38,7 +39,7 @@ class Question:
     prepare: Callable[[str], Callable[[], Any]] | None = None
 
     def __str__(self) -> str:
-        return describe(self.kind, self.size)
+        return describe(json.loads(as_text(self.kind)), self.size)
 
 
 class Answer(NamedTuple):
@@ -56,6 +57,11 @@ class Answer(NamedTuple):
         if backend in self.faults:
             return f"at its first use here: {self.faults[backend]}"
         return f"{self.backend} comes first"
+
+
+def as_text(key: Any) -> str:
+    """A key as a file has it: dtypes are their names, and tuples are lists."""
+    return json.dumps(key, default=lambda x: str(x).removeprefix("torch."))
 
 
 def describe(kind: Key, size: int) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchweld.dispatch.engine.question import Answer, Key
+from torchweld.dispatch.engine.question import Answer, Key, as_text
 
 # The folder of the cache; without it, torchweld in the user's cache.
 FOLDER_VARIABLE = "TORCHWELD_CACHE"
@@ -47,6 +47,7 @@ class Store:
 
     def add(self, entry: Entry) -> None:
         """Keep an answer."""
+        entry = Entry(*json.loads(as_text(entry[:-1])), entry.answer)
         self._memory.append(entry)
         # Where the file cannot be written, only this process has the answer.
         with contextlib.suppress(OSError), hold_lock(self.file.with_suffix(".lock")):
@@ -75,11 +76,6 @@ def write(path: Path, entries: Sequence[Entry]) -> None:
 def _take_last(entries: Sequence[Entry]) -> list[Entry]:
     """Without entries that a later one replaces."""
     return [*{as_text(entry[:-1]): entry for entry in entries}.values()]
-
-
-def as_text(key: Any) -> str:
-    """A key as text, in which lists and tuples are equal, as in a file."""
-    return json.dumps(key, sort_keys=True)
 
 
 def _read_entries(path: Path) -> Iterator[Entry]:
