@@ -153,6 +153,11 @@ def test_modes(
     assert _ask(engine, script) == served
     assert script.judged == (TWICE if tried else [])
     assert bool(script.timed) == (tried and timed)
+    # Compiled code looks answers up by fields, those of earlier processes too.
+    monkeypatch.setattr(asking, "mode", "check")
+    _ask(engine, Script("other", prepare=None))
+    monkeypatch.setattr(asking, "mode", how)
+    assert engine.find_backends(op="other") == ({"cuda"} if how != "off" else set())
 
 
 def test_the_environment() -> None:

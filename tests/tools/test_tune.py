@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchweld.bench.cases import CASES, DTYPES, SMALLEST, Case, cases
 from torchweld.commands import cli, tune
 from torchweld.dispatch import choice
-from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.asking import Engine
 from torchweld.dispatch.engine.store import Store
 from torchweld.registry import OPS, materialize
@@ -135,16 +134,3 @@ def test_tuning_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.skip("here is one")
     assert cli.main(["tune"]) == 2
     assert "torchweld tune: torch sees no GPU here" in capsys.readouterr().err
-
-
-def test_modes_that_try_nothing_ask_nothing(
-    trials: Trials, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = (torch.randn(1024, 2048), [2048], None, None, 1e-5)
-    assert choice.choose(OPS["layer_norm"], given) == "cpu"
-    assert trials.engine.find_backends(op="layer_norm") == {"cpu"}
-    monkeypatch.setattr(asking, "mode", "off")
-    assert choice.choose(OPS["layer_norm"], given) == "eager"
-    # Compiled code, which looks answers up by fields, takes none either.
-    assert trials.engine.find_backends(op="layer_norm") == set()
-    assert len(trials.answers()) == 1
