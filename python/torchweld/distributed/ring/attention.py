@@ -111,6 +111,7 @@ def ring_attention(
         layout = _for_query_heads(layout, shared)
     _check_shard(shard, sizes, layout)
     p, seed = draw_seed(name, "q", q, dropout_p, training, seed)
+    seed = None if seed is None else seed.to(q.device)  # once, and not at each step of the ring
     if checks.autocasts(q.device.type) and q.dtype != torch.float64:
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     batch, heads = ((at, at + n) for at, n in zip(shard.offsets[:2], sizes[:2], strict=True))
