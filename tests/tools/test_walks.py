@@ -99,7 +99,7 @@ WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
         152,
         18,
     ),
-    "linear_gelu": (_train(functional.linear_gelu, X, WEIGHT, COLUMNS), 19, 10),
+    "linear_gelu": (_train(functional.linear_gelu, X, WEIGHT, COLUMNS), 5, 4),
 }
 
 

@@ -29,7 +29,7 @@ from torchweld.dispatch.alike import (
 )
 from torchweld.dispatch.kernels import Kernel
 from torchweld.dispatch.recorder import RECORDER, Note
-from torchweld.registry import OPS
+from torchweld.registry import OPS, Composite
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -185,7 +185,7 @@ def _make_run(
     if isinstance(note.function, Kernel):
         function, first, taken_at, places = note.function.make_ready(note.inputs)
     else:
-        function, first, places = note.function, [], _list_places(note.result)
+        function, first, places = _plan(note), [], _list_places(note.result)
         taken_at = range(len(note.inputs))
     returned = _write_result(result, note.result, places)
     # A tensor that the op does not take may have decided an argument by its numbers.
@@ -211,6 +211,14 @@ def _make_run(
             return None
     make = _write_run(len(given), ", ".join(arguments), returned, len(constants))
     return make(function, *constants)
+
+
+def _plan(note: Note) -> Callable[..., Any]:
+    """What serves calls like the noted one: a composite may have decided all of it."""
+    function = note.function
+    if not (isinstance(note.op, Composite) and isinstance(function, functools.partial)):
+        return function
+    return note.op.plan(*function.args, *note.inputs) or function
 
 
 def is_tensor(value: Any) -> bool:

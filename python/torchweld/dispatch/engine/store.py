@@ -47,7 +47,8 @@ class Store:
 
     def add(self, entry: Entry) -> None:
         """Keep an answer."""
-        entry = Entry(*json.loads(as_text(entry[:-1])), entry.answer)
+        conditions, kind, size = json.loads(as_text(entry[:-1]))
+        entry = Entry(conditions, kind, size, entry.answer)
         self._memory.append(entry)
         # Where the file cannot be written, only this process has the answer.
         with contextlib.suppress(OSError), hold_lock(self.file.with_suffix(".lock")):
