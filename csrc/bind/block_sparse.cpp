@@ -38,7 +38,7 @@ struct Four {
 Tensor adjacent(const Tensor& x) {
   const size_t rank = x.sizes().size();
   const bool is = rank > 0 && (x.sizes()[rank - 1] < 2 || x.strides()[rank - 1] == 1);
-  return is ? x : torch::stable::contiguous(x);
+  return is ? x : copy_contiguous(x);
 }
 
 Heads heads_of(const Tensor& x) {

@@ -52,7 +52,7 @@ class Packing {
     }
     with_each([&](Tensor& t) {
       if (t.is_contiguous()) return;
-      const Tensor copy = torch::stable::contiguous(t);
+      const Tensor copy = copy_contiguous(t);
       if (&t != &grads[i]) copies_.push_back({t, copy});
       t = copy;
     });

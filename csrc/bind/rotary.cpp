@@ -32,7 +32,7 @@ struct Leading {
 
 // A result with the layout of another tensor, as torch.empty_like has it, if columns are adjacent.
 Tensor empty_with_layout(const Tensor& like) {
-  Tensor result = torch::stable::empty_like(like);
+  Tensor result = copy_by([](const Tensor& x) { return torch::stable::empty_like(x); }, like);
   const int64_t last = like.dim() - 1;
   if (result.sizes()[last] > 1 && result.strides()[last] != 1) {
     result = empty(like, like.sizes(), like.scalar_type());
@@ -44,7 +44,7 @@ Tensor empty_with_layout(const Tensor& like) {
 // The tensor if the elements of its last dimension are adjacent, else a contiguous copy.
 Tensor with_adjacent_columns(const Tensor& t) {
   const int64_t last = t.dim() - 1;
-  return t.sizes()[last] <= 1 || t.strides()[last] == 1 ? t : torch::stable::contiguous(t);
+  return t.sizes()[last] <= 1 || t.strides()[last] == 1 ? t : copy_contiguous(t);
 }
 
 // What all passes are told besides the streams.

@@ -44,7 +44,7 @@ ScoreMask mask_of(const Tensor& scores, OptionalTensor& mask) {
     return mask->strides()[i - missing];
   };
   for (const bool copied : {false, true}) {
-    if (copied) mask = torch::stable::contiguous(*mask);
+    if (copied) mask = copy_contiguous(*mask);
     strides.clear();
     for (size_t i = 0; i < columns; ++i) strides.push_back(stride_of(i));
     result.stride = stride_of(columns);

@@ -121,6 +121,27 @@ inline void advise_huge_pages([[maybe_unused]] const Tensor& result) {
 }
 #endif
 
+// The stable ABI returns a code only. Programs look for the sentence of torch's allocator.
+inline void say_out_of_memory(Device device, int64_t bytes) {
+  STD_TORCH_CHECK(device.type != aoti_torch_device_type_cpu(),
+                  "DefaultCPUAllocator: can't allocate memory: you tried to allocate ", bytes,
+                  " bytes. Error code 12 (Cannot allocate memory)");
+}
+
+// A copy of a tensor that one of torch's functions makes, which fails only for lack of memory.
+template <class Function>
+Tensor copy_by(Function copy, const Tensor& t) {
+  try {
+    return copy(t);
+  } catch (const std::exception&) {
+    say_out_of_memory(device_of(t), t.numel() * t.element_size());
+    throw;
+  }
+}
+inline Tensor copy_contiguous(const Tensor& t) {
+  return copy_by([](const Tensor& x) { return torch::stable::contiguous(x); }, t);
+}
+
 // A new contiguous tensor on the device of `like`.
 inline Tensor empty(const Tensor& like, Sizes sizes, ScalarType dtype) {
   std::vector<int64_t> strides(sizes.size());
@@ -131,11 +152,7 @@ inline Tensor empty(const Tensor& like, Sizes sizes, ScalarType dtype) {
   AtenTensorHandle result;
   const auto error = aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), kind,
                                               device.type, device.index, &result);
-  // The stable ABI returns a code only. Programs look for the sentence of torch's allocator.
-  STD_TORCH_CHECK(!error || device.type != aoti_torch_device_type_cpu(),
-                  "DefaultCPUAllocator: can't allocate memory: you tried to allocate ",
-                  stride * (int64_t)aoti_torch_dtype_element_size(kind),
-                  " bytes. Error code 12 (Cannot allocate memory)");
+  if (error) say_out_of_memory(device, stride * (int64_t)aoti_torch_dtype_element_size(kind));
   TORCH_ERROR_CODE_CHECK(error);
   Tensor tensor(result);
 #if !defined(TW_CUDA)
@@ -152,12 +169,13 @@ inline Tensor nothing(const Tensor& like) {
 }
 
 inline Tensor as_type(const Tensor& t, ScalarType dtype) {
-  return t.scalar_type() == dtype ? t : torch::stable::to(t, dtype);
+  if (t.scalar_type() == dtype) return t;
+  return copy_by([&](const Tensor& x) { return torch::stable::to(x, dtype); }, t);
 }
 
 // The tensor itself if it is contiguous, else a contiguous copy.
 inline Tensor make_contiguous(const Tensor& t) {
-  return t.is_contiguous() ? t : torch::stable::contiguous(t);
+  return t.is_contiguous() ? t : copy_contiguous(t);
 }
 inline OptionalTensor make_contiguous(const OptionalTensor& t) {
   return t ? OptionalTensor(make_contiguous(*t)) : std::nullopt;
