@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import selection
 from oracle import TORCH
-from processes import processes
+from processes import on, processes
 from stack import MODELS
 from stack_seams import keep
 from torchweld import optim
@@ -155,7 +155,9 @@ class _Delta(torch.nn.Module):
         return x @ (self.weight + self.delta)
 
 
-def _sums_of_parameters(rank: int, sequence: bool) -> None:
+@pytest.mark.parametrize("sequence", [False, True])
+@on(2)
+def test_gradients_are_tensors_of_their_own(rank: int, sequence: bool) -> None:
     one, many = _model(), _model()
     for model in (one, many):
         model.blocks["0"].norm1 = torch.nn.Sequential(_Delta(SETTINGS.width))
@@ -170,13 +172,8 @@ def _sums_of_parameters(rank: int, sequence: bool) -> None:
         )
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_gradients_are_tensors_of_their_own(sequence: bool) -> None:
-    with processes(2) as two:
-        two.run("cpu", _sums_of_parameters, sequence)
-
-
-def _is_not_stepped(rank: int) -> None:
+@on(2)
+def test_parts_are_not_stepped(rank: int) -> None:
     """A step inside no_sync is an error, and no step of some rows' gradients."""
     model = _model()
     _sequence(model)
@@ -191,12 +188,8 @@ def _is_not_stepped(rank: int) -> None:
     )
 
 
-def test_parts_are_not_stepped() -> None:
-    with processes(2) as two:
-        two.run("cpu", _is_not_stepped)
-
-
-def _offloads(rank: int) -> None:
+@on(2)
+def test_offload_waits_for_sums(rank: int) -> None:
     """Parts stay on the device until they are added up, also where gradients leave early."""
     one, many = _model(), _model()
     _sequence(many)
@@ -211,11 +204,6 @@ def _offloads(rank: int) -> None:
             optimizer.zero_grad()
     for p, q in zip(many.parameters(), one.parameters(), strict=True):
         torch.testing.assert_close(p.full_tensor(), q, rtol=1e-11, atol=1e-12)
-
-
-def test_offload_waits_for_sums() -> None:
-    with processes(2) as two:
-        two.run("cpu", _offloads)
 
 
 def _in_a_pipeline(rank: int, schedule: stages.Name) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from processes import processes
+from processes import on, processes
 from torchweld.distributed import (
     grad_norm,
     layer_cuts,
@@ -164,7 +164,8 @@ def test_pipelines() -> None:
 # --- Norms ----------------------------------------------------------------------------------------
 
 
-def _missing_gradients(rank: int) -> None:
+@on(2)
+def test_norms_of_missing_gradients(rank: int) -> None:
     """A rank whose part of a model got no gradient adds up the same sums."""
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(6.0).view(3, 2)
@@ -182,12 +183,8 @@ def _missing_gradients(rank: int) -> None:
 PLACES = (Replicate(), Shard(1))
 
 
-def test_norms_of_missing_gradients() -> None:
-    with processes(2) as two:
-        two.run("cpu", _missing_gradients)
-
-
-def _missing_parts(rank: int) -> None:
+@on(2)
+def test_norms_of_parts_that_a_rank_lacks(rank: int) -> None:
     """After `no_sync`, gradients are parts; a rank may have none, or a whole one."""
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(6.0).view(3, 2)
@@ -203,22 +200,13 @@ def _missing_parts(rank: int) -> None:
         torch.testing.assert_close(norm, wanted.norm())
 
 
-def test_norms_of_parts_that_a_rank_lacks() -> None:
-    with processes(2) as two:
-        two.run("cpu", _missing_parts)
-
-
 # --- Rings ----------------------------------------------------------------------------------------
 
 
-def _mask_of_a_slice(rank: int) -> None:
+@on(2)
+def test_a_mask_of_a_slice(rank: int) -> None:
+    """All processes refuse it; else one would wait for another that has raised an error."""
     x, layout = torch.randn(1, 1, 16, 8), BlockLayout.dense(32, block=16)
     mask = torch.zeros(1, 16, dtype=torch.bool)
     with pytest.raises(ArgumentError, match=r"key_padding_mask is .*; accepted: .*32"):
         ring_attention(x, x, x, layout, key_padding_mask=mask)
-
-
-def test_a_mask_of_a_slice() -> None:
-    """All processes refuse it; else one would wait for another that has raised an error."""
-    with processes(2) as two:
-        two.run("cpu", _mask_of_a_slice)

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import torchweld
-from processes import processes
+from processes import on
 from torchweld import optim
 from torchweld.distributed.data import zero
 from torchweld.distributed.tensor.styles import ActivationParallel
@@ -72,7 +72,8 @@ class _Unpoisoned:
     grad = torch.zeros(1)
 
 
-def _scaled(rank: int) -> None:
+@on(2)
+def test_a_step_is_left_out_on_all_ranks(rank: int) -> None:
     expected = [p.detach() for p in _one_process().parameters()]
     part = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
     mesh = init_device_mesh("cpu", (2,))
@@ -117,8 +118,3 @@ def _scaled(rank: int) -> None:
     sharded = zero.zero1_optimizer(ddp, optim.AdamW, **GIVEN)
     step = lambda scaler: scaler.step(sharded)  # noqa: E731
     finish(model, _train(ddp, step, sharded.zero_grad, part, model.norm.bias))
-
-
-def test_a_step_is_left_out_on_all_ranks() -> None:
-    with processes(2) as two:
-        two.run("cpu", _scaled)

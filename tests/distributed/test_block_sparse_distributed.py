@@ -11,12 +11,14 @@ import pytest
 import torch
 
 import torchweld
-from processes import processes
+from processes import on
 from torchweld.errors import ArgumentError
 from torchweld.sparse import BlockBias, BlockLayout
 
 
-def _on_shards(rank: int) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+@on(2)
+def test_shards_are_parts_of_the_whole(rank: int, backend: str) -> None:
     """Heads with their own layouts, sinks and slopes, keys shared by heads; dropout too."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -58,7 +60,9 @@ def _on_shards(rank: int) -> None:
                 torch.testing.assert_close(part.grad.full_tensor(), grad, rtol=1e-4, atol=1e-5)
 
 
-def _with_biases(rank: int) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+@on(2)
+def test_shards_with_biases(rank: int, backend: str) -> None:
     """Numbers of pairs and tables, sharded by heads and replicated, and layouts by key head."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -105,15 +109,3 @@ def _with_biases(rank: int) -> None:
     ):
         with pytest.raises(ArgumentError, match="bias"):
             attention(q, k, v, layout, bias=bias)
-
-
-@pytest.mark.parametrize("backend", ["cpu", "eager"])
-def test_shards_with_biases(backend: str) -> None:
-    with processes(2) as two:
-        two.run(backend, _with_biases)
-
-
-@pytest.mark.parametrize("backend", ["cpu", "eager"])
-def test_shards_are_parts_of_the_whole(backend: str) -> None:
-    with processes(2) as two:
-        two.run(backend, _on_shards)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import torchweld
 from oracle import TORCH, saved_bytes
-from processes import processes
+from processes import on
 from torchweld import functional
 from torchweld.distributed.train.recompute import recompute, save_policy, selective_contexts
 from torchweld.sparse import BlockLayout
@@ -271,7 +271,8 @@ def test_a_compiled_block_that_changes_a_kept_result() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def _changes_a_sum(rank: int) -> None:
+@on(2)
+def test_a_sum_over_devices_that_changes(rank: int) -> None:
     from torch.distributed import _functional_collectives
 
     def block(x: torch.Tensor) -> torch.Tensor:
@@ -283,12 +284,9 @@ def _changes_a_sum(rank: int) -> None:
         checkpoint(block, x, use_reentrant=False, context_fn=selective_contexts)
 
 
-def test_a_sum_over_devices_that_changes() -> None:
-    with processes(2) as two:
-        two.run("cpu", _changes_a_sum)
-
-
-def _reduced_once(rank: int) -> None:
+@on(2)
+def test_reductions_over_devices_are_done_once(rank: int) -> None:
+    """One in the forward and one in the backward, and none for the recomputation."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -315,9 +313,3 @@ def _reduced_once(rank: int) -> None:
     for f, e in zip(found, expected, strict=True):
         assert torch.equal(f, e)
     assert (again, once) == (3, 2)
-
-
-def test_reductions_over_devices_are_done_once() -> None:
-    """One in the forward and one in the backward, and none for the recomputation."""
-    with processes(2) as two:
-        two.run("cpu", _reduced_once)

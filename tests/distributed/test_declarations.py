@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 import torchweld
-from processes import processes
+from processes import on, processes
 from torchweld.distributed import CountCollectives, Parallel, checkpoint, memory_estimate, zero3
 from torchweld.errors import ArgumentError
 
@@ -92,7 +92,9 @@ def _waited(result: Any) -> Any:
     return result.wait()
 
 
-def _counts(rank: int) -> None:
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@on(2)
+def test_each_kind_is_counted(rank: int) -> None:
     x, pair = torch.ones(8), [torch.ones(4), torch.ones(4)]  # 32 bytes
     group, whole = dist.group.WORLD, torch.ones(16)
     root = rank == 0
@@ -122,16 +124,11 @@ def _counts(rank: int) -> None:
         assert (dict(counted.calls), dict(counted.bytes)) == ({kind: 1}, {kind: size}), kind
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_each_kind_is_counted() -> None:
-    with processes(2) as two:
-        two.run("cpu", _counts)
-
-
 # --- Gradients that FSDP2 only adds up ------------------------------------------------------------
 
 
-def _accumulates(rank: int) -> None:
+@on(2)
+def test_gradients_that_are_accumulated(rank: int) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 16))
     zero3(model, torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
     whole = torch.nn.Linear(16, 16)
@@ -146,8 +143,3 @@ def _accumulates(rank: int) -> None:
         for each in (False, True)
     )
     assert more - one == held > 0
-
-
-def test_gradients_that_are_accumulated() -> None:
-    with processes(2) as two:
-        two.run("cpu", _accumulates)

@@ -12,7 +12,7 @@ import torch
 
 import torchweld
 from oracle import TORCH
-from processes import processes
+from processes import on, processes
 
 WIDTH, ROWS = 256, 64
 
@@ -136,7 +136,9 @@ def _dropout_on_shards(rank: int) -> None:
         torch.testing.assert_close(shards.grad.full_tensor(), scores.grad)
 
 
-def _dropout_on_strided_shards(rank: int) -> None:
+@pytest.mark.parametrize("backend", ["cpu", None])
+@on(4)
+def test_strided_shards_equal_one_process(rank: int, backend: str | None) -> None:
     """As made by FSDP2 over tensor parallelism, and with gaps; norms too."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -217,9 +219,3 @@ def test_two_processes_equal_one(scenario: Callable[[int], None], backend: str |
     """On the CPU kernels and on the automatic choice."""
     with processes(2) as two:
         two.run(backend, scenario)
-
-
-@pytest.mark.parametrize("backend", ["cpu", None])
-def test_strided_shards_equal_one_process(backend: str | None) -> None:
-    with processes(4) as four:
-        four.run(backend, _dropout_on_strided_shards)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import selection
 import torchweld
-from processes import processes
+from processes import on, processes
 from torchweld.distributed import CountCollectives, Parallel, parallelize
 from torchweld.distributed.tensor.grid import Grid, GridParallel
 from torchweld.errors import ArgumentError
@@ -207,7 +207,8 @@ def test_grids_that_cannot_be_are_named(config: Any, world: int, message: str) -
         Parallel.from_config(config, world)
 
 
-def _refuse(rank: int) -> None:
+@on(4)
+def test_models_that_do_not_divide_are_named(rank: int) -> None:
     given: dict[str, Any] = {"device": "cpu", "loss_fn": compute_loss, "quiet": True}
     for change, rows, message in (
         ({"heads": 1}, 4, "with 1 heads in .*; the nearest are 2"),
@@ -220,8 +221,3 @@ def _refuse(rank: int) -> None:
     other = torch.nn.Sequential(torchweld.nn.MLP(8, 16), torch.nn.Conv1d(2, 2, 1))
     with pytest.raises(ArgumentError, match="with a Conv1d, 1"):
         parallelize(other, {"tensor": GRIDS["2d"]}, example=(torch.zeros(4, 2, 8),), **given)
-
-
-def test_models_that_do_not_divide_are_named() -> None:
-    with processes(4) as four:
-        four.run("cpu", _refuse)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchweld
-from processes import processes
+from processes import on
 from torchweld.commands import cli, link
 from torchweld.commands.link import choices, verdict
 from torchweld.distributed.planner.link_probe import Link, measure_link
@@ -49,7 +49,8 @@ def test_the_page_has_the_formulas_figures(name: str) -> None:
     assert f"| {name} | {EXAMPLES[name][2]} | {steps} |" in PAGE
 
 
-def _counts_state(rank: int) -> None:
+@on(2, None)
+def test_the_page_has_the_codes_bytes(rank: int) -> None:
     rows = re.findall(r"\| (OneBit\w+) \| (\w+) \| ([\d.]+) \| ([\d.]+) \|", PAGE)
     assert len(rows) == 4
     for name, dtype, *expected in rows:
@@ -62,22 +63,13 @@ def _counts_state(rank: int) -> None:
             assert f"{sum(optimizer.bytes_per_parameter().values()):.3f}" == bytes_each
 
 
-def test_the_page_has_the_codes_bytes() -> None:
-    with processes(2) as group:
-        group.run(None, _counts_state)
-
-
-def _measures(rank: int) -> None:
+@on(2, None)
+def test_a_group_is_measured(rank: int) -> None:
     found = measure_link()
     assert found.ranks == 2
     assert 1e5 < found.bandwidth < 1e12
     assert 0 < found.latency < 1
     assert 0 < found.quantising < 1e-5
-
-
-def test_a_group_is_measured() -> None:
-    with processes(2) as group:
-        group.run(None, _measures)
 
 
 def test_the_command_says_how_it_is_started(capsys: pytest.CaptureFixture[str]) -> None:

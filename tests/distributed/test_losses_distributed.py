@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from processes import processes
+from processes import on, processes
 from torchweld import functional, nn
 from torchweld.distributed import CountCollectives, tp_plan
 from torchweld.distributed.tensor.styles import VocabularyParallel
@@ -146,7 +146,8 @@ def test_what_travels_is_counted() -> None:
         group.run("cpu", _counted, 300)
 
 
-def _rows_on_one_dimension(rank: int) -> None:
+@on(4)
+def test_rows_and_vocabulary_on_a_mesh(rank: int) -> None:
     """A mesh of rows and vocabulary: the mean is of the rows of all devices."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     made = _make(13)
@@ -165,12 +166,8 @@ def _rows_on_one_dimension(rank: int) -> None:
             torch.testing.assert_close(mine.full_tensor(), theirs, **CLOSE)
 
 
-def test_rows_and_vocabulary_on_a_mesh() -> None:
-    with processes(4) as group:
-        group.run("cpu", _rows_on_one_dimension)
-
-
-def _refused(rank: int) -> None:
+@on(2)
+def test_what_is_refused(rank: int) -> None:
     mesh, made = init_device_mesh("cpu", (2,)), _make(13)
     x, w = _place(made["input"], mesh, None), _place(made["linear_weight"], mesh, 0)
     target = made["target"]
@@ -208,12 +205,8 @@ def _refused(rank: int) -> None:
         torch.autograd.grad(loss, x, create_graph=True)
 
 
-def test_what_is_refused() -> None:
-    with processes(2) as group:
-        group.run("cpu", _refused)
-
-
-def _sharded_head(rank: int) -> None:
+@on(2)
+def test_a_head_under_fsdp_is_gathered_once(rank: int) -> None:
     """FSDP2 gathers a head once for a call of many chunks, and once for its backward pass."""
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
@@ -239,11 +232,6 @@ def _sharded_head(rank: int) -> None:
         functional.linear_cross_entropy(mine, head.weight, target[rank])
 
 
-def test_a_head_under_fsdp_is_gathered_once() -> None:
-    with processes(2) as group:
-        group.run("cpu", _sharded_head)
-
-
 class _Model(torch.nn.Module):
     """Blocks of a transformer, and a head that computes the loss."""
 
@@ -262,7 +250,9 @@ class _Model(torch.nn.Module):
         return self.lm_head(self.body(tokens), labels)
 
 
-def _planned(rank: int, tied: bool) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+@on(2)
+def test_a_plan_shares_the_vocabulary(rank: int, tied: bool) -> None:
     torch.manual_seed(0)
     model = _Model(tied)
     tokens, labels = torch.randint(0, 61, (3, 8)), torch.randint(0, 61, (3, 8))
@@ -284,13 +274,8 @@ def _planned(rank: int, tied: bool) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), wanted[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_plan_shares_the_vocabulary(tied: bool) -> None:
-    with processes(2) as group:
-        group.run("cpu", _planned, tied)
-
-
-def _on_a_ring(rank: int) -> None:
+@on(4)
+def test_a_ring_and_a_shared_vocabulary(rank: int) -> None:
     """On a mesh of ring and tensor each device has a slice of the tokens; the mean is of all."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "tensor"))
     torch.manual_seed(0)
@@ -314,12 +299,8 @@ def _on_a_ring(rank: int) -> None:
     torch.testing.assert_close(head.weight.grad.full_tensor(), wanted)
 
 
-def test_a_ring_and_a_shared_vocabulary() -> None:
-    with processes(4) as group:
-        group.run("cpu", _on_a_ring)
-
-
-def _compiled(rank: int) -> None:
+@on(2)
+def test_compiled_whole(rank: int) -> None:
     """fullgraph, with the exchanges in the graph."""
     mesh, made = init_device_mesh("cpu", (2,)), _make(13)
     x, weight = _place(made["input"], mesh, None), _place(made["linear_weight"], mesh, 0)
@@ -334,8 +315,3 @@ def _compiled(rank: int) -> None:
     found = _differentiate(compiled(x, weight, made["target"]), given)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.full_tensor(), theirs.full_tensor(), **CLOSE)
-
-
-def test_compiled_whole() -> None:
-    with processes(2) as group:
-        group.run("cpu", _compiled)

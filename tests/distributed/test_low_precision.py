@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import selection
 import torchweld
-from processes import processes
+from processes import on
 from torchweld.distributed import LowPrecisionReduceScatter, reduce_in_low_precision
 
 CASES = [(f, r) for f in ("int8", "fp8") for r in ("nearest", "stochastic")]
@@ -32,7 +32,9 @@ def _bound(x: torch.Tensor, format: str, rounding: str) -> torch.Tensor:
     return bound * (2 if rounding == "stochastic" else 1) + largest * 2**-22
 
 
-def _adds(rank: int, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+@on("ranks", None)
+def test_sums_are_within_the_bound(rank: int, ranks: int) -> None:
     for width in (0, 1, 255, 256, 257, 1000):
         given = [_drawn(r, ranks, width) for r in range(ranks)]
         exact = torch.stack([x[rank].double() for x in given]).sum(0)
@@ -103,12 +105,6 @@ def _feeds_back(rank: int, ranks: int) -> None:
             reduce(out[:8], torch.ones(ranks * 8), dist.group.WORLD, dist.ReduceOp.SUM)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_sums_are_within_the_bound(ranks: int) -> None:
-    with processes(ranks) as group:
-        group.run(None, _adds, ranks)
-
-
 def _model() -> torch.nn.Module:
     """Layers of uneven rows, with none on some ranks."""
     torch.manual_seed(0)
@@ -118,7 +114,9 @@ def _model() -> torch.nn.Module:
     )  # fmt: skip
 
 
-def _trains(rank: int, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [2, 4] if selection.WHOLE else [2])
+@on("ranks", None)
+def test_training_beside_bfloat16(rank: int, ranks: int) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     losses = {}
@@ -151,10 +149,6 @@ def _trains(rank: int, ranks: int) -> None:
 
 
 # Sums of four ranks are bounded above.
-@pytest.mark.parametrize("ranks", [2, 4] if selection.WHOLE else [2])
-def test_training_beside_bfloat16(ranks: int) -> None:
-    with processes(ranks) as group:
-        group.run(None, _trains, ranks)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from processes import processes
+from processes import on, processes
 from sharded_optimizers import whole_of
 from torchweld import optim
 
@@ -55,7 +55,9 @@ def _assert_same(found: Any, expected: Any) -> None:
             assert torch.equal(whole_of(found[1].state[p][name]), value), name
 
 
-def _placements(rank: int, count: int) -> None:
+@pytest.mark.parametrize("count", [2, 4])
+@on("count")
+def test_every_placement_has_the_bits_of_one_device(rank: int, count: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -92,12 +94,6 @@ def _placements(rank: int, count: int) -> None:
     )
     _assert_same(stacked, _run(lambda t: t, range(1, 3)))
     assert stacked[1]._owners.sent == 0
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_every_placement_has_the_bits_of_one_device(count: int) -> None:
-    with processes(count) as connected:
-        connected.run("cpu", _placements, count)
 
 
 def _save(rank: int, folder: str, count: int) -> None:
@@ -152,7 +148,9 @@ class _Odd(torch.nn.Module):
         return (x * self.row).sum(-1, keepdim=True) * self.column.mT
 
 
-def _fully_shard(rank: int, count: int) -> None:
+@pytest.mark.parametrize("count", [2, 4, 8])
+@on("count")
+def test_fsdp2_has_the_bits_of_one_device(rank: int, count: int) -> None:
     """Every rank has the same data, so that the mean gradient equals one device's.
 
     Beyond four ranks sums of equal numbers round, and one device's gradients are used.
@@ -187,9 +185,3 @@ def _fully_shard(rank: int, count: int) -> None:
         results.append([whole_of(p.detach()) for p in model.parameters()])
     for p, q in zip(*results, strict=True):
         assert torch.equal(p, q)
-
-
-@pytest.mark.parametrize("count", [2, 4, 8])
-def test_fsdp2_has_the_bits_of_one_device(count: int) -> None:
-    with processes(count) as connected:
-        connected.run("cpu", _fully_shard, count)

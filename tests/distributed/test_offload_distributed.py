@@ -21,14 +21,15 @@ from offloading import (
     run_with,
     small_model,
 )
-from processes import processes
+from processes import on, processes
 from sharded_optimizers import CODECS, dtype_of, whole_of
 from torchweld import optim
 
 ADAMW = {"lr": 1e-2, "master_weights": True}
 
 
-def _ddp(rank: int) -> None:
+@on(2, None)
+def test_ddp(rank: int) -> None:
     """With and without its views, its hook, and accumulation without reductions."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -62,12 +63,8 @@ def _ddp(rank: int) -> None:
         assert overlapped[2] > 0
 
 
-def test_ddp() -> None:
-    with processes(2) as all_processes:
-        all_processes.run(None, _ddp)
-
-
-def _fsdp2(rank: int) -> None:
+@on(2, None)
+def test_fsdp2(rank: int) -> None:
     """Gradients leave during the backward pass, also for rules with collectives."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -127,12 +124,9 @@ def _fsdp2(rank: int) -> None:
         assert all(torch.equal(whole_of(p.detach()), whole_of(e.detach())) for p, e in pairs)
 
 
-def test_fsdp2() -> None:
-    with processes(2) as all_processes:
-        all_processes.run(None, _fsdp2)
-
-
-def _writes(rank: int) -> None:
+@on(2, None)
+def test_writes_to_sharded_parameters_and_gradients(rank: int) -> None:
+    """An operation on a DTensor moves the counter of the DTensor, not that of its part."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -155,13 +149,8 @@ def _writes(rank: int) -> None:
         assert name not in counted or (found[2] > 0) == (name != "nothing"), name
 
 
-def test_writes_to_sharded_parameters_and_gradients() -> None:
-    """An operation on a DTensor moves the counter of the DTensor, not that of its part."""
-    with processes(2) as all_processes:
-        all_processes.run(None, _writes)
-
-
-def _tells_autograd(rank: int) -> None:
+@on(2, None)
+def test_autograd_knows_of_steps(rank: int) -> None:
     """A graph that saved a parameter raises after a step has written it, sharded or not."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -175,11 +164,6 @@ def _tells_autograd(rank: int) -> None:
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-def test_autograd_knows_of_steps() -> None:
-    with processes(2) as all_processes:
-        all_processes.run(None, _tells_autograd)
 
 
 def _checkpoint(rank: int, folder: str) -> None:
@@ -229,7 +213,8 @@ def test_distributed_checkpoints(tmp_path: Any) -> None:
         all_processes.run(None, _checkpoint, str(tmp_path))
 
 
-def _on_a_gpus_mesh(rank: int) -> None:
+@on(2, None)
+def test_a_mesh_of_gpus(rank: int) -> None:
     """States of DTensors on a mesh of GPUs are DTensors on it with parts on the host."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
@@ -259,8 +244,3 @@ def _on_a_gpus_mesh(rank: int) -> None:
         for name, value in given.state[alone].items():
             assert torch.equal(part_of(ours.state[sharded][name]), value), name
             assert name == "step" or ours.state[sharded][name].device_mesh is mesh
-
-
-def test_a_mesh_of_gpus() -> None:
-    with processes(2) as all_processes:
-        all_processes.run(None, _on_a_gpus_mesh)

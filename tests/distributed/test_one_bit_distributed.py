@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import one_bit
 import torchweld
-from processes import processes
+from processes import on, processes
 from torchweld import optim
 from torchweld.collectives import one_bit as collective
 from torchweld.distributed import OneBitAllReduce
@@ -36,7 +36,18 @@ def _tensors(arrays: list[np.ndarray]) -> list[torch.Tensor]:
 # --- The collective -----------------------------------------------------------------------------
 
 
-def _reduces(rank: int, ranks: int, sizes: list[int], bucket: int, is_async: bool) -> None:
+@settings(max_examples=8)
+@given(
+    ranks=st.sampled_from([2, 4]),
+    sizes=st.lists(st.integers(0, 70) | st.sampled_from([1000, 9001]), min_size=1, max_size=4),
+    bucket=st.sampled_from([1, 100, 1 << 20]),
+    is_async=st.booleans(),
+)
+@on("ranks", None)
+def test_the_mean_of_any_lengths(
+    rank: int, ranks: int, sizes: list[int], bucket: int, is_async: bool
+) -> None:
+    """As in numpy, with errors, in one bucket or many, synchronous or not."""
     collective.BUCKET, kept = bucket, collective.BUCKET
     try:
         reducer = OneBitAllReduce()
@@ -61,20 +72,9 @@ def _reduces(rank: int, ranks: int, sizes: list[int], bucket: int, is_async: boo
         collective.BUCKET = kept
 
 
-@settings(max_examples=8)
-@given(
-    ranks=st.sampled_from([2, 4]),
-    sizes=st.lists(st.integers(0, 70) | st.sampled_from([1000, 9001]), min_size=1, max_size=4),
-    bucket=st.sampled_from([1, 100, 1 << 20]),
-    is_async=st.booleans(),
-)
-def test_the_mean_of_any_lengths(ranks: int, sizes: list[int], bucket: int, is_async: bool) -> None:
-    """As in numpy, with errors, in one bucket or many, synchronous or not."""
-    with processes(ranks) as group:
-        group.run(None, _reduces, ranks, sizes, bucket, is_async)
-
-
-def _counts_bytes(rank: int, ranks: int) -> None:
+@RANKS
+@on("ranks", None)
+def test_bytes_on_the_wire(rank: int, ranks: int) -> None:
     size = 1 << 20
     reducer = OneBitAllReduce()
     reducer.all_reduce(torch.randn(size))
@@ -83,12 +83,6 @@ def _counts_bytes(rank: int, ranks: int) -> None:
     # Bits both ways, and scales; and four numbers of the agreement.
     chunk = collective.chunk_of(size, ranks)
     assert reducer.bytes_sent == (ranks - 1) * (2 * (chunk // 8 + 4) + 32)
-
-
-@RANKS
-def test_bytes_on_the_wire(ranks: int) -> None:
-    with processes(ranks) as group:
-        group.run(None, _counts_bytes, ranks)
 
 
 def _saves(rank: int, folder: str) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torchweld
-from processes import processes, starts
+from processes import on, starts
 from torchweld import optim
 from torchweld.collectives.one_bit import Errors
 from torchweld.distributed import OneBitAllReduce, one_bit_hook
@@ -53,7 +53,10 @@ def _same(one: Any, other: Any) -> bool:
 # --- Faults -------------------------------------------------------------------------------------
 
 
-def _fails(rank: int, kind: str, fault: str) -> None:
+@KINDS
+@pytest.mark.parametrize("fault", ["nan", "inf", "shape", "raises"])
+@on(2, None)
+def test_a_fault_is_an_error_on_every_rank(rank: int, kind: str, fault: str) -> None:
     """In the warm-up, at its end and after it: an error on every rank, and nothing changed."""
     for steps in (1, 2, 3):
         params = _params()
@@ -86,13 +89,8 @@ def _fails(rank: int, kind: str, fault: str) -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("fault", ["nan", "inf", "shape", "raises"])
-def test_a_fault_is_an_error_on_every_rank(kind: str, fault: str) -> None:
-    with processes(2) as group:
-        group.run(None, _fails, kind, fault)
-
-
-def _differs(rank: int, kind: str) -> None:
+@on(2, None)
+def test_ranks_must_step_the_same_parameters(rank: int, kind: str) -> None:
     """Each rank has a gradient of another parameter, of the same size."""
     for steps in (0, 2):
         params = [torch.zeros(6, requires_grad=True) for _ in range(2)]
@@ -106,12 +104,6 @@ def _differs(rank: int, kind: str) -> None:
         with pytest.raises((CollectiveError, torchweld.ArgumentError), match=r"differ|no gradient"):
             optimizer.step()
         assert _same([p.detach() for p in params], before[0])
-
-
-@KINDS
-def test_ranks_must_step_the_same_parameters(kind: str) -> None:
-    with processes(2) as group:
-        group.run(None, _differs, kind)
 
 
 def _dies(rank: int, how: str, folder: str) -> None:
@@ -154,7 +146,8 @@ def test_a_rank_that_is_gone(how: str, tmp_path: Path) -> None:
     assert (tmp_path / "held").exists()
 
 
-def _reduces_wrong(rank: int) -> None:
+@on(2, None)
+def test_the_collective_refuses_too(rank: int) -> None:
     reducer = OneBitAllReduce()
     reducer.all_reduce(torch.ones(20) + rank)
     before = copy.deepcopy(reducer.state_dict())
@@ -166,11 +159,6 @@ def _reduces_wrong(rank: int) -> None:
     assert _same(reducer.state_dict(), before)
     with pytest.raises(CollectiveError, match="differ"):
         OneBitAllReduce().all_reduce(torch.ones(20 + rank))
-
-
-def test_the_collective_refuses_too() -> None:
-    with processes(2) as group:
-        group.run(None, _reduces_wrong)
 
 
 # --- With DDP -------------------------------------------------------------------------------------
@@ -187,7 +175,10 @@ def _loss(model: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
     return (model(x) - x[:, :3].sum(1, keepdim=True).tanh()).square().mean()
 
 
-def _beside_ddp(rank: int, kind: str) -> None:
+@KINDS
+@on(2, None)
+def test_ddp_leaves_the_reduction_to_the_optimizer(rank: int, kind: str) -> None:
+    """Steps equal those without DDP bit for bit; a step is rejected if DDP would average too."""
     results = []
     for wrapped in (False, True):
         model = _model()
@@ -212,14 +203,8 @@ def _beside_ddp(rank: int, kind: str) -> None:
         optimizer.attach(model)
 
 
-@KINDS
-def test_ddp_leaves_the_reduction_to_the_optimizer(kind: str) -> None:
-    """Steps equal those without DDP bit for bit; a step is rejected if DDP would average too."""
-    with processes(2) as group:
-        group.run(None, _beside_ddp, kind)
-
-
-def _hooked(rank: int) -> None:
+@on(2, None)
+def test_the_hook_trains_as_ddp_does(rank: int) -> None:
     losses = {}
     for hook in ("none", "1 bit", "resumed"):
         model, state = _model(), OneBitAllReduce()
@@ -247,11 +232,6 @@ def _hooked(rank: int) -> None:
     assert losses["resumed"] == losses["1 bit"]
 
 
-def test_the_hook_trains_as_ddp_does() -> None:
-    with processes(2) as group:
-        group.run(None, _hooked)
-
-
 class WithoutFeedback(optim.OneBitAdam):
     """1-bit Adam that discards quantisation errors."""
 
@@ -264,7 +244,9 @@ class WithoutFeedback(optim.OneBitAdam):
         return [(p, packed, Errors(*errors)) for p, packed, errors in entries]
 
 
-def _converges(rank: int) -> None:
+@on(2, None)
+def test_the_loss_is_adams_and_feedback_is_why(rank: int) -> None:
+    """A GPT's is within 1%: docs/notebook/slow-links.md."""
     losses = {}
     made: Any
     for made in (optim.Adam, optim.OneBitAdam, WithoutFeedback):
@@ -292,16 +274,12 @@ def _converges(rank: int) -> None:
     assert kept - adam < (dropped - adam) / 2, losses
 
 
-def test_the_loss_is_adams_and_feedback_is_why() -> None:
-    """A GPT's is within 1%: docs/notebook/slow-links.md."""
-    with processes(2) as group:
-        group.run(None, _converges)
-
-
 # --- Storage --------------------------------------------------------------------------------------
 
 
-def _stores(rank: int, kind: str) -> None:
+@KINDS
+@on(2, None)
+def test_momentum_is_stored_as_bits(rank: int, kind: str) -> None:
     """Momentum as bits is momentum as floats, to the bit; and bfloat16 parameters with masters."""
     params, kept = _params(), _params()
     one, other = (getattr(optim, kind)(ps, lr=1e-2, freeze_step=3) for ps in (params, kept))
@@ -337,13 +315,8 @@ def _stores(rank: int, kind: str) -> None:
         assert (p - q.float()).abs().mean() < 10 * 1e-2
 
 
-@KINDS
-def test_momentum_is_stored_as_bits(kind: str) -> None:
-    with processes(2) as group:
-        group.run(None, _stores, kind)
-
-
-def _scales(rank: int) -> None:
+@on(2, None)
+def test_a_scaled_step_is_left_out_together(rank: int) -> None:
     """An infinity in one rank's scaled gradients makes both skip the step."""
     params = _params()
     optimizer = optim.OneBitAdam(params, freeze_step=2)
@@ -362,11 +335,6 @@ def _scales(rank: int) -> None:
     assert optimizer.param_groups[0]["steps_taken"] == 4
 
 
-def test_a_scaled_step_is_left_out_together() -> None:
-    with processes(2) as group:
-        group.run(None, _scales)
-
-
 BAD = {
     "freeze_step": {"freeze_step": 0},
     "state_dtype": {"freeze_step": 2, "state_dtype": "8bit"},
@@ -383,16 +351,12 @@ def test_arguments_are_named(kind: str, argument: str) -> None:
     assert caught.value.argument == argument
 
 
-def _refuses_shards(rank: int) -> None:
+@on(2, None)
+def test_shards_are_refused(rank: int) -> None:
+    """FSDP2 reduces their gradients."""
     from torch.distributed.fsdp import fully_shard
 
     model = _model()
     fully_shard(model)
     with pytest.raises(torchweld.ArgumentError, match="LowPrecisionReduceScatter"):
         optim.OneBitAdam(model.parameters(), freeze_step=2)
-
-
-def test_shards_are_refused() -> None:
-    """FSDP2 reduces their gradients."""
-    with processes(2) as group:
-        group.run(None, _refuses_shards)

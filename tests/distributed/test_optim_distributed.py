@@ -18,7 +18,7 @@ import torch.multiprocessing
 import torchweld
 from conftest import PLACES, running_at
 from optimizers import U
-from processes import processes
+from processes import on, processes
 from sharded_optimizers import (
     CODECS,
     FACTORED,
@@ -215,7 +215,9 @@ def _grid(rank: int) -> None:
     assert not p.to_local().any()
 
 
-def _emulated(rank: int) -> None:
+@pytest.mark.skipif(PLACES["emulator"][2] is not None, reason=str(PLACES["emulator"][2]))
+@on(4, None)
+def test_processes_in_the_emulator_equal_one(rank: int) -> None:
     """The CUDA kernels, if shards cut rows."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -339,12 +341,6 @@ SCENARIOS: list[tuple[int, Callable[[int], None]]] = [
 def test_processes_equal_one(world: int, scenario: Callable[[int], None]) -> None:
     with processes(world) as started:
         started.run(None, scenario)
-
-
-@pytest.mark.skipif(PLACES["emulator"][2] is not None, reason=str(PLACES["emulator"][2]))
-def test_processes_in_the_emulator_equal_one() -> None:
-    with processes(4) as started:
-        started.run(None, _emulated)
 
 
 def test_checkpoints_are_resharded_bit_for_bit(tmp_path: Path) -> None:

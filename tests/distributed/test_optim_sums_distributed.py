@@ -15,7 +15,7 @@ import torch
 
 import torchweld
 from conftest import PLACES, running_at
-from processes import processes
+from processes import on, processes
 from sharded_optimizers import FACTORED, assert_near, drawn, placer, reductions, run, whole_of
 from torchweld import optim
 from torchweld.optim.adafactor import ADAFACTOR
@@ -168,7 +168,9 @@ def _clipping(rank: int) -> None:
     torch.testing.assert_close(optimizer.grad_norm, whole.grad_norm, rtol=1e-6, atol=0)
 
 
-def _emulated(rank: int) -> None:
+@pytest.mark.skipif(PLACES["emulator"][2] is not None, reason=str(PLACES["emulator"][2]))
+@on(4, None)
+def test_averages_in_the_emulator(rank: int) -> None:
     """Adafactor's CUDA kernels."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -196,9 +198,3 @@ def test_two_processes_equal_one(scenario: Callable[[int], None]) -> None:
 def test_averages_on_four_processes() -> None:
     with processes(4) as started:
         started.run(None, _factored)
-
-
-@pytest.mark.skipif(PLACES["emulator"][2] is not None, reason=str(PLACES["emulator"][2]))
-def test_averages_in_the_emulator() -> None:
-    with processes(4) as started:
-        started.run(None, _emulated)

@@ -12,7 +12,7 @@ from torch import nn
 
 import torchweld
 from oracle import TORCH
-from processes import processes
+from processes import on, processes
 from torchweld.distributed import Parallel, check_fit, parallelize
 from torchweld.errors import ArgumentError
 from transformer import Settings, Transformer, compute_loss, make_batch
@@ -95,7 +95,8 @@ def test_a_declaration_trains_as_one_process(
     assert _run(count, _resume, config, path) == pytest.approx(alone["next"], rel=1e-5)
 
 
-def _sequence(rank: int) -> None:
+@on(2)
+def test_a_sequence_is_cut(rank: int) -> None:
     """An nn.Sequential is cut into stages whose parameters keep their names."""
     torch.manual_seed(0)
     model = nn.Sequential(*(torchweld.nn.MLP(8, 16) for _ in range(4)))
@@ -112,11 +113,6 @@ def _sequence(rank: int) -> None:
     torch.testing.assert_close(loss, whole.detach())
     with pytest.raises(ArgumentError, match="batch is 1 microbatches; accepted: 2"):
         training.step(pairs[:1], 0)
-
-
-def test_a_sequence_is_cut() -> None:
-    with processes(2) as two:
-        two.run("cpu", _sequence)
 
 
 # --- Refusals -------------------------------------------------------------------------------------
@@ -225,7 +221,10 @@ class _Chooses(nn.Module):
         return self.second(y) if x[0, 0] > 0 else y  # type: ignore[no-any-return]
 
 
-def _leaves_out(rank: int, data: str) -> None:
+@pytest.mark.parametrize("data", ["ddp", "zero1"])
+@on(2, None)
+def test_a_parameter_that_a_process_did_not_use(rank: int, data: str) -> None:
+    """The first step says so, before replicas differ."""
     training = parallelize(
         _Chooses(),
         data,
@@ -247,10 +246,3 @@ def _leaves_out(rank: int, data: str) -> None:
         torch.distributed.all_reduce(numbers, group=training.mesh.get_group("data"))
     else:
         training.step(batch, 0)
-
-
-@pytest.mark.parametrize("data", ["ddp", "zero1"])
-def test_a_parameter_that_a_process_did_not_use(data: str) -> None:
-    """The first step says so, before replicas differ."""
-    with processes(2) as two:
-        two.run(None, _leaves_out, data)

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import stage as torch_stage
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import torchweld
-from processes import processes
+from processes import on, processes
 from seams import splits_backwards
 from stack_seams import keep
 from torchweld.distributed import grad_norm
@@ -58,7 +58,9 @@ def _part(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return _loss(y, target) / MICROBATCHES
 
 
-def _shares(rank: int, schedule: stages.Name) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@on(2)
+def test_a_shared_parameter_and_views(rank: int, schedule: stages.Name) -> None:
     """Two batches are accumulated for each of two steps; the copies stay the same."""
     whole = nn.Sequential(*_blocks())
     pipe = stages.pipeline(
@@ -102,12 +104,6 @@ def _shares(rank: int, schedule: stages.Name) -> None:
                 torch.testing.assert_close(p, wanted[name])
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_shared_parameter_and_views(schedule: stages.Name) -> None:
-    with processes(2) as two:
-        two.run("cpu", _shares, schedule)
-
-
 def _orders(rank: int) -> None:
     """Record in which order torch adds a microbatch's gradients."""
     taken: list[list[int]] = []
@@ -137,7 +133,9 @@ def test_gradients_are_added_in_the_same_order_on_all_devices() -> None:
         two.run("cpu", _orders)
 
 
-def _wrong_batch(rank: int) -> None:
+@on(2)
+def test_a_batch_that_does_not_divide(rank: int) -> None:
+    """Every rank raises an error before anything is sent, and can go on."""
     pipe = stages.pipeline(
         _blocks(), "1f1b", MICROBATCHES, _loss, (_tokens(0)[:ROWS],), costs=[1.0] * 6
     )
@@ -152,13 +150,9 @@ def _wrong_batch(rank: int) -> None:
     )
 
 
-def test_a_batch_that_does_not_divide() -> None:
-    """Every rank raises an error before anything is sent, and can go on."""
-    with processes(2) as two:
-        two.run("cpu", _wrong_batch)
-
-
-def _partial_gradients(rank: int) -> None:
+@on(2)
+def test_the_norm_of_partial_gradients(rank: int) -> None:
+    """They are added before they are squared."""
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     values = torch.randn(2, 6, 4, dtype=torch.float64)
@@ -177,9 +171,3 @@ def _partial_gradients(rank: int) -> None:
         parameters.append(p)
         square += whole.square().sum()
     torch.testing.assert_close(grad_norm(parameters), square.sqrt().float())
-
-
-def test_the_norm_of_partial_gradients() -> None:
-    """They are added before they are squared."""
-    with processes(2) as two:
-        two.run("cpu", _partial_gradients)

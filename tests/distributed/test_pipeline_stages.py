@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchweld
-from processes import processes
+from processes import on
 from seams import splits_backwards
 from sleeper import Sleeper
 from torchweld.distributed import LayerSeeds
@@ -25,6 +25,7 @@ from torchweld.sparse import BlockLayout
 
 WIDTH, HEADS, LENGTH, WORDS, ROWS, MICROBATCHES, LAYERS = 32, 2, 32, 50, 2, 4, 4
 SCHEDULES = get_args(stages.Name)
+_SPLIT = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
 
 
 class _Layer(nn.Module):
@@ -83,7 +84,13 @@ def _one_process(
     return losses, whole, counted.calls
 
 
-def _equals_one_process(rank: int, schedule: stages.Name) -> None:
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(s, marks=splits_backwards) if s in _SPLIT else s for s in SCHEDULES],
+)
+@on(2)
+def test_a_schedule_equals_one_process(rank: int, schedule: stages.Name) -> None:
+    """Bit by bit: sums over microbatches are made in the schedule's order."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(WORDS, (MICROBATCHES * ROWS, LENGTH), generator=generator)
     expected, whole, calls = _one_process(tokens, last_first=schedule == "loopedbfs")
@@ -107,20 +114,8 @@ def _equals_one_process(rank: int, schedule: stages.Name) -> None:
     assert total[0] + total[1] == calls
 
 
-_SPLIT = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [pytest.param(s, marks=splits_backwards) if s in _SPLIT else s for s in SCHEDULES],
-)
-def test_a_schedule_equals_one_process(schedule: stages.Name) -> None:
-    """Bit by bit: sums over microbatches are made in the schedule's order."""
-    with processes(2) as two:
-        two.run("cpu", _equals_one_process, schedule)
-
-
-def _fused(rank: int) -> None:
+@on(2)
+def test_a_fused_model_is_divided(rank: int) -> None:
     """Costs are measured; the stages have the layers that fuse() made from torch's."""
 
     def blocks() -> list[nn.Module]:
@@ -145,11 +140,6 @@ def _fused(rank: int) -> None:
     for part in pipe.parts:
         for name, parameter in part.named_parameters():
             assert torch.equal(parameter.grad, wanted[name]), name
-
-
-def test_a_fused_model_is_divided() -> None:
-    with processes(2) as two:
-        two.run("cpu", _fused)
 
 
 # --- Cuts -----------------------------------------------------------------------------------------
@@ -228,7 +218,9 @@ def test_errors() -> None:
         stages.layer_cuts(_Layers(0.0), "layers", 2, (torch.ones(2, 4),))
 
 
-def _cut(rank: int) -> None:
+@on(2)
+def test_given_cuts(rank: int) -> None:
+    """Given cuts, of a plan for instance, are not balanced by costs."""
     blocks, seeds = _blocks()
     seeds.begin(0, 0)
     x = torch.zeros((ROWS, LENGTH), dtype=torch.int64)
@@ -239,9 +231,3 @@ def _cut(rank: int) -> None:
     for wrong in ([range(2), range(1, 6)], [range(6)], [range(0), range(6)], [range(5), range(6)]):
         with pytest.raises(ArgumentError, match="2 ranges, one after another, of 6 blocks"):
             stages.pipeline(blocks, "1f1b", MICROBATCHES, _loss, (x,), cuts=wrong)
-
-
-def test_given_cuts() -> None:
-    """Given cuts, of a plan for instance, are not balanced by costs."""
-    with processes(2) as two:
-        two.run("cpu", _cut)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 
 import torchweld
-from processes import processes
+from processes import on, processes
 from torchweld import functional
 from torchweld.distributed import CountCollectives, tp_plan
 from torchweld.distributed.tensor.styles import (
@@ -66,7 +66,9 @@ def _megatron_mlp(rank: int) -> None:
             torch.testing.assert_close(parameter.grad.full_tensor(), wanted[name])
 
 
-def _embedding(rank: int, words: int) -> None:
+@pytest.mark.parametrize("words", [8, 9, 1])
+@on(2)
+def test_an_embedding_by_rows(rank: int, words: int) -> None:
     """A sharded embedding sums its parts once, and refuses the tokens that a whole one refuses."""
     mesh = init_device_mesh("cpu", (2,))
     for options in ({}, {"padding_idx": 0}, {"padding_idx": -1}):
@@ -92,12 +94,6 @@ def _embedding(rank: int, words: int) -> None:
         for token in (-1, words):
             with pytest.raises(IndexError, match="index out of range"):
                 model(torch.tensor([[0, token]]))
-
-
-@pytest.mark.parametrize("words", [8, 9, 1])
-def test_an_embedding_by_rows(words: int) -> None:
-    with processes(2) as two:
-        two.run("cpu", _embedding, words)
 
 
 def _functions(rank: int) -> None:

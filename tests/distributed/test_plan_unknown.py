@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import torchweld
 from oracle import TORCH
-from processes import processes
+from processes import on, processes
 from stack_seams import keep
 from torchweld.distributed import grad_norm, ring_slice, sequence_plan, tp_plan
 from torchweld.distributed.train.feasibility import check_matrices
@@ -150,7 +150,17 @@ def _whole(x: Any) -> torch.Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def _trains(rank: int, sequence: bool, kinds: tuple[Any, ...]) -> None:
+KINDS = {
+    "experts": (torchweld.nn.RMSNorm, _Experts),
+    "own norms": (_Norm, _NormedMLP),
+    "ours": (nn.LayerNorm, _MLP),
+}
+
+
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("sequence", [False, True])
+@on(2)
+def test_trains_as_one_process(rank: int, sequence: bool, kinds: tuple[Any, ...]) -> None:
     """Two steps with clipped gradients and scaled losses; embedding and head stay one tensor."""
     one, many = _model(*kinds), _model(*kinds)
     mesh = init_device_mesh("cpu", (2,))
@@ -196,20 +206,6 @@ def _unknown(name: str) -> bool:
     return not _of_heads(name) and any(part in name for part in own)
 
 
-KINDS = {
-    "experts": (torchweld.nn.RMSNorm, _Experts),
-    "own norms": (_Norm, _NormedMLP),
-    "ours": (nn.LayerNorm, _MLP),
-}
-
-
-@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("sequence", [False, True])
-def test_trains_as_one_process(sequence: bool, kinds: tuple[Any, ...]) -> None:
-    with processes(2) as two:
-        two.run("cpu", _trains, sequence, kinds)
-
-
 def _rings(rank: int, kinds: tuple[Any, ...], tensor: int) -> None:
     """Along a ring, and along ring and tensor: each process has a slice of the sequence."""
     one, many = _model(*kinds), _model(*kinds)
@@ -245,7 +241,8 @@ def test_ring_as_one_process(tensor: int) -> None:
 # --- What is refused ------------------------------------------------------------------------------
 
 
-def _divided(rank: int) -> None:
+@on(2)
+def test_sizes_that_do_not_divide(rank: int) -> None:
     """Sizes that devices do not divide: an error on every rank, and nothing has changed."""
     mesh = init_device_mesh("cpu", (2,))
     for name, layer, came in (
@@ -266,11 +263,6 @@ def _divided(rank: int) -> None:
     with pytest.raises(ArgumentError, match="31 tokens") as raised:
         model(_tokens()[:, :31])
     keep("a length that devices do not divide, TP + SP", error=str(raised.value))
-
-
-def test_sizes_that_do_not_divide() -> None:
-    with processes(2) as two:
-        two.run("cpu", _divided)
 
 
 def _with(**parts: Any) -> nn.Module:
@@ -379,7 +371,8 @@ def test_a_plan_is_tried_on_fake_tensors(device: str, sequence: bool) -> None:
     assert model(*[torch.zeros((1, 4), dtype=torch.int64, device=device)] * 2).shape == (1, 4, 32)
 
 
-def _refused_before_it_is_changed(rank: int) -> None:
+@on(2)
+def test_a_failed_trial_changes_nothing(rank: int) -> None:
     model = _Named(True)
     with pytest.raises(ArgumentError, match=r"whose layers\.0 fails on 2 devices"):
         parallelize_module(model, init_device_mesh("cpu", (2,)), tp_plan(model))
@@ -389,8 +382,3 @@ def _refused_before_it_is_changed(rank: int) -> None:
     parallelize_module(good, init_device_mesh("cpu", (2,)), tp_plan(good))
     given = [torch.arange(8).view(2, 4)] * 2
     torch.testing.assert_close(good(*given), whole(*given))
-
-
-def test_a_failed_trial_changes_nothing() -> None:
-    with processes(2) as two:
-        two.run("cpu", _refused_before_it_is_changed)

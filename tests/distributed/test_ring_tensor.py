@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import selection
 import torchweld
 from oracle import TORCH
-from processes import processes
+from processes import on, processes
 from torchweld import functional
 from torchweld.distributed import CountCollectives, ring_attention, ring_slice, tp_plan
 from torchweld.errors import ArgumentError
@@ -167,7 +167,10 @@ class _Model(torch.nn.Module):
         return self.norm(x)
 
 
-def _model_equals_one_process(rank: int, sequence_parallel: bool) -> None:
+@pytest.mark.skipif(TORCH < (2, 12), reason="DTensor refuses a linear layer of sharded rows")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on(4)
+def test_a_model_equals_one_process(rank: int, sequence_parallel: bool) -> None:
     torch.manual_seed(0)
     model = _Model()
     x, grad = torch.randn(2, BATCH, LENGTH, WIDTH)
@@ -200,14 +203,8 @@ def _model_equals_one_process(rank: int, sequence_parallel: bool) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), gradient, **tolerance)
 
 
-@pytest.mark.skipif(TORCH < (2, 12), reason="DTensor refuses a linear layer of sharded rows")
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_model_equals_one_process(sequence_parallel: bool) -> None:
-    with processes(4) as four:
-        four.run("cpu", _model_equals_one_process, sequence_parallel)
-
-
-def _refused(rank: int) -> None:
+@on(4)
+def test_what_does_not_fit_is_named(rank: int) -> None:
     mesh, model = _mesh(), _Model()
     plan = tp_plan(model, ring=True)
     with pytest.raises(ArgumentError, match="device_mesh"):
@@ -232,11 +229,6 @@ def _refused(rank: int) -> None:
     own = BlockLayout.bigbird(64, block=16, num_heads=4, different_layout_per_head=True)
     with pytest.raises(ArgumentError, match="layout"):
         ring_attention(q, q, q, own, group)
-
-
-def test_what_does_not_fit_is_named() -> None:
-    with processes(4) as four:
-        four.run("cpu", _refused)
 
 
 def test_heads_of_a_layout_are_those_of_its_mask() -> None:

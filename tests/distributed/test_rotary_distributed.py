@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import torchweld
 from oracle import TORCH
-from processes import processes
+from processes import on, processes
 from torchweld.distributed import (
     CountCollectives,
     ring_attention,
@@ -27,7 +27,9 @@ from torchweld.functional import block_sparse_attention, rotary_embedding, rotar
 from torchweld.sparse import BlockLayout
 
 
-def _on_shards(rank: int) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+@on(2)
+def test_shards(rank: int, backend: str) -> None:
     """Queries and keys with different numbers of heads, sharded by heads."""
     mesh = init_device_mesh("cpu", (2,))
     generator = torch.Generator().manual_seed(1)
@@ -65,7 +67,9 @@ def _on_shards(rank: int) -> None:
     torch.testing.assert_close(found.full_tensor(), expected)
 
 
-def _norm_across_shared_heads(rank: int, heads: int) -> None:
+@pytest.mark.parametrize("heads", [4, 3])
+@on(2)
+def test_a_norm_across_shared_heads(rank: int, heads: int) -> None:
     """A sum of squares a token travels, and back its gradient; uneven heads too."""
     mesh = init_device_mesh("cpu", (2,))
     generator = torch.Generator().manual_seed(1)
@@ -104,12 +108,6 @@ def _norm_across_shared_heads(rank: int, heads: int) -> None:
     torch.testing.assert_close(y.full_tensor(), plain)
     with pytest.raises(torchweld.ArgumentError, match="norm_weight is of shape"):
         rotary_embedding(half, table.cos(), table.sin(), norm_weight=weight[1:].bfloat16(), **how)
-
-
-@pytest.mark.parametrize("heads", [4, 3])
-def test_a_norm_across_shared_heads(heads: int) -> None:
-    with processes(2) as group:
-        group.run("cpu", _norm_across_shared_heads, heads)
 
 
 class _Attention(torch.nn.Module):
@@ -172,7 +170,8 @@ def test_positions_along_a_ring(tensor: int) -> None:
         group.run("cpu", _in_a_ring, tensor)
 
 
-def _in_balanced_chunks(rank: int) -> None:
+@on(2)
+def test_positions_of_balanced_chunks(rank: int) -> None:
     """Process r has chunks r and 2p - 1 - r; ring_slice gives their positions."""
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, 2, 64, 8, generator=generator) for _ in range(3))
@@ -183,14 +182,3 @@ def _in_balanced_chunks(rank: int) -> None:
     q, k = rotary(own[0], own[1], positions)
     found = ring_attention(q, k, own[2], layout, causal=True, balanced=True)
     torch.testing.assert_close(found, ring_slice(expected, 2, balanced=True))
-
-
-def test_positions_of_balanced_chunks() -> None:
-    with processes(2) as group:
-        group.run("cpu", _in_balanced_chunks)
-
-
-@pytest.mark.parametrize("backend", ["cpu", "eager"])
-def test_shards(backend: str) -> None:
-    with processes(2) as group:
-        group.run(backend, _on_shards)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from oracle import TORCH, is_floating
-from processes import processes
+from processes import on, processes
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.distributed import CountCollectives
@@ -86,7 +86,8 @@ def test_shards_need_no_collective(name: str) -> None:
         two.run("cpu", _serves_its_shards, name)
 
 
-def _gathers_once(rank: int) -> None:
+@on(2)
+def test_parts_of_rows_are_gathered(rank: int) -> None:
     """Norms do not serve parts of a row: torch's own gathers them too."""
     mesh, op = init_device_mesh("cpu", (2,)), OPS["layer_norm"]
     inputs = materialize(op.sized((4, 6), (16,)), torch.float32)
@@ -95,8 +96,3 @@ def _gathers_once(rank: int) -> None:
         y = as_tuple(call(op, *inputs))[0]
     assert y.placements == (Replicate(),)
     assert counted.calls == {"all-gather": 1}
-
-
-def test_parts_of_rows_are_gathered() -> None:
-    with processes(2) as two:
-        two.run("cpu", _gathers_once)

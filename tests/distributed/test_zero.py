@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import torchweld
-from processes import processes
+from processes import on
 from torchweld import optim
 from torchweld.distributed.data import zero
 from torchweld.distributed.layers import find_named_blocks
@@ -97,7 +97,8 @@ KINDS: list[tuple[Any, dict[str, Any]]] = [(optim.AdamW, s) for s in SETTINGS]
 KINDS += [(optim.LAMB, {}), (optim.AdamW, {"max_grad_norm": 0.1})]
 
 
-def _rows_equal_ddp(rank: int) -> None:
+@on(2)
+def test_states_sharded_by_rows_equal_ddp(rank: int) -> None:
     """Bit for bit, except where norms are sums over ranks."""
     for kind, settings in KINDS:
         plain, mine = _model(settings), _model(settings)
@@ -122,12 +123,8 @@ def _rows_equal_ddp(rank: int) -> None:
         assert all(isinstance(v, DTensor) for v in sharded)
 
 
-def test_states_sharded_by_rows_equal_ddp() -> None:
-    with processes(2) as two:
-        two.run("cpu", _rows_equal_ddp)
-
-
-def _recipes_equal_one_process(rank: int) -> None:
+@on(2)
+def test_recipes_equal_one_process(rank: int) -> None:
     part = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
     given = {"lr": 1e-2, "eps": 1e-4}
     plain = _model({})
@@ -147,11 +144,6 @@ def _recipes_equal_one_process(rank: int) -> None:
         for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
             # Gradients are sums in another order; a step is lr at most, and by eps as smooth.
             torch.testing.assert_close(_whole(found.detach()), expected.detach(), rtol=0, atol=1e-5)
-
-
-def test_recipes_equal_one_process() -> None:
-    with processes(2) as two:
-        two.run("cpu", _recipes_equal_one_process)
 
 
 # --- Estimates ------------------------------------------------------------------------------------
@@ -247,19 +239,16 @@ def _size(p: torch.Tensor) -> int:
     return p.numel() * p.itemsize
 
 
-def _all_measured(rank: int) -> None:
+@on(2)
+def test_estimates_are_what_is_there(rank: int) -> None:
     _gathered(rank, "zero2")
     _gathered(rank, "zero3")
     for case in MEASURED:
         _measured(rank, *case)
 
 
-def test_estimates_are_what_is_there() -> None:
-    with processes(2) as two:
-        two.run("cpu", _all_measured)
-
-
-def _tensor_parallel(rank: int) -> None:
+@on(2)
+def test_tensor_parallel_estimate(rank: int) -> None:
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
@@ -283,11 +272,6 @@ def _tensor_parallel(rank: int) -> None:
     assert expected.parameters == _local_bytes(p.detach() for p in params)
     assert expected.gradients == _local_bytes(p.grad for p in params)
     assert expected.states == pytest.approx(_local_bytes(_states_of(optimizer)), rel=0.05)
-
-
-def test_tensor_parallel_estimate() -> None:
-    with processes(2) as two:
-        two.run("cpu", _tensor_parallel)
 
 
 class _Alive(TorchDispatchMode):
@@ -363,17 +347,15 @@ def _activations_under(rank: int, strategy: memory.Strategy) -> None:
     y.sum().backward()
 
 
-def _all_activations(rank: int) -> None:
+@on(2)
+def test_activations_under_each_strategy(rank: int) -> None:
     for strategy in ("ddp", "zero1", "zero1_rows", "zero2", "zero3"):
         _activations_under(rank, strategy)
 
 
-def test_activations_under_each_strategy() -> None:
-    with processes(2) as two:
-        two.run("cpu", _all_activations)
-
-
-def _activations_of_stages(rank: int, name: stages.Name) -> None:
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@on(2)
+def test_activations_of_a_pipelines_stages(rank: int, name: stages.Name) -> None:
     """The most that a stage's forwards leave, of the microbatches in flight."""
     torch.manual_seed(0)
     blocks = [_Layer(0.2) for _ in range(4)]
@@ -397,12 +379,6 @@ def _activations_of_stages(rank: int, name: stages.Name) -> None:
     # Microbatches come in buffers made before, or are parts of x.
     count = in_flight or 2 - rank
     assert expected == pytest.approx(max(seen) + count * example[0].nbytes, rel=0.15)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_activations_of_a_pipelines_stages(name: stages.Name) -> None:
-    with processes(2) as two:
-        two.run("cpu", _activations_of_stages, name)
 
 
 def test_a_pipeline_keeps_several_microbatches() -> None:

@@ -7,7 +7,9 @@ thread per group would take a quarter of a core.
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import os
 import sys
 import tempfile
@@ -97,7 +99,7 @@ def _serve(rank: int, count: int, end: Connection) -> None:
         torch._dynamo.reset()
         try:
             with torchweld.use_backend(backend):
-                scenario(rank, *given)
+                getattr(scenario, "scenario", scenario)(rank, *given)
         except BaseException:
             failure = traceback.format_exc()
         end.send(failure)
@@ -162,3 +164,24 @@ def processes(count: int, package: str = "") -> Iterator[Processes]:
     except BaseException:
         _kept.pop(key).stop()
         raise
+
+
+def on(count: int | str, backend: str | None = "cpu") -> Callable[[Any], Any]:
+    """Make a test of a scenario, which processes run, each with its rank and the fixtures.
+
+    The count may be the name of a parameter. A parameter `backend` names the backend.
+    """
+
+    def make_test(scenario: Callable[..., None]) -> Any:
+        _, *rest = inspect.signature(scenario).parameters.values()
+
+        @functools.wraps(scenario)
+        def test(**given: Any) -> None:
+            with processes(given[count] if isinstance(count, str) else count) as some:
+                some.run(given.get("backend", backend), test, *(given[p.name] for p in rest))
+
+        made: Any = test
+        made.scenario, made.__signature__ = scenario, inspect.Signature(rest)
+        return made
+
+    return make_test
