@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from torchweld.bench.cases.declare import CASES as CASES
+from torchweld.bench.cases.declare import derive
 from torchweld.dispatch.engine.judge import ROWS
-from torchweld.registry import Made, Op, TensorSpec, materialize
+from torchweld.registry import OPS, Made, Op, TensorSpec, materialize
 from torchweld.registry.cost import results
 
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)
+CASES |= {name: derive(name) for name in OPS if name not in CASES}
 
 # The most elements of the first argument, or of an attention's scores, to check in float64, with
 # several tensors of that size.

@@ -7,30 +7,20 @@ from typing import Any
 
 from torch import Tensor
 
-from torchweld.bench.cases.declare import CASES, Arguments, Cases, vary
+from torchweld.bench.cases.declare import (
+    CASES,
+    MEASURED,
+    MEASURED_ON_GPU,
+    SHAPES,
+    Arguments,
+    Cases,
+    vary,
+    vary_all,
+)
 from torchweld.ops.activation import ACTIVATIONS, KINDS
 
-# Sizes of the contract's samples: one element, odd and prime widths, widths beyond a vector and a
-# block, one to five dimensions, no rows, no width.
-SHAPES: tuple[tuple[int, ...], ...] = (
-    (1,),
-    (3, 1),
-    (5, 7),
-    (2, 3, 31),
-    (2, 1, 3, 1, 48),
-    (33, 64),
-    (17, 1000),
-    (3, 1, 2, 4096),
-    (2, 8193),
-    (0, 64),
-    (2, 0, 3, 7),
-    (3, 0),
-)
 # Sizes on which every activation is tried.
 SHAPES_OF_ALL = ((1,), (5, 7), (33, 64), (17, 1000))
-# Benchmark shapes, [rows, width]: small, a transformer's hidden layer, and wide.
-MEASURED = ((64, 256), (2048, 3072), (1024, 11008))
-MEASURED_ON_GPU = ((4096, 4096), (8192, 16384), (32768, 11008))
 
 
 def activated(
@@ -42,7 +32,7 @@ def activated(
     """An op's arguments of these shapes, with this activation."""
     if kind is not None:
         changes |= dict(zip(("activation", "approximate"), kind, strict=True))
-    return tuple(vary(name, shape[:-1], shape[-1:], **changes) for shape in shapes)
+    return vary_all(name, shapes, **changes)
 
 
 def every_kind(name: str, but: str) -> tuple[Arguments, ...]:

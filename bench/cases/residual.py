@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from torchweld.bench.cases import norm as norms
-from torchweld.bench.cases.declare import CASES, Cases, vary
+from torchweld.bench.cases.declare import CASES, Cases, derive_terms, vary
 from torchweld.ops.residual import ADD_LAYER_NORM, ADD_RMS_NORM, BIAS_DROPOUT_ADD
 from torchweld.random import drop
 from torchweld.registry import parameter
@@ -23,19 +23,6 @@ def _plain_add(
 ) -> Tensor:
     y = x if bias is None else x + bias
     return (residual + (y if seed is None else dropout(y, p))).to(residual.dtype)
-
-
-def _terms_of_add(
-    x: Tensor, bias: Tensor | None, residual: Tensor, *how: Any, grad_y: Tensor
-) -> dict[str, Tensor]:
-    added = x.double().abs() if bias is None else x.double().abs() + bias.double().abs()
-    grad_input = drop(grad_y.double().abs(), *how)
-    return {
-        "y": residual.double().abs() + drop(added, *how),
-        "grad_input": grad_input,
-        "grad_bias": grad_input.sum_to_size(grad_input.shape[-1:]),
-        "grad_residual": grad_y.double().abs(),
-    }
 
 
 def _add(shape: tuple[int, ...], p: float, **changes: Any) -> tuple[Any, ...]:
@@ -64,7 +51,7 @@ CASES[BIAS_DROPOUT_ADD.name] = Cases(
     benchmarks=tuple(_add(shape, p) for shape in norms.MEASURED for p in (0.0, 0.1)),
     benchmarks_on_gpu=tuple(_add(shape, p) for shape in norms.MEASURED_ON_GPU for p in (0.0, 0.1)),
     tiny=_add((1, 64), 0.1),
-    terms=_terms_of_add,
+    terms=functools.partial(derive_terms, BIAS_DROPOUT_ADD.name),
     plain=_plain_add,
 )
 
