@@ -47,20 +47,26 @@ def list_names() -> dict[str, str]:
     return {kind: name for kind, name in names.items() if kind in CONFIG_MAPPING}
 
 
-def make(kind: str) -> torch.nn.Module:
-    """A small model of this architecture."""
-    model_class, config = getattr(transformers, list_names()[kind]), _make_config(kind)
+def make(kind: str, **more: Any) -> torch.nn.Module:
+    """A small model of this architecture; `more` are sizes beyond SIZES."""
+    return make_class(getattr(transformers, list_names()[kind]), CONFIG_MAPPING[kind], more)
+
+
+def make_class(model_class: Any, config_class: Any, more: dict[str, Any]) -> torch.nn.Module:
+    """A small model of this class."""
+    config = _make_config(config_class, more)
     with torch.device("meta"):
         size = sum(p.numel() for p in model_class(config).parameters())
     if size > LARGEST:
-        raise ValueError(f"{kind} is large, with {size / 1e6:.0f} million parameters")
+        raise ValueError(
+            f"{model_class.__name__} is large, with {size / 1e6:.0f} million parameters"
+        )
     return model_class(config)  # type: ignore[no-any-return]
 
 
-def _make_config(kind: str) -> Any:
+def _make_config(config_class: Any, more: dict[str, Any]) -> Any:
     """A small config. Some refuse a size that they have."""
-    config_class = CONFIG_MAPPING[kind]
-    sizes = {name: size for name, size in SIZES.items() if hasattr(config_class(), name)}
+    sizes = {n: size for n, size in (SIZES | more).items() if hasattr(config_class(), n)}
     try:
         config = config_class(**sizes)
     except Exception:

@@ -115,13 +115,16 @@ def rewrite(
 ) -> Callable[..., Any]:
     """The forward with `self.<attribute>` where it reads `name` from its file.
 
-    `methods` replaces calls of submodules by calls of methods. Each submodule is called once.
+    `methods` replaces calls of submodules by calls of methods, which may leave their work to the
+    attribute. Each submodule is called once, and no argument decides whether the name is read.
     """
     tree, function = parse(forward)
     changed = _Names(function.args.args[0].arg, name, attribute, methods or {})
     function.body = [changed.visit(statement) for statement in function.body]
     if not changed.count:
         raise CannotRewriteError(f"its forward does not read {name} itself")
+    if methods and changed.is_optional:
+        raise CannotRewriteError(f"its arguments decide whether it reads {name}")
     if sorted(changed.called) != sorted(changed.methods):
         raise CannotRewriteError(f"its forward does not call {' and '.join(changed.methods)} once")
     return compile_like(forward, tree, function)
@@ -162,6 +165,15 @@ class _Names(ast.NodeTransformer):
         self.own, self.name, self.attribute, self.count = own, name, attribute, 0
         self.methods = methods
         self.called: list[str] = []
+        self.is_optional = False
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        before = self.count
+        tested = {part.id for part in ast.walk(node.test) if isinstance(part, ast.Name)}
+        self.generic_visit(node)
+        # What the module's own attributes decide is the same in a trial.
+        self.is_optional |= self.count > before and not tested <= {self.own}
+        return node
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id != self.name or not isinstance(node.ctx, ast.Load):
