@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not IS_TESTED_RELEASE, reason="another release has other mixtures"),
 ]
 HOW = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-# Sizes beyond those of architectures.py: every layer has experts.
+# Sizes in addition to architectures.py: every layer has experts.
 MORE = {"first_k_dense_replace": 0, "num_dense_layers": 0, "num_key_value_heads": 4}
 _LATENT = {"head_dim": 8, "n_group": 2, "topk_group": 1}
 _LAYERS = {"layer_types": ["linear_attention", "full_attention"]}
@@ -44,7 +44,7 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "zaya": {"num_experts_per_tok": 1},
 }
-# Text models of families that have no class for language alone.
+# Text models of families that have no class for language only.
 PARTS = {
     "mistral4": "Mistral4ForCausalLM",
     "mistral_large4": "MistralLarge4TextModel",
