@@ -9,8 +9,50 @@ import torch
 from torch import nn
 
 from torchweld import optim
+from torchweld.optim.offload._machine import Arrival, Transfers
 
 Make = Callable[[list[torch.Tensor]], Any]
+
+
+class SimulatedTransfers(Transfers):
+    """A simulated device of `capacity` bytes that counts the bytes which are copied.
+
+    `others` returns how many bytes of the device are used besides the bytes that Offload counts.
+    """
+
+    def __init__(self, capacity: int = 1 << 62, others: Callable[[], int] = lambda: 0) -> None:
+        self._capacity, self._others = capacity, others
+        self.fetched_bytes = self.given_bytes = 0
+        self.pinned: dict[int, int] = {}
+
+    def pin(self, buffer: torch.Tensor) -> None:
+        self.pinned[buffer.data_ptr()] = buffer.nbytes
+
+    def unpin(self, buffer: torch.Tensor) -> None:
+        self.pinned.pop(buffer.data_ptr(), None)
+
+    def fetch(self, copies: Any, after: Arrival | None = None) -> Arrival:
+        copies = list(copies)
+        self.fetched_bytes += sum(source.nbytes for source, _ in copies)
+        return super().fetch(copies, after)
+
+    def give(self, copies: Any, after: Arrival | None = None) -> Arrival:
+        copies = list(copies)
+        self.given_bytes += sum(source.nbytes for source, _ in copies)
+        return super().fetch(copies, after)
+
+    def capacity(self) -> int:
+        return self._capacity
+
+    def peak(self, held: int) -> int:
+        in_use = held + self._others()
+        if in_use > self._capacity:
+            raise torch.OutOfMemoryError(
+                f"the simulated device has {self._capacity} bytes, {in_use} are in use"
+            )
+        return in_use
+
+
 BUCKET = 20000  # bytes: the model has four buckets
 
 
@@ -60,7 +102,8 @@ def train(
 
 
 def offloaded(make: Make, **arguments: Any) -> Make:
-    settings = {"bucket_bytes": BUCKET, "threads": 1} | arguments
+    settings = {"bucket_bytes": BUCKET, "threads": 1, "transfers": SimulatedTransfers()}
+    settings |= arguments
     return lambda params: optim.Offload(make(params), **settings)
 
 

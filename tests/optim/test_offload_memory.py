@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import mmap
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from offloading import assert_same_run, backward, offloaded, small_model, train
+from offloading import SimulatedTransfers, assert_same_run, backward, offloaded, small_model, train
 from torchweld import optim
-from torchweld.optim.offload._machine import SimulatedTransfers
-from torchweld.optim.offload.policy import MARGIN
+from torchweld.optim.offload._policy import MARGIN
 
 COUNT = 256 * 1024  # parameters of one large matrix
 # Bytes of AdamW's states per parameter (docs/optimizers.md), by dtype and codec.
@@ -182,20 +180,3 @@ def test_relieve_takes_all_to_the_host() -> None:
     optimizer.step()
     expected = train(lambda params: optim.AdamW(params, **codec), steps=5)
     assert_same_run((model, optimizer), expected[:2])
-
-
-def test_the_report(tmp_path: Path) -> None:
-    transfers = SimulatedTransfers(500_000, lambda: 1000)
-    make = offloaded(
-        lambda params: optim.AdamW(params, lr=1e-2, master_weights=True),
-        placement="auto",
-        transfers=transfers,
-    )
-    assert make(list(small_model().parameters())).report() == "Offload: no step yet"
-    model, optimizer, _ = train(make)
-    report = " ".join(optimizer.report(tmp_path / "bytes.png").split())
-    params = sum(p.nbytes for p in model.parameters()) / 1e6
-    assert report.count(f"device parameters {params:.3f} MB") == 3
-    assert report.count("device other memory, at the peak 0.001 MB") == 3
-    assert [phase in report for phase in ("forward: ", "backward: ", "step: ")] == [True] * 3
-    assert (tmp_path / "bytes.png").read_bytes().startswith(b"\x89PNG")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweld.optim.offload.policy import Placement, Seen, choose_resident
+from torchweld.optim.offload._policy import Placement, Seen, choose_resident
 
 
 @given(st.lists(st.integers(1, 100), max_size=12), st.integers(-50, 900))

@@ -1,8 +1,8 @@
-"""Communication hooks of DistributedDataParallel (DDP), for Offload and the 1-bit optimizers."""
+"""The communication hook of DistributedDataParallel (DDP) for the 1-bit optimizers."""
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,49 +45,3 @@ def check_attached(
         if any(id(p) in ours for p in candidate.parameters()):
             actual = "in a DistributedDataParallel, which averages gradients too"
             raise ArgumentError(function, "params", actual, "one that attach(ddp) was called with")
-
-
-class Reductions:
-    """Passes the gradients that DDP has reduced to Offload."""
-
-    def __init__(self) -> None:
-        # Whether DDP passes gradients, and whether a callback is queued for this backward pass.
-        self.are_awaited = self._is_queued = False
-
-    def begin(self, ddp: Any, owner: Any) -> None:
-        """Pass the gradients of this model to `owner`."""
-        ddp.register_comm_hook((weakref.ref(owner), ddp.process_group), _reduce_and_send)
-        self.are_awaited = True
-
-    def await_end(self, members: Iterable[Any]) -> None:
-        """After this backward pass, record the gradients that DDP has written."""
-        if not self.are_awaited or self._is_queued:
-            return
-        self._is_queued = True
-
-        def take() -> None:
-            self._is_queued = False
-            for m in members:
-                m.take_reduced()
-
-        engine = torch.autograd.Variable._execution_engine
-        # DDP queues its callback after this call, but before any callback runs. So a callback that
-        # this one queues runs after DDP's.
-        engine.queue_callback(lambda: engine.queue_callback(take))
-
-
-def _reduce_and_send(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
-    """Reduce a bucket as DDP does, then pass its gradients to the owner."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    owner, group = state
-    params, grads = bucket.parameters(), bucket.gradients()
-    send: Callable[[Any], Any] = lambda future: _send(owner, params, grads, future)  # noqa: E731
-    return allreduce_hook(group, bucket).then(send)
-
-
-def _send(owner: Any, params: Any, grads: Any, future: Any) -> Any:
-    offload = owner()
-    if offload is not None:
-        offload._take_reduced(params, grads)
-    return future.value()

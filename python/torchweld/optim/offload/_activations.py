@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchweld.optim.offload._buckets import explain_memory_errors
 from torchweld.optim.offload._machine import Arrival, Transfers, allocate_pages
-from torchweld.optim.offload.policy import choose_resident
+from torchweld.optim.offload._policy import choose_resident
 
 # A tensor that takes less than this fraction of its storage is part of something larger, such as a
 # batch of a dataset, which stays on the device.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -72,10 +72,6 @@ class Member:
         self.sent: TensorWeakRef | None = None
         self.sent_stamp: Stamp | None = None
         self.sent_sum: torch.Tensor | None = None  # the checksum of a sent DTensor
-        # The reduced gradient in DDP's bucket, before DDP writes it to the parameter; and whether
-        # the sent gradient came from there.
-        self.reduced: torch.Tensor | None = None
-        self.was_reduced = False
         self.is_released = False  # whether the host has the only copy of the gradient
         self.stamp: Stamp | None = None  # of the parameter when it was last copied to its twin
 
@@ -99,12 +95,6 @@ class Member:
         grad = self.param.grad
         if grad is not None and is_dtensor(grad) and self.sent is not None:
             self.sent_sum = sum_bits(local_part(grad))
-
-    def take_reduced(self) -> None:
-        """Record the gradient that DDP has written as the one that was sent."""
-        if self.reduced is not None and self.was_reduced and self.param.grad is not None:
-            self.note_sent(self.param.grad)
-        self.reduced, self.was_reduced = None, False
 
     def is_sent(self) -> bool:
         """Whether the host's gradient is up to date; also if there is none and none was sent."""
@@ -141,9 +131,7 @@ class Bucket:
         self._at = at  # the number of the parameters' group
         self.members = [Member(p) for p in params]
         self.home = DEVICE
-        self._is_finished = False  # whether this step is final although another bucket failed
         self.missing = 0  # how many expected gradients are not ready
-        self.task: Future[None] | None = None
         self._state_bytes = (0, 0)  # the number of states, and their bytes
         self._buffers: list[torch.Tensor] = []
         self._works: list[tuple[Group, Batch]] | None = None
@@ -221,7 +209,6 @@ class Bucket:
 
     def forget(self) -> None:
         """Reset the gradients."""
-        self._is_finished = False
         for m in self.members:
             m.forget()
         self.missing = sum(m.expected for m in self.members)
@@ -251,8 +238,7 @@ class Bucket:
         """Copy all gradients to the host, and the parameters that were written elsewhere."""
         copies = []
         for m in self.members:
-            grad = m.param.grad if m.reduced is None else m.reduced
-            m.was_reduced = m.reduced is not None
+            grad = m.param.grad
             if m.is_released and grad is None:
                 continue
             m.sent, m.sent_sum, m.is_released = None, None, False
@@ -296,7 +282,7 @@ class Bucket:
         """Adopt the current settings of the group."""
         settings = dict(self._optimizer.param_groups[self._at])
         if self.home == HOST:  # on the device, do not wait for a learning rate there
-            settings = {k: v if k == "params" else _copy_to_host(v) for k, v in settings.items()}
+            settings = {k: v if k == "params" else copy_to_host(v) for k, v in settings.items()}
         (group,) = self._stepper.param_groups
         params = group["params"]
         group.clear()
@@ -334,7 +320,7 @@ class Bucket:
         )
 
     def give_back(self) -> None:
-        """Make the step final: copy the stepped parameters to the device."""
+        """Copy the stepped parameters to the device."""
         pairs = [
             (local_part(m.twin.detach()), local_part(m.param.detach())) for m in self._stepping
         ]
@@ -344,24 +330,6 @@ class Bucket:
         for m in self._stepping:
             m.mark_copied()
         self._works, self._stepping = None, []
-
-    def end(self) -> None:
-        """Make a step on the device final."""
-        self._works, self._stepping = None, []
-
-    def finish(self) -> None:
-        """Make the step final although another bucket failed: a repeated step skips this bucket."""
-        if self.home == HOST:
-            self.give_back()
-        self._is_finished = True
-        for m in self.members:
-            if m.param.grad is not None:
-                m.note_sent(m.param.grad)
-
-    def is_finished(self) -> bool:
-        """Whether a failed `step()` already stepped this bucket with these gradients."""
-        self._is_finished = self._is_finished and all(m.is_sent() for m in self.members)
-        return self._is_finished
 
     def refresh(self) -> None:
         """Copy the parameters to the host, in case something else has written them."""
@@ -433,6 +401,95 @@ def _move_value(value: Any, device: torch.device) -> Any:
     return value.to(device)
 
 
-def _copy_to_host(value: Any) -> Any:
+def copy_to_host(value: Any) -> Any:
     """Copy a setting: learning rates may be tensors that change later."""
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+class Store:
+    """The buckets of an optimizer, in the order of its parameters.
+
+    The original optimizer and the buckets' optimizers share the dicts of states.
+    """
+
+    def __init__(self, optimizer: FusedOptimizer, transfers: Transfers) -> None:
+        self._optimizer, self._transfers = optimizer, transfers
+        self._states: States = defaultdict(dict)
+        self.buckets: list[Bucket] = []
+        self.members: dict[torch.Tensor, tuple[Bucket, Member]] = {}
+
+    def add(self, at: int, nbytes: int, on_host: bool) -> list[Member]:
+        """Divide the parameters of group `at` into buckets of at most `nbytes`."""
+        new = []
+        number = len(self.members)
+        for run in _split_into_runs(self._optimizer.param_groups[at]["params"], nbytes):
+            where = self._states, self._transfers
+            new.append(Bucket(self._optimizer, at, run, number, *where))
+            number += len(run)
+            self._states |= {p: self._optimizer.state[p] for p in run if p in self._optimizer.state}
+        try:
+            for bucket in new:
+                bucket.move(HOST if on_host else DEVICE)
+        except BaseException:
+            for bucket in new:
+                bucket.move(DEVICE)
+            raise
+        self.buckets += new
+        added = {m.param: (bucket, m) for bucket in new for m in bucket.members}
+        self.members |= added
+        return [m for _, m in added.values()]
+
+    def list_on_host(self) -> list[Bucket]:
+        """The buckets that are stepped on the host, last parameters first.
+
+        Their gradients are ready first.
+        """
+        return [bucket for bucket in reversed(self.buckets) if bucket.home == HOST]
+
+    def make_whole(self) -> FusedOptimizer:
+        """Make an optimizer over all parameters, each where it is stepped."""
+        groups = [
+            {**group, "params": [self.members[p][1].twin for p in group["params"]]}
+            for group in self._optimizer.param_groups
+        ]
+        codecs = {m.twin: self._optimizer._codec_of(p) for p, (_, m) in self.members.items()}
+        return make_stepper(self._optimizer, groups, 0, self._states, codecs)
+
+    def share_states(self) -> None:
+        """Share new states with the original optimizer."""
+        for p, (_, m) in self.members.items():
+            if m.twin in self._states and p not in self._optimizer.state:
+                self._optimizer.state[p] = self._states[m.twin]
+
+    def refresh(self) -> None:
+        """Copy the parameters to the host, in case something else has written them."""
+        for bucket in self.list_on_host():
+            bucket.refresh()
+
+    def load(self, state_dict: State) -> None:
+        """Load a saved state, each entry to where its parameter is stepped."""
+        self.refresh()
+        whole = self.make_whole()
+        whole.load_state_dict(state_dict)
+        self._states.clear()
+        self._states |= whole.state
+        self._optimizer.state.clear()
+        for group, loaded in zip(self._optimizer.param_groups, whole.param_groups, strict=True):
+            params = group["params"]
+            group.clear()
+            group.update(loaded, params=params)
+        self.share_states()
+
+
+def _split_into_runs(params: list[torch.Tensor], nbytes: int) -> list[list[torch.Tensor]]:
+    """Split parameters into runs of at most `nbytes`; a larger parameter is its own run."""
+    runs: list[list[torch.Tensor]] = []
+    size = 0
+    for p in params:
+        nbytes_of_p = local_part(p.detach()).nbytes
+        if not runs or size + nbytes_of_p > nbytes:
+            runs.append([])
+            size = 0
+        runs[-1].append(p)
+        size += nbytes_of_p
+    return runs

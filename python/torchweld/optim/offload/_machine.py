@@ -1,8 +1,4 @@
-"""The machine: copies between device and host, free memory, and the thread that steps on the host.
-
-`CudaTransfers` copies on its own streams. `SimulatedTransfers` is its counterpart for a simulated
-device within the host's memory: it copies as well, and counts the bytes that the device holds.
-"""
+"""The machine: copies between device and host, host memory, and the thread that steps there."""
 
 from __future__ import annotations
 
@@ -12,8 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -25,8 +20,8 @@ T = TypeVar("T")
 Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
-class Arrival(Protocol):
-    """An event that follows some copies."""
+class Arrival:
+    """An event that follows some copies. On the host copies are immediate."""
 
     def synchronize(self) -> None:
         """Make the host wait for the copies."""
@@ -38,8 +33,11 @@ class Arrival(Protocol):
         """
 
 
-class Transfers(Protocol):
-    """The copies and the memory of a device, as an offloaded step uses them."""
+class Transfers:
+    """The copies and the memory of a device, as an offloaded step uses them.
+
+    This class simulates a device: its tensors are on the host, and copies are immediate.
+    """
 
     def pin(self, buffer: torch.Tensor) -> None:
         """Page-lock this host memory, so that copies from and to it run concurrently."""
@@ -49,24 +47,30 @@ class Transfers(Protocol):
 
     def fetch(self, copies: Copies, after: Arrival | None = None) -> Arrival:
         """Copy to the host, after the work that is queued on the device, and after `after`."""
+        for source, target in copies:
+            target.copy_(source)
+        return Arrival()
 
     def give(self, copies: Copies, after: Arrival | None = None) -> Arrival:
         """Copy to the device, after the work that is queued on it, and after `after`."""
+        return self.fetch(copies, after)
 
     def join(self) -> None:
         """Make the work queued after this call wait for the copies to the device."""
 
     def capacity(self) -> int:
         """The usable bytes of the device."""
+        return 1 << 62
 
     def peak(self, held: int) -> int:
         """The device's peak of used bytes since the last call.
 
         `held` is the part that Offload counts itself.
         """
+        return held
 
 
-class CudaTransfers:
+class CudaTransfers(Transfers):
     """Copies on two streams, one per direction, with the lifetime of this object."""
 
     def __init__(self, device: torch.device, pins: bool) -> None:
@@ -99,27 +103,23 @@ class CudaTransfers:
             torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
     def fetch(self, copies: Copies, after: Arrival | None = None) -> Arrival:
-        self._out.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._out):
-            if after is not None:
-                after.join()
-            for source, target in copies:
-                target.copy_(source, non_blocking=True)
-                # The memory must not be reused before the copy is done, even if it is freed now.
-                source.record_stream(self._out)
-        return _CudaArrival(self._device, self._out)
+        return self._copy(self._out, copies, after)
 
     def give(self, copies: Copies, after: Arrival | None = None) -> Arrival:
-        # Kernels that read the parameters may still run.
-        self._back.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._back):
+        return self._copy(self._back, copies, after)
+
+    def _copy(self, stream: torch.cuda.Stream, copies: Copies, after: Arrival | None) -> Arrival:
+        # Kernels that write the sources or read the targets may still run.
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
             if after is not None:
                 after.join()
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
-                # If a backward pass fails, an activation may be freed before it is copied.
-                target.record_stream(self._back)
-        return _CudaArrival(self._device, self._back)
+                # The memory must not be reused before the copy is done, even if it is freed now:
+                # a gradient on its way out, or an activation of a backward pass that fails.
+                (source if stream is self._out else target).record_stream(stream)
+        return _CudaArrival(self._device, stream)
 
     def join(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._back)
@@ -137,7 +137,7 @@ class CudaTransfers:
         return peak
 
 
-class _CudaArrival:
+class _CudaArrival(Arrival):
     """An event on a stream of copies."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
@@ -186,114 +186,29 @@ def allocate_pages(nbytes: int) -> torch.Tensor:
     return whole[start : start + nbytes]
 
 
-class _Arrived:
-    def synchronize(self) -> None:
-        pass
-
-    def join(self, *targets: torch.Tensor) -> None:
-        pass
-
-
-class SimulatedTransfers:
-    """A simulated device of `capacity` bytes: its tensors are on the host, copies are immediate.
-
-    `others` returns how many bytes of the device are used besides those that Offload counts.
-    """
-
-    def __init__(self, capacity: int = 1 << 62, others: Callable[[], int] = lambda: 0) -> None:
-        self._capacity, self._others = capacity, others
-        self.fetched_bytes = self.given_bytes = 0
-        self.pinned: dict[int, int] = {}
-
-    def pin(self, buffer: torch.Tensor) -> None:
-        self.pinned[buffer.data_ptr()] = buffer.nbytes
-
-    def unpin(self, buffer: torch.Tensor) -> None:
-        self.pinned.pop(buffer.data_ptr(), None)
-
-    def fetch(self, copies: Copies, after: Arrival | None = None) -> Arrival:
-        for source, target in copies:
-            target.copy_(source)
-            self.fetched_bytes += source.nbytes
-        return _Arrived()
-
-    def give(self, copies: Copies, after: Arrival | None = None) -> Arrival:
-        for source, target in copies:
-            target.copy_(source)
-            self.given_bytes += source.nbytes
-        return _Arrived()
-
-    def join(self) -> None:
-        pass
-
-    def capacity(self) -> int:
-        return self._capacity
-
-    def peak(self, held: int) -> int:
-        in_use = held + self._others()
-        if in_use > self._capacity:
-            raise torch.OutOfMemoryError(
-                f"the simulated device has {self._capacity} bytes, {in_use} are in use"
-            )
-        return in_use
-
-
-def make_transfers(device: torch.device, pins: bool) -> Transfers:
-    """Make the transfers of this device; the CPU gets a simulated device."""
-    return CudaTransfers(device, pins) if device.type == "cuda" else SimulatedTransfers()
-
-
 # A decorator that keeps a function out of torch.compile's graphs. `torch.compiler.disable` does the
 # same, but would import the compiler together with this module.
 untraced = torch._disable_dynamo
 
 
-def find_cores(device: torch.device) -> set[int]:
-    """Find the cores on the device's memory node that this process may use."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    if device.type != "cuda":
-        return allowed
-    properties: Any = torch.cuda.get_device_properties(device)
-    bus = f"{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}"
-    address = f"{properties.pci_domain_id:04x}:{bus}.0"
-    return find_near_cores(Path("/sys"), address, allowed)
-
-
-def find_near_cores(sys: Path, address: str, allowed: set[int]) -> set[int]:
-    """Find the allowed cores on the PCI device's memory node; all cores if it has none."""
-    try:
-        node = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
-        listed = (sys / f"devices/system/node/node{node}/cpulist").read_text()
-    except (OSError, ValueError):
-        return allowed
-    cores: set[int] = set()
-    for part in filter(None, listed.strip().split(",")):
-        first, _, last = part.partition("-")
-        cores |= set(range(int(first), int(last or first) + 1))
-    return cores & allowed or allowed
-
-
-def count_default_threads(cores: set[int]) -> int:
+def count_default_threads() -> int:
     """Count this rank's share of the cores, less one for the thread that feeds the device.
 
     OMP_NUM_THREADS is ignored: torchrun sets it to 1.
     """
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    nodes = max(1, allowed // max(1, len(cores)))
-    ranks_here = -(-ranks // nodes)
-    return max(1, len(cores) // ranks_here - 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1)
 
 
 class Worker:
-    """The thread that steps on the host; its kernels use `threads` threads on `cores`."""
+    """The thread that steps on the host; its kernels use `threads` threads."""
 
-    def __init__(self, threads: int, cores: set[int]) -> None:
+    def __init__(self, threads: int) -> None:
         self.threads = threads
         self._process = os.getpid()
         self._pool = ThreadPoolExecutor(1, "torchweld-offload")
         before = torch.get_num_threads()
-        self.call(lambda: _bind_thread(threads, cores))
+        self.call(lambda: _set_threads(threads))
         # Setting the count in a thread also changes it for threads that start later.
         torch.set_num_threads(before)
 
@@ -322,10 +237,7 @@ class Worker:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _bind_thread(threads: int, cores: set[int]) -> None:
-    # Memory is placed on the memory node of the thread that touches it first.
-    if hasattr(os, "sched_setaffinity") and cores and cores != os.sched_getaffinity(0):
-        os.sched_setaffinity(0, cores)
+def _set_threads(threads: int) -> None:
     torch.get_num_threads()  # the first call in a thread adopts the process's count
     torch.set_num_threads(threads)
 

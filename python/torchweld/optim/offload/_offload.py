@@ -4,44 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from torchweld.errors import ArgumentError
 from torchweld.optim._base import FusedOptimizer, Group, read_scaler_number
 from torchweld.optim._codecs import State
-from torchweld.optim._ddp import Reductions
 from torchweld.optim._one_bit import OneBitOptimizer
 from torchweld.optim._shards import is_dtensor, local_part, sharing_key
 from torchweld.optim.adam import AdamW
-from torchweld.optim.offload import _report
 from torchweld.optim.offload._activations import Activations
-from torchweld.optim.offload._buckets import DEVICE, HOST, Bucket
+from torchweld.optim.offload._buckets import DEVICE, HOST, Bucket, Store, copy_to_host
 from torchweld.optim.offload._machine import (
+    CudaTransfers,
     Transfers,
     Worker,
     count_default_threads,
-    find_cores,
     has_processes,
-    make_transfers,
     untraced,
 )
-from torchweld.optim.offload._store import (
-    Store,
-    load_with_hooks,
-    return_parameters,
-    save_with_hooks,
-    step_buckets,
-)
-from torchweld.optim.offload.policy import Placement, Seen
+from torchweld.optim.offload._policy import Placement, Seen
 
-# Steps without delay before delayed updates begin, while gradients change fast.
-_WARM_UP = 40
 PLACEMENTS = (HOST, DEVICE, "auto")
 
 
@@ -59,12 +46,9 @@ class Offload(torch.optim.Optimizer):
         placement: where states are kept and parameters are stepped. "cpu": on the host. "cuda": on
             the device. "auto": on the device as far as it has room, measured at every step.
         clip_norm: the norm to which gradients are clipped, like max_grad_norm of the optimizer.
-        delayed_update: take the step during the next forward and backward pass, one step behind.
-            True begins after 40 steps without delay, a number after that many. It needs
-            placement="cpu".
         pin_memory: whether the host's memory is page-locked, so that copies run concurrently.
         threads: the number of threads of a step on the host; default: this rank's share of the
-            cores near the device.
+            cores.
         bucket_bytes: the bytes of parameters in a bucket.
         release_gradients: whether to free a gradient on the device once it is on the host; p.grad
             is then None after the backward pass. With "auto" this applies only to buckets that are
@@ -88,7 +72,6 @@ class Offload(torch.optim.Optimizer):
         *,
         placement: str = HOST,
         clip_norm: float | None = None,
-        delayed_update: bool | int = False,
         pin_memory: bool = True,
         threads: int | None = None,
         bucket_bytes: int = 32 << 20,
@@ -107,8 +90,7 @@ class Offload(torch.optim.Optimizer):
                 "Offload", "params_or_optimizer", actual, "one that has them already"
             )
         _check_arguments(optimizer, placement, clip_norm, threads, bucket_bytes)
-        _check_host_only(placement, release_gradients, delayed_update)
-        _check_trust(trust_versions, release_gradients)
+        _check_release(release_gradients, placement, trust_versions)
         if clip_norm is not None:
             optimizer.max_grad_norm = clip_norm
         self._is_made = False
@@ -117,28 +99,25 @@ class Offload(torch.optim.Optimizer):
         self._optimizer, self.state = optimizer, optimizer.state
         self.param_groups = optimizer.param_groups
         self.placement, self._releases = placement, release_gradients
-        self._delay = _WARM_UP if delayed_update is True else delayed_update
-        self._delays = delayed_update is not False
         self._bucket_bytes, self._capacity = bucket_bytes, capacity
         self._trusts_versions = trust_versions
         self._device = device = _find_device(optimizer)
-        self._transfers = transfers or make_transfers(device, pin_memory)
-        cores = find_cores(device)
-        self._worker = Worker(threads or count_default_threads(cores), cores)
+        self._transfers = transfers or _make_transfers(device, pin_memory)
+        self._worker = Worker(threads or count_default_threads())
         weakref.finalize(self, self._worker.stop)  # does not wait: its thread may be the caller
         self._store = Store(optimizer, self._transfers)
         self._hooks: list[Any] = []
         self._lock = threading.Lock()  # autograd has a thread per device
-        self._edits, self._steps = Edits(), 0
-        self._pending: list[Bucket] = []  # buckets whose delayed step may still run
+        # Gradients that are written after the backward pass, as by clip_grad_norm_, would be copied
+        # twice. How many steps to wait until buckets are sent again, and after the next edit.
+        self._wait, self._patience = 0, 1
         self._placement = Placement()
         self._activations = Activations(self._transfers, device, bucket_bytes)
         if placement == DEVICE:
             self._activations.keep_all()
-        self._timeline = _report.Timeline()
+        self._phases: dict[str, Phase] = {}  # of the last step
         # In several processes, gradients of plain parameters may be reduced after the hooks.
         self._is_single_process = not has_processes()
-        self._reductions = Reductions()
         for at in range(len(self.param_groups)):
             self._add_members(at)
         self._is_made = True
@@ -148,7 +127,6 @@ class Offload(torch.optim.Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         if not self._is_made:
             return super().add_param_group(param_group)
-        self.synchronize()
         self._optimizer.add_param_group(param_group)
         self._add_members(len(self.param_groups) - 1)
         return None
@@ -158,19 +136,6 @@ class Offload(torch.optim.Optimizer):
             if m.param.requires_grad:
                 hook = functools.partial(_notify, weakref.ref(self))
                 self._hooks.append(m.param.register_post_accumulate_grad_hook(hook))
-
-    def overlap_with_ddp(self, ddp: Any) -> None:
-        """Copy gradients to the host as soon as DistributedDataParallel has reduced them.
-
-        This registers a communication hook. Without it, gradients of plain parameters in several
-        processes are copied only after the backward pass, since nothing tells whether a gradient
-        has been reduced.
-        """
-        if self._releases or not self._trusts_versions:
-            actual = "with release_gradients" if self._releases else "with trust_versions=False"
-            accepted = "without: DDP writes the gradients later"
-            raise ArgumentError("Offload.overlap_with_ddp", "the optimizer", actual, accepted)
-        self._reductions.begin(ddp, self)
 
     def activations(self, least_bytes: int = 1 << 20) -> contextlib.AbstractContextManager[None]:
         """Return a context that offloads the tensors that autograd saves, as `placement` says.
@@ -190,8 +155,8 @@ class Offload(torch.optim.Optimizer):
         with self._lock:
             bucket, m = self._store.members[p]
             m.fired += 1
-            self._timeline.first_gradient(self)
-            self._reductions.await_end(m for _, m in self._store.members.values())
+            if "forward" not in self._phases:
+                self._end_phase("forward")
             if bucket.home == DEVICE:
                 return
             if m.is_released:
@@ -202,26 +167,11 @@ class Offload(torch.optim.Optimizer):
                 return  # a partial gradient, which a plan sums after the backward pass
             bucket.missing -= 1
             may_send = self._trusts_versions and (self._is_single_process or is_dtensor(p))
-            if bucket.missing == 0 and may_send and not self._edits.are_expected():
+            if bucket.missing == 0 and may_send and self._wait == 0:
                 self._send_bucket(bucket)
-
-    def _take_reduced(self, params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
-        """Take gradients from DDP's buckets before DDP writes them to parameters."""
-        with self._lock, torch.no_grad():
-            ours = [self._store.members[p] for p in params if p in self._store.members]
-            for p, grad in zip(params, grads, strict=True):
-                if p in self._store.members:
-                    self._store.members[p][1].reduced = grad
-            for bucket in dict.fromkeys(bucket for bucket, _ in ours):
-                waits = any(m.expected and m.reduced is None for m in bucket.members)
-                is_complete = bucket.missing == 0 and not waits and bucket.home == HOST
-                if is_complete and not self._edits.are_expected():
-                    self._send_bucket(bucket)
 
     def _send_bucket(self, bucket: Bucket) -> None:
         """Copy the gradients of a complete bucket to the host."""
-        if bucket.task is not None and not bucket.task.done():
-            return  # a delayed step still reads the previous gradients
         bucket.send(self._releases)
         for m in bucket.members:
             m.sum_sent()
@@ -254,19 +204,18 @@ class Offload(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._timeline.end(_report.BACKWARD, self)
-        self._finish_pending()
+        self._end_phase("backward")
         with self._lend_scaler_numbers():
             self._advance()
             if not self._releases:
                 self._optimizer._unscale()
-        self._steps += 1
         for bucket in self._store.buckets:
             bucket.expect()
         self._store.share_states()
-        self._timeline.end(_report.STEP, self)
+        self._end_phase("step")
         if self.placement == "auto":
             self._place()
+        self._phases = {}
         return loss
 
     @contextlib.contextmanager
@@ -282,15 +231,11 @@ class Offload(torch.optim.Optimizer):
                 delattr(self._optimizer, name)
 
     def _advance(self) -> None:
-        unfinished = [bucket for bucket in self._store.buckets if not bucket.is_finished()]
-        devices = [bucket for bucket in unfinished if bucket.home == DEVICE]
-        hosts = [bucket for bucket in reversed(unfinished) if bucket.home == HOST]
+        buckets = self._store.buckets
+        devices = [bucket for bucket in buckets if bucket.home == DEVICE]
+        hosts = self._store.list_on_host()
         edited = self._update_gradients(hosts)
-        numbers = self._compute_factor(), read_scaler_number(self, "found_inf")
-        # The host waits for the device here, unless no bucket is stepped on the host.
-        factor, found_inf = (
-            t.detach().to("cpu") if hosts and t is not None else None for t in numbers
-        )
+        factor, found_inf = self._compute_factor(), read_scaler_number(self, "found_inf")
         # Everything that can fail is done before the first bucket is stepped.
         for bucket in (*devices, *hosts):
             bucket.adopt_settings()
@@ -298,13 +243,41 @@ class Offload(torch.optim.Optimizer):
             bucket.prepare()
         for bucket in hosts:
             self._worker.call(bucket.prepare)
-        self._edits.learn(edited)
-        delays = self._delays and self._steps >= self._delay
-        step_buckets(self._worker, hosts, devices, (factor, found_inf), numbers, not delays)
-        if delays:
-            self._pending = hosts
-        else:
+        self._learn(edited)
+        # The host waits for the device here, unless no bucket is stepped on the host.
+        numbers = [copy_to_host(t) if hosts else None for t in (factor, found_inf)]
+        tasks = {
+            bucket: self._worker.submit(functools.partial(bucket.run, *numbers))
+            for bucket in hosts
+            if bucket.needs_no_exchange()
+        }
+        failures = []
+        try:
+            for bucket in devices:
+                bucket.run(factor, found_inf)
+            for bucket in hosts:
+                if bucket not in tasks:
+                    bucket.run(*numbers)
+        finally:
+            # A bucket's parameters are copied to the device while the host steps the next one.
+            for bucket in hosts:
+                failure = tasks[bucket].exception() if bucket in tasks else None
+                if failure is None:
+                    bucket.give_back()
+                else:
+                    failures.append(failure)
             self._transfers.join()
+        if failures:
+            raise failures[0]
+
+    def _learn(self, edited: bool) -> None:
+        """Record whether gradients were written after they had been sent."""
+        if edited:
+            self._wait, self._patience = self._patience, min(2 * self._patience, 64)
+        elif self._wait > 0:
+            self._wait -= 1
+        else:
+            self._patience = 1
 
     def _update_gradients(self, hosts: list[Bucket]) -> bool:
         """Copy what the host lacks to it; return whether a gradient that it had was written."""
@@ -331,21 +304,6 @@ class Offload(torch.optim.Optimizer):
         self.grad_norm = whole.grad_norm
         return factor if factor is None else factor.to(self._device)
 
-    def _finish_pending(self) -> None:
-        """Finish the delayed step and copy its parameters to the device."""
-        if any(bucket.task is not None and not bucket.task.done() for bucket in self._pending):
-            self._worker.check_process()  # in a forked process a running task never ends
-        for bucket in self._pending:
-            return_parameters(bucket)
-        if self._pending:
-            self._transfers.join()
-        self._pending = []
-
-    @untraced
-    def synchronize(self) -> None:
-        """Finish all pending steps; with delayed_update, call it before you save the model."""
-        self._finish_pending()
-
     # --- Placement ----------------------------------------------------------------------------
 
     def _place(self) -> None:
@@ -359,7 +317,7 @@ class Offload(torch.optim.Optimizer):
         if releases:  # gradients stay where their bucket is stepped
             sizes = [sum(both) for both in zip(sizes, gradients, strict=True)]
         phases = {}
-        for name, phase in self._timeline.phases.items():
+        for name, phase in self._phases.items():
             placed = phase.device["states"] + phase.device["activations"]
             placed += phase.gradients_that_stay if releases else 0
             may_come = 0 if releases else sum(gradients) - phase.device["gradients"]
@@ -369,7 +327,6 @@ class Offload(torch.optim.Optimizer):
         homes = [DEVICE if stays else HOST for stays in chosen]
         if homes == [bucket.home for bucket in buckets]:
             return
-        self._finish_pending()
         for home in (HOST, DEVICE):  # free room before using it
             for bucket, new in zip(buckets, homes, strict=True):
                 if new == home:
@@ -377,7 +334,6 @@ class Offload(torch.optim.Optimizer):
 
     def relieve(self) -> None:
         """Move all states to the host and measure again; call it after an OutOfMemoryError."""
-        self.synchronize()
         self._placement.forget()
         self._activations.keep(0)
         for bucket in self._store.buckets:
@@ -385,11 +341,28 @@ class Offload(torch.optim.Optimizer):
 
     def memory(self) -> dict[str, dict[str, int]]:
         """The current bytes on the device and on the host, by kind."""
-        return {"device": _report.count_on_device(self), "host": _report.count_on_host(self)}
+        buckets = self._store.buckets
+        on_device = {
+            "parameters": sum(local_part(p.detach()).nbytes for p in self._store.members),
+            "gradients": _count_gradients(self._store.members),
+            "states": sum(b.state_bytes() for b in buckets if b.home == DEVICE),
+            "activations": self._activations.device_bytes(),
+        }
+        on_host = {
+            "parameters and gradients": sum(b.host_buffer_bytes() for b in buckets),
+            "states": sum(b.state_bytes() for b in buckets if b.home == HOST),
+            "activations": self._activations.host_bytes(),
+        }
+        return {"device": on_device, "host": on_host}
 
-    def report(self, plot: str | os.PathLike[str] | None = None) -> str:
-        """Describe where every byte was in the last step; `plot` names a file for a picture."""
-        return _report.write_report(self, plot)
+    def _end_phase(self, name: str) -> None:
+        """Record the memory of a phase of a step, for "auto"; reading the peak resets it."""
+        if self.placement != "auto":
+            return
+        device = self.memory()["device"] | {"activations": self._activations.take_most()}
+        stay = [m.param for b in self._store.buckets if b.home == DEVICE for m in b.members]
+        peak = self._transfers.peak(sum(device.values()))
+        self._phases[name] = Phase(device, peak, _count_gradients(stay))
 
     # --- State --------------------------------------------------------------------------------
 
@@ -403,8 +376,13 @@ class Offload(torch.optim.Optimizer):
 
         Hooks of both optimizers run, each with its own optimizer as argument.
         """
-        self.synchronize()
-        return save_with_hooks(self, self._optimizer.state_dict)
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state_dict = self._optimizer.state_dict()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
 
     @untraced
     def load_state_dict(self, state_dict: State) -> None:
@@ -412,19 +390,21 @@ class Offload(torch.optim.Optimizer):
 
         Hooks of both optimizers run.
         """
-        self.synchronize()
-        with load_with_hooks(self, state_dict) as changed:
-            self._store.load(changed)
+        state_dict = state_dict.copy()  # hooks may change it
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._store.load(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def refresh_masters(self) -> None:
         """Adopt the parameters' current values; call it after other code has set them."""
-        self.synchronize()
         self._store.refresh()
         self._store.make_whole().refresh_masters()
 
     def close(self) -> None:
         """Give the states back to the original optimizer, on the device."""
-        self.synchronize()
         for hook in self._hooks:
             hook.remove()
         for bucket in self._store.buckets:
@@ -440,30 +420,6 @@ def _notify(owner: weakref.ref[Offload], p: torch.Tensor) -> None:
         offload._worker.check_process()  # before taking the lock, which may be held forever
         with torch.no_grad():
             offload._take_gradient(p)
-
-
-class Edits:
-    """Predicts whether gradients are written after the backward pass, as clip_grad_norm_ does.
-
-    A gradient that is written is copied twice, so buckets are then sent less often.
-    """
-
-    def __init__(self) -> None:
-        # How many steps to wait until buckets are sent again, and after the next edit.
-        self._wait, self._patience = 0, 1
-
-    def are_expected(self) -> bool:
-        """Whether to copy gradients in `step()` only."""
-        return self._wait > 0
-
-    def learn(self, edited: bool) -> None:
-        """Record a step."""
-        if edited:
-            self._wait, self._patience = self._patience, min(2 * self._patience, 64)
-        elif self._wait > 0:
-            self._wait -= 1
-        else:
-            self._patience = 1
 
 
 def _check_arguments(
@@ -497,26 +453,37 @@ def _check_arguments(
         refuse("bucket_bytes", repr(bucket_bytes), "a number > 0")
 
 
-def _check_host_only(placement: str, releases: bool, delayed: bool | int) -> None:
-    """Check the arguments that need steps on the host."""
-    asked: list[tuple[str, bool | int, tuple[str, ...]]] = [
-        ("release_gradients", releases, (HOST, "auto")),
-        ("delayed_update", delayed, (HOST,)),
-    ]
-    for argument, value, placements in asked:
-        if value is not False and placement not in placements:
-            actual = f"{value!r} with placement={placement!r}"
-            accepted = "False, or placement=" + " or ".join(f'"{name}"' for name in placements)
-            raise ArgumentError("Offload", argument, actual, accepted)
-        if value < 0:
-            raise ArgumentError("Offload", argument, repr(value), "True, False or a number >= 0")
-
-
-def _check_trust(trust_versions: bool, release_gradients: bool) -> None:
-    """Check that gradients may be copied in `step()`, as trust_versions=False asks."""
-    if release_gradients and not trust_versions:
+def _check_release(releases: bool, placement: str, trust_versions: bool) -> None:
+    """Check that gradients are stepped on the host, and copied during the backward pass."""
+    if releases and placement == DEVICE:
+        actual = f"True with placement={placement!r}"
+        accepted = 'False, or placement="cpu" or "auto"'
+        raise ArgumentError("Offload", "release_gradients", actual, accepted)
+    if releases and not trust_versions:
         accepted = "True with release_gradients, which copies gradients during the backward pass"
         raise ArgumentError("Offload", "trust_versions", "False", accepted)
+
+
+class Phase(NamedTuple):
+    """The memory of the device in a phase of a step."""
+
+    device: dict[str, int]  # bytes by kind at its end; activations at their peak
+    peak: int
+    gradients_that_stay: int  # bytes of gradients of the buckets that are stepped on the device
+
+
+def _count_gradients(params: Iterable[torch.Tensor]) -> int:
+    return sum(_count_bytes(local_part(p.grad)) for p in params if p.grad is not None)
+
+
+def _count_bytes(grad: torch.Tensor) -> int:
+    if grad.layout is torch.strided:
+        return grad.nbytes
+    return grad._values().nbytes + grad._indices().nbytes
+
+
+def _make_transfers(device: torch.device, pins: bool) -> Transfers:
+    return CudaTransfers(device, pins) if device.type == "cuda" else Transfers()
 
 
 def _find_device(optimizer: FusedOptimizer) -> torch.device:
