@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from torchweld.errors import ArgumentError
-from torchweld.ops.optimizer.batch import Task, Tensors
+from torchweld.ops.optimizer.batch import Stepped, Task, Tensor, Tensors
 from torchweld.ops.optimizer.cautious import agree, oppose
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.ops.optimizer.torchs import take_torchs_step
@@ -32,14 +32,8 @@ class AdamSettings(NamedTuple):
 
 
 def _update(
-    p: torch.Tensor,
-    g: torch.Tensor,
-    moments: Tensors,
-    t: torch.Tensor,
-    lr: torch.Tensor,
-    ratio: torch.Tensor,
-    s: AdamSettings,
-) -> tuple[torch.Tensor, Tensors]:
+    p: Tensor, g: Tensor, moments: Tensors, t: Tensor, lr: Tensor, ratio: Tensor, s: AdamSettings
+) -> Stepped:
     step_size = (lr / (1 - s.beta1**t)).to(p.dtype)
     root_scale = (1 / (1 - s.beta2**t).sqrt()).to(p.dtype)
     g, new = _take_in(p, g, moments, s)
@@ -54,17 +48,13 @@ def _update(
     return p - u * step_size, new
 
 
-def _agreement(
-    p: torch.Tensor, g: torch.Tensor, moments: Tensors, t: torch.Tensor, s: AdamSettings
-) -> tuple[torch.Tensor, Tensors]:
+def _agreement(p: Tensor, g: Tensor, moments: Tensors, t: Tensor, s: AdamSettings) -> Stepped:
     """1 where a cautious step moves."""
     g, new = _take_in(p, g, moments, s)
     return agree(new[0], g).to(p.dtype), new
 
 
-def _take_in(
-    p: torch.Tensor, g: torch.Tensor, moments: Tensors, s: AdamSettings
-) -> tuple[torch.Tensor, Tensors]:
+def _take_in(p: Tensor, g: Tensor, moments: Tensors, s: AdamSettings) -> Stepped:
     if not s.decoupled_weight_decay and s.weight_decay != 0:
         g = g + p * s.weight_decay
     exp_avg = moments[0] + (g - moments[0]) * (1 - s.beta1)

@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from torchweld.errors import ArgumentError
-from torchweld.ops.optimizer.batch import Batch, Tensors
+from torchweld.ops.optimizer.batch import Batch, Stepped, Tensor, Tensors
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.optim._base import Group, OwnOptimizer
 from torchweld.optim._options import OwnOptions, takes
@@ -43,13 +43,8 @@ def _slow_beta(t: torch.Tensor, s: AdemamixSettings) -> torch.Tensor:
 
 
 def _update(
-    p: torch.Tensor,
-    g: torch.Tensor,
-    moments: Tensors,
-    t: torch.Tensor,
-    lr: torch.Tensor,
-    s: AdemamixSettings,
-) -> tuple[torch.Tensor, Tensors]:
+    p: Tensor, g: Tensor, moments: Tensors, t: Tensor, lr: Tensor, s: AdemamixSettings
+) -> Stepped:
     beta3, alpha = _slow_beta(t, s), torch.full_like(t, s.alpha)
     if s.alpha_warmup:
         alpha = torch.where(t < s.alpha_warmup, s.alpha * (t / s.alpha_warmup), alpha)

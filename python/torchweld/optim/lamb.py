@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from torchweld.errors import ArgumentError
-from torchweld.ops.optimizer.batch import Tensors
+from torchweld.ops.optimizer.batch import Stepped, Tensor, Tensors
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.optim._base import Group, OwnOptimizer, RatiosOf
 from torchweld.optim._options import OwnOptions, takes
@@ -26,13 +26,7 @@ class LambSettings(NamedTuple):
     grad_averaging: bool  # whether a gradient enters the first moment times 1 - beta1, or unscaled
 
 
-def _direction(
-    p: torch.Tensor,
-    g: torch.Tensor,
-    moments: Tensors,
-    t: torch.Tensor,
-    s: LambSettings,
-) -> tuple[torch.Tensor, Tensors]:
+def _direction(p: Tensor, g: Tensor, moments: Tensors, t: Tensor, s: LambSettings) -> Stepped:
     exp_avg = moments[0] * s.beta1 + g * (1 - s.beta1 if s.grad_averaging else 1)
     exp_avg_sq = moments[1] * s.beta2 + g * g * (1 - s.beta2)
     corrected = 1 if s.bias_correction else 0
@@ -45,14 +39,8 @@ def _direction(
 
 
 def _update(
-    p: torch.Tensor,
-    g: torch.Tensor,
-    moments: Tensors,
-    t: torch.Tensor,
-    lr: torch.Tensor,
-    ratio: torch.Tensor,
-    s: LambSettings,
-) -> tuple[torch.Tensor, Tensors]:
+    p: Tensor, g: Tensor, moments: Tensors, t: Tensor, lr: Tensor, ratio: Tensor, s: LambSettings
+) -> Stepped:
     u, moments = _direction(p, g, moments, t, s)
     return p - u * (lr * ratio).to(p.dtype), moments
 

@@ -8,7 +8,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from torchweld.ops.optimizer.batch import Tensors
+from torchweld.ops.optimizer.batch import Stepped, Tensor, Tensors
 from torchweld.ops.optimizer.cautious import agree, oppose
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.optim._base import OwnOptimizer
@@ -26,14 +26,8 @@ class LionSettings(NamedTuple):
 
 
 def _update(
-    p: torch.Tensor,
-    g: torch.Tensor,
-    moments: Tensors,
-    t: torch.Tensor,
-    lr: torch.Tensor,
-    ratio: torch.Tensor,
-    s: LionSettings,
-) -> tuple[torch.Tensor, Tensors]:
+    p: Tensor, g: Tensor, moments: Tensors, t: Tensor, lr: Tensor, ratio: Tensor, s: LionSettings
+) -> Stepped:
     (momentum,) = moments
     ahead = momentum * s.beta1 + g * (1 - s.beta1)
     if s.cautious:
@@ -44,9 +38,7 @@ def _update(
     return p, [momentum * s.beta2 + g * (1 - s.beta2)]
 
 
-def _agreement(
-    p: torch.Tensor, g: torch.Tensor, moments: Tensors, t: torch.Tensor, s: LionSettings
-) -> tuple[torch.Tensor, Tensors]:
+def _agreement(p: Tensor, g: Tensor, moments: Tensors, t: Tensor, s: LionSettings) -> Stepped:
     """1 where a cautious step moves."""
     (momentum,) = moments
     ahead = momentum * s.beta1 + g * (1 - s.beta1)

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer import passes
-from torchweld.ops.optimizer.batch import Batch, Task, Tensors
+from torchweld.ops.optimizer.batch import Batch, Stepped, Task, Tensor, Tensors
 from torchweld.ops.optimizer.cautious import agree, oppose
 from torchweld.ops.optimizer.orthogonal import QUINTIC
 from torchweld.ops.optimizer.passes import Exchange, Part, Pass, over_all
@@ -37,13 +37,8 @@ class MuonSettings(NamedTuple):
 
 
 def _update(
-    p: torch.Tensor,
-    g: torch.Tensor,
-    moments: Tensors,
-    t: torch.Tensor,
-    lr: torch.Tensor,
-    s: MuonSettings,
-) -> tuple[torch.Tensor, Tensors]:
+    p: Tensor, g: Tensor, moments: Tensors, t: Tensor, lr: Tensor, s: MuonSettings
+) -> Stepped:
     if not moments:
         decayed = p * (1 - lr * s.weight_decay).to(p.dtype)
         p = torch.where(oppose(g, p), p, decayed) if s.cautious_decay else decayed

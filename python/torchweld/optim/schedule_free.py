@@ -10,7 +10,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from torchweld.errors import ArgumentError
-from torchweld.ops.optimizer.batch import Batch, Task, Tensors
+from torchweld.ops.optimizer.batch import Batch, Stepped, Task, Tensor, Tensors
 from torchweld.ops.optimizer.reference import read_param, split_param
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.optim._base import Group, OwnOptimizer
@@ -31,13 +31,8 @@ class ScheduleFreeSettings(NamedTuple):
 
 
 def _update(
-    p: torch.Tensor,
-    g: torch.Tensor,
-    moments: Tensors,
-    t: torch.Tensor,
-    lr: torch.Tensor,
-    s: ScheduleFreeSettings,
-) -> tuple[torch.Tensor, Tensors]:
+    p: Tensor, g: Tensor, moments: Tensors, t: Tensor, lr: Tensor, s: ScheduleFreeSettings
+) -> Stepped:
     exp_avg_sq, z = moments
     exp_avg_sq = exp_avg_sq * s.beta2 + g * g * (1 - s.beta2)
     root_scale = (1 / torch.full_like(t, 1 - s.beta2**s.number).sqrt()).to(p.dtype)

@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from torchweld.ops.optimizer.batch import Task, Tensors
+from torchweld.ops.optimizer.batch import Stepped, Task, Tensor, Tensors
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.ops.optimizer.torchs import take_torchs_step
 from torchweld.optim._base import FusedOptimizer, Group, moments_of
@@ -27,14 +27,8 @@ class SgdSettings(NamedTuple):
 
 
 def _update(
-    p: torch.Tensor,
-    g: torch.Tensor,
-    moments: Tensors,
-    t: torch.Tensor,
-    lr: torch.Tensor,
-    ratio: torch.Tensor,
-    s: SgdSettings,
-) -> tuple[torch.Tensor, Tensors]:
+    p: Tensor, g: Tensor, moments: Tensors, t: Tensor, lr: Tensor, ratio: Tensor, s: SgdSettings
+) -> Stepped:
     if s.weight_decay != 0:
         g = g + p * s.weight_decay
     g = g * ratio.to(p.dtype)
