@@ -37,7 +37,8 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-Tensor, Tensors = torch.Tensor, list[torch.Tensor]
+Tensor = torch.Tensor
+Tensors = list[torch.Tensor]
 Stepped = tuple[torch.Tensor, Tensors]  # what a rule's update and direction return
 _LISTS = [
     "params",
