@@ -16,8 +16,9 @@ import torch
 from torchweld import functional, nn, optim
 from torchweld.commands import cli
 from torchweld.distributed import Links, Parallel, Profile, memory_estimate, plan_for
+from torchweld.distributed.pipelines.stages import divide
 from torchweld.distributed.pipelines.timeline import estimate_bubble
-from torchweld.distributed.planner.costs import PROFILES, Choice, Cost, Model, divide, simulate
+from torchweld.distributed.planner.costs import PROFILES, Choice, Cost, Model, simulate
 from torchweld.distributed.planner.search import SEARCHERS, Problem, load_profile
 from torchweld.distributed.planner.work import describe_transformer, measure_work
 from torchweld.distributed.train.memory import count_activations
@@ -101,11 +102,11 @@ def test_a_division_is_the_best_that_fits() -> None:
     def fits(begin: int, end: int, stage: int) -> bool:
         return end - begin <= 2 + stage
 
-    found = divide(times, 3, fits)
+    found = divide(times, 3, fits=fits)
     assert found is not None
     assert [i for cut in found for i in cut] == [*range(7)]
     assert [sum(times[i] for i in cut) for cut in found] == [4.0, 10.0, 11.0]
-    assert divide(times, 2, fits) is None
+    assert divide(times, 2, fits=fits) is None
 
 
 def test_a_model_on_meta_is_measured() -> None:

@@ -417,47 +417,18 @@ def attention(
 
     A layout replaces `sliding_window`, except in passes of `generate`.
     """
-    layouts, state = getattr(module, _LAYOUTS, (None, None))
-    if layouts is None or state is None:
-        actual = f"{type(module).__name__} without a layout"
-        accepted = "a model that was given to torchweld.huggingface.set_layout"
-        raise ArgumentError(NAME, "module", actual, accepted)
-    for name, extra in kwargs.items():
-        if name not in _WITHOUT_EFFECT and extra is not None and extra is not False:
-            accepted = "None: attention over a layout does not take it"
-            raise ArgumentError(NAME, name, f"a {type(extra).__name__}", accepted)
-    if isinstance(position_bias, _SharedBias):
-        position_bias = position_bias.view()
+    layouts, state = _check_call(module, kwargs)
+    bias: Any = position_bias
+    if isinstance(bias, _SharedBias):
+        bias = bias.view()
     is_part, crosses = query.shape[2] != key.shape[2], layouts is _DENSE
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if attention_mask is not None and _adds(attention_mask) and not is_part:
-        if position_bias is not None:
-            accepted = "None with position_bias, or booleans [batch, keys]"
-            raise ArgumentError(NAME, "attention_mask", "numbers for each pair", accepted)
-        # Swin's, which has its bias of relative positions in it.
-        position_bias, attention_mask = attention_mask.to(query.dtype), None
-    rows = 0 if attention_mask is None else attention_mask[..., 0].numel()
-    if attention_mask is not None and rows > len(query) and not is_part:
-        actual = f"of shape {list(attention_mask.shape)}"
-        raise ArgumentError(NAME, "attention_mask", actual, "[batch, keys], 1 where a key counts")
-    if is_part and (attention_mask is None or attention_mask.ndim == 4):
-        # Without a mask, queries begin at the first key: a cache may have room for more keys.
-        # torch's attention knows that of `is_causal`, but only without a mask or a bias.
-        is_own = bool(softcap) or s_aux is not None or position_bias is not None
-        if attention_mask is None and is_own and causal and not crosses and query.shape[2] > 1:
-            attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
-        if position_bias is not None:
-            attention_mask = _add_to_mask(position_bias, attention_mask, query, key)
-        if softcap or s_aux is not None:
-            if position_bias is not None:
-                accepted = "None with a soft cap or sinks in parts of a sequence"
-                raise ArgumentError(NAME, "position_bias", "a tensor", accepted)
-            settings = (softcap or 0.0, s_aux, dropout if module.training else 0.0)
-            masked = _attend_with_mask(query, key, value, attention_mask, scaling, *settings)
-            return masked.transpose(1, 2).contiguous(), None
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal
-        )
+    if not is_part:
+        attention_mask, bias = _separate_bias(attention_mask, bias, query)
+    elif attention_mask is None or attention_mask.ndim == 4:
+        settings = (dropout, scaling, is_causal, softcap or 0.0, s_aux)
+        inputs = (query, key, value, attention_mask, bias)
+        return _attend_to_part(module, *inputs, *settings, causal and not crosses), None
     without = state.has_cache or is_part or (causal and state.generating)
     if without and not crosses:
         layouts = _DENSE if sliding_window is None else _make_window(sliding_window, causal)
@@ -473,13 +444,73 @@ def attention(
         scale=scaling,
         causal=causal,
         key_padding_mask=None if attention_mask is None else ~attention_mask.flatten(1),
-        bias=position_bias,
+        bias=bias,
         sinks=s_aux,
         softcap=softcap or 0.0,
         dropout_p=dropout,
         training=module.training,
     )
     return y.transpose(1, 2).contiguous(), None
+
+
+def _check_call(module: torch.nn.Module, others: Mapping[str, Any]) -> Any:
+    """Return the module's layouts and its model's state; refuse arguments that are not served."""
+    layouts, state = getattr(module, _LAYOUTS, (None, None))
+    if layouts is None or state is None:
+        actual = f"{type(module).__name__} without a layout"
+        accepted = "a model that was given to torchweld.huggingface.set_layout"
+        raise ArgumentError(NAME, "module", actual, accepted)
+    for name, extra in others.items():
+        if name not in _WITHOUT_EFFECT and extra is not None and extra is not False:
+            accepted = "None: attention over a layout does not take it"
+            raise ArgumentError(NAME, name, f"a {type(extra).__name__}", accepted)
+    return layouts, state
+
+
+def _separate_bias(mask: torch.Tensor | None, bias: Any, query: torch.Tensor) -> tuple[Any, Any]:
+    """Return the mask of keys, and the bias: a mask may have a number for each pair instead."""
+    if mask is not None and mask.ndim == 4 and mask.is_floating_point():
+        if bias is not None:
+            accepted = "None with position_bias, or booleans [batch, keys]"
+            raise ArgumentError(NAME, "attention_mask", "numbers for each pair", accepted)
+        return None, mask.to(query.dtype)  # Swin's, which has its bias of relative positions in it
+    if mask is not None and mask[..., 0].numel() > len(query):
+        actual = f"of shape {list(mask.shape)}"
+        raise ArgumentError(NAME, "attention_mask", actual, "[batch, keys], 1 where a key counts")
+    return mask, bias
+
+
+def _attend_to_part(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    bias: torch.Tensor | BlockBias | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    hides_later: bool,
+) -> torch.Tensor:
+    """Attend by torch's attention where queries and keys differ in number, as in `generate`."""
+    is_own = bool(softcap) or sinks is not None
+    # Without a mask, queries begin at the first key: a cache may have room for more keys.
+    # torch's attention knows that of `is_causal`, but only without a mask or a bias.
+    if mask is None and (is_own or bias is not None) and hides_later and query.shape[2] > 1:
+        mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+    if bias is not None:
+        if is_own:
+            accepted = "None with a soft cap or sinks in parts of a sequence"
+            raise ArgumentError(NAME, "position_bias", "a tensor", accepted)
+        mask = _add_to_mask(bias, mask, query, key)
+    if not is_own:
+        given = (module, query, key, value, mask, dropout, scaling, is_causal)
+        return sdpa_attention_forward(*given)[0]
+    dropout = dropout if module.training else 0.0
+    y = _attend_with_mask(query, key, value, mask, scaling, softcap, sinks, dropout)
+    return y.transpose(1, 2).contiguous()
 
 
 def _make_window(size: int, causal: bool) -> Layouts:
@@ -489,11 +520,6 @@ def _make_window(size: int, causal: bool) -> Layouts:
         raise ArgumentError(NAME, "sliding_window", f"{size}", accepted)
     window = functools.partial(BlockLayout.sliding_window, window_size=(size - 1, 0))
     return _WINDOWS.setdefault(size, Layouts(window))
-
-
-def _adds(mask: torch.Tensor) -> bool:
-    """Whether a mask has a number for each pair of tokens, to add to their score."""
-    return mask.ndim == 4 and mask.is_floating_point()
 
 
 def _add_to_mask(

@@ -291,44 +291,43 @@ def balance(costs: Sequence[float], count: int) -> tuple[range, ...]:
 
     Of equal divisions the least sum of squared costs wins, which evens out the other stages.
     """
-    worst, _ = _minimise(costs, count, max)
-    _, cuts = _minimise(
-        costs, count, lambda sum, cost: sum + cost**2 if cost <= worst else math.inf
-    )
-    return tuple(itertools.starmap(range, itertools.pairwise((0, *cuts))))
-
-
-def _minimise(
-    costs: Sequence[float], count: int, add: Callable[[float, float], float]
-) -> tuple[float, tuple[int, ...]]:
-    """Return the least value that `add` accumulates over stages, and the ends of the stages."""
+    cuts = divide(costs, count)
+    assert cuts is not None
     total = [0.0, *itertools.accumulate(costs)]
-    # Maps a number of blocks to their best division into the stages so far.
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-    for stage in range(count):
-        ends = range(
-            stage + 1, len(costs) - (count - 1 - stage) + 1
-        )  # leave a block for each later stage
-        best = {
-            end: min(
-                (add(value, total[end] - total[start]), (*cuts, end))
-                for start, (value, cuts) in best.items()
-                if start < end
-            )
-            for end in ends
-        }
-    return best[len(costs)]
+    worst = max(total[cut.stop] - total[cut.start] for cut in cuts)
+    even = divide(costs, count, lambda sum, cost: sum + cost**2 if cost <= worst else math.inf)
+    assert even is not None
+    return even
 
 
-def measure_costs(
-    blocks: Sequence[torch.nn.Module], example: tuple[Any, ...], repeats: int = 3
-) -> list[float]:
-    """Measure the seconds of a forward and backward pass of each block.
+def divide(
+    costs: Sequence[float],
+    count: int,
+    add: Callable[[float, float], float] = max,
+    fits: Callable[[int, int, int], bool] = lambda *_: True,
+) -> tuple[range, ...] | None:
+    """Divide a list into ranges with the least value that `add` accumulates over their sums.
 
-    The result is the median of the repeats after a warm-up. Copies of the blocks run one at a time,
-    so that statistics and generators do not change.
+    By default that is the largest sum. `fits` takes the begin, the end and the number of a range.
+    If it refuses a range, it also refuses every range that contains it. None: nothing fits.
     """
-    return _measure_chain(blocks, example, repeats + 1)[0]
+    sums, n = [0.0, *itertools.accumulate(costs)], len(costs)
+    # Maps a number of blocks to their best division into the ranges so far.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
+    for stage in range(count):
+        better: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for begin, (value, ends) in best.items():
+            # Leave a block for each later range.
+            last = [n] if stage == count - 1 else range(begin + 1, n - (count - 1 - stage) + 1)
+            for end in last:
+                new = add(value, sums[end] - sums[begin])
+                if end in better and better[end][0] <= new:
+                    continue
+                if not fits(begin, end, stage):
+                    break
+                better[end] = (new, (*ends, end))
+        best = better
+    return tuple(itertools.starmap(range, itertools.pairwise(best[n][1]))) if n in best else None
 
 
 def _measure_chain(

@@ -10,11 +10,11 @@ gathers of ZeRO-1 and ZeRO-2 overlap with nothing.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from torchweld.distributed.pipelines.stages import divide
 from torchweld.distributed.pipelines.timeline import Action, Timeline
 from torchweld.distributed.planner.work import Unit, Work, check_positive
 from torchweld.errors import ArgumentError
@@ -298,39 +298,14 @@ def cut_stages(model: Model, c: Choice) -> tuple[range, ...] | None:
     cuts = _divide(times, c.pipeline)
     if all(fits(cut.start, cut.stop, stage) for stage, cut in enumerate(cuts)):
         return cuts
-    return divide(times, c.pipeline, fits)
+    return divide(times, c.pipeline, fits=fits)
 
 
 @functools.lru_cache(maxsize=4096)
 def _divide(times: tuple[float, ...], count: int) -> tuple[range, ...]:
-    cuts = divide(times, count, lambda *_: True)
+    cuts = divide(times, count)
     assert cuts is not None
     return cuts
-
-
-def divide(
-    times: Sequence[float], count: int, fits: Callable[[int, int, int], bool]
-) -> tuple[range, ...] | None:
-    """Divide a list into ranges so that the largest sum of a range is as small as possible.
-
-    `fits` takes the begin, the end and the number of a range. If it refuses a range, it also
-    refuses every range that contains it.
-    """
-    sums, n = [0.0, *itertools.accumulate(times)], len(times)
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
-    for stage in range(count):
-        better: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for begin, (worst, ends) in best.items():
-            last = [n] if stage == count - 1 else range(begin + 1, n - (count - 1 - stage) + 1)
-            for end in last:
-                longest = max(worst, sums[end] - sums[begin])
-                if end in better and better[end][0] <= longest:
-                    continue
-                if not fits(begin, end, stage):
-                    break
-                better[end] = (longest, (*ends, end))
-        best = better
-    return tuple(itertools.starmap(range, itertools.pairwise(best[n][1]))) if n in best else None
 
 
 def simulate(cost: Cost, microbatches: int, schedule: str = "1f1b") -> Timeline:
@@ -361,8 +336,3 @@ def simulate(cost: Cost, microbatches: int, schedule: str = "1f1b") -> Timeline:
                 actions.append(Action(stage, stage, i, kind, begin, end))
                 at[stage] += 1
     return Timeline(sorted(actions, key=lambda a: a.begin))
-
-
-def replace_memory(profile: Profile, memory: float | None) -> Profile:
-    """Replace the memory of a profile; None: keep it."""
-    return profile if memory is None else replace(profile, memory=memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from torchweld.distributed.planner.costs import (
     Model,
     Profile,
     cut_stages,
-    replace_memory,
     simulate,
 )
 from torchweld.distributed.planner.work import Work, check_positive, measure_work
@@ -326,7 +325,12 @@ def plan_for(
         assert isinstance(model, torch.nn.Module)
         axes = {"mode": ("1d",)} | axes
         work = measure_work(model, example, partial(_fits, model, {}), autocast)
-    costs = Model(work, replace_memory(profile, memory), links or Links(), batch)
+    costs = Model(
+        work,
+        profile if memory is None else replace(profile, memory=memory),
+        links or Links(),
+        batch,
+    )
     problem = Problem(costs, devices, axes)
     choice = SEARCHERS[searcher](problem)
     cost = problem.find_cost(choice)
