@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from processes import on, processes
-from sharded_optimizers import whole_of
+from sharded_optimizers import go_on, whole_of
 from torchweld import optim
 
 # Uneven and empty shards, single rows and columns, a stack, packed rows, and packed columns.
@@ -97,31 +97,8 @@ def test_every_placement_has_the_bits_of_one_device(rank: int, count: int) -> No
 
 
 def _save(rank: int, folder: str, count: int) -> None:
-    """Read a checkpoint of other processes, go on, and save again."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (count,))
-    first = {4: 1, 1: 3, 2: 5}[count]
-
-    def place(t: torch.Tensor) -> torch.Tensor:
-        return distribute_tensor(t.detach(), mesh, [Shard(0)], src_data_rank=None)
-
-    settings: dict[str, Any] = {"state_dtype": "8bit"}
-    params, optimizer = _run(place, range(0), **settings)
-    if first > 1:
-        state = {"params": params, "optimizer": optimizer.state_dict()}
-        dcp.load(state, checkpoint_id=f"{folder}/{first}")
-        optimizer.load_state_dict(state["optimizer"])  # type: ignore[arg-type]
-    for seed in range(first, first + 2):
-        for p, g in zip(params, _draw(seed), strict=True):
-            p.grad = place(g)
-        optimizer.step()
-    state = {"params": params, "optimizer": optimizer.state_dict()}
-    dcp.save(state, checkpoint_id=f"{folder}/{first + 2}")
-    if count == 2:
-        _assert_same((params, optimizer), _run(lambda t: t, range(1, 7), **settings))
+    start = functools.partial(_run, state_dtype="8bit")
+    go_on(f"{folder}/muon", count, start, _draw, _assert_same)
 
 
 def test_a_checkpoint_goes_from_four_processes_to_one_and_to_two() -> None:

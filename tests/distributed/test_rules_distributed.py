@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
+import functools
 import tempfile
 from typing import Any
 
@@ -14,8 +14,17 @@ import torch
 
 import torchweld
 from optimizers import ScheduleFreeAdamW
-from processes import processes
-from sharded_optimizers import assert_same, drawn, dtype_of, placer, reductions, run, whole_of
+from processes import on, processes
+from sharded_optimizers import (
+    assert_same,
+    drawn,
+    dtype_of,
+    go_on,
+    placer,
+    reductions,
+    run,
+    whole_of,
+)
 from torchweld import optim
 
 CASES: tuple[tuple[Any, dict[str, Any]], ...] = (
@@ -89,28 +98,11 @@ def test_shards_have_the_bits_of_one_device() -> None:
 
 
 def _save(rank: int, folder: str, count: int) -> None:
-    """Read a checkpoint of other processes, go on, and save again."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.device_mesh import init_device_mesh
-
-    first = {4: 1, 1: 3, 2: 5}[count]
-    place = placer(init_device_mesh("cpu", (count,)), 0)
     for number, (kind, settings) in enumerate(CASES):
         dtype = dtype_of(settings)
-        params, optimizer = run(settings, place, range(1, 2), kind=kind)  # which makes states
-        if first > 1:
-            # Shapes and placements of what is read; a deep copy shares nothing with the optimizer.
-            state = {"params": params, "optimizer": copy.deepcopy(optimizer.state_dict())}
-            dcp.load(state, checkpoint_id=f"{folder}/{number}-{first}")
-            optimizer.load_state_dict(state["optimizer"])  # type: ignore[arg-type]
-        for seed in range(max(first, 2), first + 2):
-            for p, g in zip(params, drawn(seed, dtype), strict=True):
-                p.grad = place(g * 0.1)
-            optimizer.step()
-        state = {"params": params, "optimizer": optimizer.state_dict()}
-        dcp.save(state, checkpoint_id=f"{folder}/{number}-{first + 2}")
-        if count == 2:
-            assert_same((params, optimizer), run(settings, lambda t: t, range(1, 7), kind=kind))
+        draw = lambda seed, dtype=dtype: [g * 0.1 for g in drawn(seed, dtype)]  # noqa: E731
+        start = functools.partial(run, settings, kind=kind)
+        go_on(f"{folder}/{number}", count, start, draw, assert_same)
 
 
 def test_checkpoints_go_from_four_processes_to_one_and_to_two() -> None:
@@ -120,12 +112,13 @@ def test_checkpoints_go_from_four_processes_to_one_and_to_two() -> None:
                 connected.run("cpu", _save, folder, count)
 
 
-def _release(rank: int, count: int) -> None:
+@on(2)
+def test_gradients_are_released_under_fsdp2(rank: int) -> None:
     """FSDP2's hooks come with reduced gradients; the trajectory equals whole steps'."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (count,))
+    mesh = init_device_mesh("cpu", (2,))
     results = []
     for releases in (False, True):
         torch.manual_seed(0)
@@ -152,8 +145,3 @@ def _release(rank: int, count: int) -> None:
         matrices = [p for p in model.parameters() if p.ndim > 1]
         with pytest.raises(torchweld.ArgumentError, match="sharded parameters"):
             optim.release_gradients(model, refused(matrices))
-
-
-def test_gradients_are_released_under_fsdp2() -> None:
-    with processes(2) as connected:
-        connected.run("cpu", _release, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,6 +93,33 @@ def placer(mesh: Any, *dims: int | None) -> Callable[[torch.Tensor], torch.Tenso
         return distribute_tensor(t, mesh, placements, src_data_rank=None)
 
     return place
+
+
+def go_on(folder: str, count: int, start: Any, draw: Any, check: Any) -> None:
+    """Read a checkpoint of other processes, take two steps, and save again: on 4, 1 and 2 of them.
+
+    `start(place, steps)` makes parameters and their optimizer, `draw(seed)` gradients, and `check`
+    compares the last process's with those of one device.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+
+    first = {4: 1, 1: 3, 2: 5}[count]
+    place = placer(init_device_mesh("cpu", (count,)), 0)
+    params, optimizer = start(place, range(1, 2))  # a step makes states
+    if first > 1:
+        # Shapes and placements of what is read; a deep copy shares nothing with the optimizer.
+        state = {"params": params, "optimizer": copy.deepcopy(optimizer.state_dict())}
+        dcp.load(state, checkpoint_id=f"{folder}-{first}")
+        optimizer.load_state_dict(state["optimizer"])
+    for seed in range(max(first, 2), first + 2):
+        for p, g in zip(params, draw(seed), strict=True):
+            p.grad = place(g)
+        optimizer.step()
+    state = {"params": params, "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=f"{folder}-{first + 2}")
+    if count == 2:
+        check((params, optimizer), start(lambda t: t, range(1, 7)))
 
 
 @contextlib.contextmanager
