@@ -45,7 +45,7 @@ def _step_by_a_server(rank: int) -> None:
     layer, other = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
     other.load_state_dict(layer.state_dict())
     optimizer = optim.AdamW(layer.parameters()) if rank == 0 else None
-    beside = optim.AdamW(other.parameters())
+    alone = optim.AdamW(other.parameters())
     size = 4 * sum(p.numel() for p in layer.parameters())
     for step in range(3):
         x = torch.full((2, 8), float(rank + step))
@@ -58,12 +58,12 @@ def _step_by_a_server(rank: int) -> None:
             dist.all_reduce(p.grad)
             assert p.grad is not None
             p.grad /= COUNT
-        beside.step()
+        alone.step()
         for mine, wanted in zip(layer.parameters(), other.parameters(), strict=True):
             assert torch.equal(mine, wanted)
         # The server sends to all others. A ring's process would send 2 (n - 1) / n of the size.
         assert counted.bytes == {"send": (COUNT - 1) * size if rank == 0 else size}
-    wrong = None if rank == 0 else beside
+    wrong = None if rank == 0 else alone
     with pytest.raises(ArgumentError, match=r"optimizer is .*; accepted: one in process 0"):
         server_step([*layer.parameters()], wrong)
 

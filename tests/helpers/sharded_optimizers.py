@@ -99,7 +99,7 @@ def go_on(folder: str, count: int, start: Any, draw: Any, check: Any) -> None:
     """Read a checkpoint of other processes, take two steps, and save again: on 4, 1 and 2 of them.
 
     `start(place, steps)` makes parameters and their optimizer, `draw(seed)` gradients, and `check`
-    compares the last process's with those of one device.
+    compares the results of two processes with one device's.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh

@@ -553,7 +553,7 @@ def _attend_with_mask(
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     z = reference.scores(query, key, None, scale, softcap, None).float()
-    beside = None if sinks is None else sinks.float().view(-1, 1, 1)
-    weights, _ = reference.softmax(z, mask, beside)
+    column = None if sinks is None else sinks.float().view(-1, 1, 1)
+    weights, _ = reference.softmax(z, mask, column)
     weights = torch.nn.functional.dropout(weights, dropout, dropout > 0)
     return weights.to(value.dtype) @ value

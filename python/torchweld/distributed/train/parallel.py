@@ -194,8 +194,8 @@ _DEFAULTS = {
     **{"data": "ddp", "shard": 0},
     **{"ring": 1, "checkpoint": "none", "offload": "none", "optimizer": "adamw"},
 }
-# The keys of a declaration that may be tables: the keys of each, the first of which may stand for
-# the table, and what they set.
+# Keys of a declaration that may be tables, and what each key of a table sets. A table's first key
+# may stand for the table.
 _TABLES: dict[str, dict[str, str]] = {
     "pipeline": {"size": "pipeline", "schedule": "schedule", "accumulate": "accumulate"},
     "tensor": {"size": "tensor", "mode": "mode", "depth": "depth", "sequence": "sequence"},
