@@ -153,7 +153,7 @@ def test_modes(
     assert _ask(engine, script) == served
     assert script.judged == (TWICE if tried else [])
     assert bool(script.timed) == (tried and timed)
-    # Compiled code looks answers up by fields, those of earlier processes too.
+    # Compiled code looks answers up by fields, also answers of earlier processes.
     monkeypatch.setattr(asking, "mode", "check")
     _ask(engine, Script("other", prepare=None))
     monkeypatch.setattr(asking, "mode", how)
