@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchweld
-from oracle import assert_right, run, saved_bytes
+from oracle import assert_right, incoming, run, saved_bytes
 from torchweld import functional
+from torchweld.bench.cases import CASES
 from torchweld.ops.experts import grouped, mlp
 from torchweld.registry import Made, materialize
 
@@ -51,6 +52,35 @@ def test_chunks_change_no_more_than_the_order_of_sums(
     for dtype in (torch.float32, torch.float64):
         sample = mlp.arguments((70,), 2, 3, (10, 12, 10), mlp.FORMS[form], biases=True)
         assert_right(OP, materialize(sample, dtype))
+
+
+def test_large_errors_are_kinks_of_the_limit() -> None:
+    """A gradient of gpt-oss jumps where a gate is at the limit: float32 may be on the other side.
+
+    Rows are moved to where some gate is the limit but for roundings. Against float64 their errors
+    are up to the size of the jump, for eager as for the kernel; all others' are roundings.
+    """
+    sample = mlp.arguments((4000,), 1, 3, (24, 20, 28), mlp.FORMS["gpt_oss"], biases=True)
+    names = OP.forward_signature.arguments
+    given = dict(zip(names, materialize(sample, torch.float32), strict=True))
+    experts, limit = given["indices"][:, 0], given["limit"]
+    # Each row's gate of one column, [token, in_features], and its bias.
+    column = given["gate_up"][..., 0][experts]
+    bias = given["gate_up_bias"][:, 0][experts].double()
+    moved = torch.arange(4000) < 200
+    gate = (given["input"].double() * column.double()).sum(-1)
+    scale = (limit - bias) / gate
+    given["input"][moved] *= scale[moved, None].float()
+    inputs = [given[name] for name in names]
+    exact = [v.double() if torch.is_tensor(v) and v.is_floating_point() else v for v in inputs]
+    with torchweld.use_backend("eager"):
+        truth, eager = run(OP, exact)["grad_input"], run(OP, inputs)["grad_input"]
+    terms = CASES[OP.name].terms(*exact, grad_y=incoming(truth.new_empty(4000, 28)))["grad_input"]
+    for found in (run(OP, inputs)["grad_input"], eager):
+        errors = ((found - truth).abs() / (2.0**-24 * terms)).amax(-1)
+        jumps = errors > 1
+        assert jumps.any()
+        assert not jumps[~moved].any()
 
 
 # How many rows each expert gets: none, one, about as many as a chunk has, and many.
