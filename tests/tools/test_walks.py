@@ -83,7 +83,7 @@ WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
         5,
         4,
     ),
-    "AdamW.step": (_make_step(), 56, 12),
+    "AdamW.step": (_make_step(), 17, 4),
     "fuse, two layers": (
         lambda: torchweld.fuse(nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64))),
         143,

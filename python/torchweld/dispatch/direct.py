@@ -105,7 +105,19 @@ def _is_right(make: Callable[..., Any]) -> bool:
     def refuse(*_: Any) -> None:
         raise TypeError("it was not called")
 
+    def step(call: Callable[..., None]) -> torch.Tensor:
+        """A call with lists of tensors, which writes to them."""
+        p, count, rate = torch.ones(5), torch.zeros(()), torch.tensor(0.5, dtype=torch.float64)
+        lists = [p], [row[:5]], *[[]] * 4, [count], *[[]] * 3
+        call(*lists, rate, *[None] * 6, [], 0.0, 0.0, 0.0, False)
+        return p
+
     with torch.no_grad():
+        try:
+            if not torch.equal(step(make(ops.sgd.cpu, refuse)), step(ops.sgd.cpu)):
+                return False
+        except (TypeError, RuntimeError):
+            return False
         for overload, inputs in calls:
             try:
                 found = make(overload, refuse)(*inputs)
