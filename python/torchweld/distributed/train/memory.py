@@ -100,11 +100,8 @@ def memory_estimate(
     if not 0 <= rank < world:
         raise ArgumentError("memory_estimate", "rank", str(rank), f"0 to {world - 1}")
     if strategy == "tp" and not any(map(is_dtensor, model.parameters())):
-        actual, accepted = (
-            "without DTensors",
-            "parallelised: torch's parallelize_module comes first",
-        )
-        raise ArgumentError("memory_estimate", "model", actual, accepted)
+        accepted = "parallelised: torch's parallelize_module comes first"
+        raise ArgumentError("memory_estimate", "model", "without DTensors", accepted)
 
     def get_share(p: torch.Tensor, *of: Strategy) -> float:
         return _get_row_share(p, world, rank) if strategy in of else 1.0

@@ -290,7 +290,7 @@ def parse(config: Mapping[str, Any] | str | Path, world: int) -> dict[str, Any]:
         _check_choice(name, vars(d)[name], known)
     for name in _NUMBERS:
         value = vars(d)[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        if type(value) is not int or value < 0:
             raise ArgumentError("Parallel", name, repr(value), "a number from 0 on")
     d.pipeline, d.tensor, d.ring = (n or world for n in (d.pipeline, d.tensor, d.ring))
     d.inner = d.pipeline * d.tensor * d.ring
