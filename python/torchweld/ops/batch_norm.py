@@ -323,9 +323,7 @@ class _Training:
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
-        overloads = [
-            getattr(getattr(torch.ops.torchweld, op.name), backend) for op in (_STATISTICS, _GRAD_X)
-        ]
+        overloads = [op.overload(backend) for op in (_STATISTICS, _GRAD_X)]
         normalization = NORMALIZE_ACT.kernels[backend]
         self._while_compiling = (*overloads, normalization)
         self._steps = (*map(make_step, overloads), normalization.steps)

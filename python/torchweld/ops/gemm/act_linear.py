@@ -29,12 +29,12 @@ def _fake(
 
 
 # Overwrites grad_y with grad_input; returns grad_bias.
-_BACKWARD_IN_PLACE = BareOp(
+_backward_ = BareOp(
     "bias_act_backward_",
     "(Tensor(a!) grad_y, Tensor input, Tensor? bias, str activation, str approximate, bool"
     " need_bias) -> Tensor",
     _fake,
-)
+).overload("cpu")
 
 
 def act_linear(
@@ -115,8 +115,7 @@ def _gradient_of_z(
         return torch.ops.torchweld.bias_act_backward.cpu(grad_y, z, bias, *kind, need_bias)
     grad_z = z.new_empty(z.shape) if buffer is None else buffer
     torch.mm(rows, weight, out=grad_z.view(rows.shape[0], z.shape[-1]))
-    in_place = torch.ops.torchweld.bias_act_backward_.cpu
-    return grad_z, in_place(grad_z, z, bias, *kind, need_bias)
+    return grad_z, _backward_(grad_z, z, bias, *kind, need_bias)
 
 
 def _is_batched(x: torch.Tensor) -> bool:

@@ -31,9 +31,9 @@ def run_recomputed(recompute: bool, op: Composite, *inputs: Any) -> torch.Tensor
 _CHECKPOINTS = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
 # bias_act in place: no new pages, and half the lines in the caches.
-_IN_PLACE = BareOp(
+_bias_act_ = BareOp(
     "bias_act_", "(Tensor(a!) input, Tensor? bias, str activation, str approximate) -> ()"
-)
+).overload("cpu")
 
 # On the CPU, the GEMM's share of a 16-bit bias; the activation's pass adds the rest. The GEMM
 # rounds the sum, and small sums lose least. The derivative curves most near a sum of 0, so it is
@@ -85,7 +85,7 @@ def act(
 ) -> torch.Tensor:
     """bias_act on this backend, in place if nothing else needs z."""
     if backend == "cpu" and not gemm.wants_gradient(z, bias) and may_overwrite(z):
-        torch.ops.torchweld.bias_act_.cpu(z, bias, activation, approximate)
+        _bias_act_(z, bias, activation, approximate)
         return z
     if type(z) is torch.Tensor:
         return BIAS_ACT.kernels[backend](z, bias, activation, approximate)  # type: ignore[no-any-return]

@@ -62,14 +62,14 @@ def _fake(
 
 
 # y, and z, the sum before the activation. `tile` is an index into the source's table.
-BareOp(
+_kernel = BareOp(
     "linear_act",
     "(Tensor input, Tensor weight, Tensor? bias, str activation, str approximate, int tile,"
     " bool save_z) -> (Tensor y, Tensor z)",
     _fake,
     backends=(),
     triton=_SOURCE,
-)
+).overload("triton")
 
 
 def _fake_gradients(
@@ -84,14 +84,14 @@ def _fake_gradients(
 
 
 # The gradients of z and, if a bias is given, of the bias, which z already contains.
-BareOp(
+_backward = BareOp(
     "act_backward",
     "(Tensor grad_y, Tensor z, Tensor? bias, str activation, str approximate)"
     " -> (Tensor grad_z, Tensor grad_bias)",
     _fake_gradients,
     backends=(),
     triton=activations.SOURCES["triton"][0],
-)
+).overload("triton")
 
 
 def linear_and_act(
@@ -147,9 +147,6 @@ def _onednn_keeps_nan(dtype: torch.dtype, activation: str, approximate: str) -> 
 # run separately, then the activation's. The kernel runs when the first node is created.
 
 
-_kernel = torch.ops.torchweld.linear_act.triton
-
-
 def _in_one_kernel(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -190,8 +187,7 @@ def gradients(
     need_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of z, which contains the bias, and of the bias."""
-    backward = torch.ops.torchweld.act_backward.triton
-    return backward(grad_y, z, bias if need_bias else None, activation, approximate)
+    return _backward(grad_y, z, bias if need_bias else None, activation, approximate)
 
 
 _derivatives_of_bias_act = derive_from_reference(activations.BIAS_ACT)

@@ -79,11 +79,11 @@ def linear_batch_norm_act(
 
 
 # normalize_act in place: no new pages, and half the lines in the caches.
-_IN_PLACE = BareOp(
+_normalize_act_ = BareOp(
     "normalize_act_",
     "(Tensor(a!) input, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, float eps,"
     " str activation, str approximate) -> ()",
-)
+).overload("cpu")
 
 
 def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
@@ -118,7 +118,7 @@ def _evaluate(
         mean, var = batch_norms.wide(mean) - bias, batch_norms.wide(var)
     arguments = (z, mean, var, bn_weight, bn_bias, *how)
     if backend == "cpu" and not trained and layers.may_overwrite(z):
-        torch.ops.torchweld.normalize_act_.cpu(*arguments)
+        _normalize_act_(*arguments)
         return z
     return run_on(batch_norms.NORMALIZE_ACT, backend, *arguments)
 

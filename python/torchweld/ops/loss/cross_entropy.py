@@ -107,15 +107,8 @@ def cross_entropy(
         softcap=softcap,
         temperature=temperature,
     )
-    loss = reductions.check_loss(
-        _NAME,
-        input,
-        leading,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        token_weights=token_weights,
-    )
+    terms = (reduction, label_smoothing, z_loss, token_weights)
+    loss = reductions.check_loss(_NAME, input, leading, *terms)
     factors, count = loss.make_factors(labels.classes, how)
     logits = flatten(input)
     if _takes_eager(logits, how.probabilities):

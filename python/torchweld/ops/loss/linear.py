@@ -82,31 +82,29 @@ def linear_cross_entropy(
     Returns:
         The loss in input's dtype, float32 under autocast; with `return_lse` a tuple.
     """
-    name = _CROSS_ENTROPY
-    accumulate = _read_options(options, accumulate)
+    name, accumulate = _CROSS_ENTROPY, _read_options(options, accumulate)
+    ignored = -100 if ignore_index is None else ignore_index
+    scaling: dict[str, Any] = {
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "temperature": temperature,
+    }
+    terms: dict[str, Any] = {
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "token_weights": token_weights,
+    }
+    chunking = (logits_dtype, memory, accumulate, batch_invariant)
     if _has_dimensions(linear_weight):
-        _refuse_chunks(logits_dtype, memory, accumulate, batch_invariant)
-        return _run_on_dimensions(
-            input,
-            linear_weight,
-            target,
-            linear_bias,
-            weight=weight,
-            ignore_index=-100 if ignore_index is None else ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            temperature=temperature,
-            token_weights=token_weights,
-            return_lse=return_lse,
-        )
-    given = (softcap, logit_scale, temperature, token_weights, logits_dtype, memory)
+        _refuse_chunks(*chunking)
+        rest = {"weight": weight, "ignore_index": ignored, "return_lse": return_lse}
+        rest |= scaling | terms
+        return _run_on_dimensions(input, linear_weight, target, linear_bias, **rest)
+    given = (*scaling.values(), token_weights, logits_dtype, memory)
     if accumulate in _ACCUMULATE[:2] and small.asks_no_more(
         z_loss, given, return_lse, batch_invariant
     ):
-        ignored = -100 if ignore_index is None else ignore_index
         plain = (weight, ignored, reduction, label_smoothing)
         of_torch = small.linear_cross_entropy(input, linear_weight, linear_bias, target, *plain)
         if of_torch is not None:
@@ -116,63 +114,35 @@ def linear_cross_entropy(
     if soft and ignore_index is not None:
         raise ArgumentError(name, "ignore_index", ignore_index, "None with probabilities")
     place, parts = sharded.find_place(name, input, linear_weight, linear_bias)
-    input, linear_weight, linear_bias = parts
-    shared = place.classes
+    input, shared = parts[0], place.classes
     target = place.take_target(target)
-    token_weights = place.take_rows("token_weights", token_weights)
-    temperature = place.take_rows("temperature", temperature)
-    weight = place.take_whole("weight", weight)
-    layer = _make_layer(
-        name,
-        input,
-        linear_weight,
-        linear_bias,
-        logits_dtype=logits_dtype,
-        memory=memory,
-        accumulate=accumulate,
-        batch_invariant=batch_invariant,
-        shared=shared,
-    )
-    leading, own = tuple(input.shape[:-1]), linear_weight.shape[0]
-    classes = own if shared is None else shared.whole
-    labels = reductions.read_target(
-        name,
-        target,
-        input,
-        leading,
-        classes,
-        -100 if ignore_index is None else ignore_index,
-        lambda q: q.reshape(math.prod(leading), own),
-        (*leading, own),
-    )
+    terms["token_weights"] = place.take_rows("token_weights", token_weights)
+    scaling["temperature"] = place.take_rows("temperature", temperature)
+    layer = _make_layer(name, parts, *chunking, shared)
+    leading, own = tuple(input.shape[:-1]), layer.weight.shape[0]
+    classes = place.count_classes(own)
+
+    def flatten(q: torch.Tensor) -> torch.Tensor:
+        return q.reshape(math.prod(leading), own)
+
+    sizes = (leading, classes, ignored, flatten, (*leading, own))
+    labels = reductions.read_target(name, target, input, *sizes)
     how = arguments.make_how(
         name,
         layer.input,
         classes,
         leading,
-        weight=weight,
+        weight=place.take_whole("weight", weight),
         probabilities=labels.probabilities,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        temperature=temperature,
         dtype=layer.logits_dtype,
+        **scaling,
     )
-    loss = reductions.check_loss(
-        name,
-        input,
-        leading,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        token_weights=token_weights,
-    )
+    loss = reductions.check_loss(name, input, leading, **terms)
     factors, count = loss.make_factors(labels.classes, how)
     needs = _find_needs(layer)
     chunks.check_memory(name, layer, needs)
     count = place.add_up(count) if reduction == "mean" else count
-    target = labels.classes
-    if shared is not None:
-        target, how = sharded.take_classes(shared, target), sharded.take_weights(shared, how)
+    target, how = place.take_classes(labels.classes), place.take_weights(how)
     kind = None if checks.autocasts(input.device.type) else input.dtype
     into_grad = accumulate == "grad"
     if not into_grad and _keeps_gradients(layer, loss, return_lse, how, needs, shared):
@@ -252,23 +222,12 @@ def linear_logprobs(
         if of_torch is not None:
             return of_torch
     place, parts = sharded.find_place(name, input, linear_weight, linear_bias)
-    input, linear_weight, linear_bias = parts
-    shared = place.classes
+    input, shared = parts[0], place.classes
     target = place.take_rows("target", target)
-    temperature = place.take_rows("temperature", temperature)
-    layer = _make_layer(
-        name,
-        input,
-        linear_weight,
-        linear_bias,
-        logits_dtype=logits_dtype,
-        memory=memory,
-        accumulate=accumulate,
-        batch_invariant=batch_invariant,
-        shared=shared,
-    )
+    chunking = (logits_dtype, memory, accumulate, batch_invariant)
+    layer = _make_layer(name, parts, *chunking, shared)
     leading = tuple(input.shape[:-1])
-    classes = linear_weight.shape[0] if shared is None else shared.whole
+    classes = place.count_classes(layer.weight.shape[0])
     arguments.check_indices(name, "target", target, input.device)
     if target.shape != leading and (target.ndim == 0 or target.shape[:-1] != leading):
         accepted = f"the rows' shape, {list(leading)}, or that and K"
@@ -284,14 +243,12 @@ def linear_logprobs(
         leading,
         logit_scale=logit_scale,
         softcap=softcap,
-        temperature=temperature,
+        temperature=place.take_rows("temperature", temperature),
         dtype=layer.logits_dtype,
     )
     chunks.check_memory(name, layer, _find_needs(layer))
     wanted = Wanted(entropy=return_entropy, argmax=return_argmax)
-    marked = marked.reshape(math.prod(leading), several)
-    if shared is not None:
-        marked = sharded.take_classes(shared, marked)
+    marked = place.take_classes(marked.reshape(math.prod(leading), several))
     rows = _find(layer, marked, how, wanted, shared, accumulate == "grad")
     made = [rows.log_probabilities.reshape(target.shape)]
     beside = ((return_entropy, rows.entropy), (return_lse, rows.lse), (return_argmax, rows.argmax))
@@ -305,16 +262,14 @@ def linear_logprobs(
 
 def _make_layer(
     function: str,
-    input: Any,
-    weight: Any,
-    bias: Any,
-    *,
+    parts: Any,
     logits_dtype: torch.dtype | None,
     memory: int | None,
     accumulate: str,
     batch_invariant: bool,
     shared: Classes | None,
 ) -> Layer:
+    input, weight, bias = parts
     arguments.check_tensor(function, "input", input)
     if input.ndim == 0:
         raise ArgumentError(function, "input", "of no dimensions", "[*, in_features]")

@@ -66,7 +66,6 @@ def check_loss(
     function: str,
     like: torch.Tensor,
     leading: tuple[int, ...],
-    *,
     reduction: str,
     label_smoothing: float,
     z_loss: float,

@@ -59,6 +59,11 @@ class How(NamedTuple):
         )
 
 
+def _as_how(weight: Any, q: Any, inverse: Any, scale: float, softcap: float) -> How:
+    """How, of a kernel's arguments."""
+    return How(weight, q, inverse, None, scale, softcap, 0, torch.float32)
+
+
 def accumulate_type(dtype: torch.dtype) -> torch.dtype:
     """The dtype that kernels compute in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -96,18 +101,10 @@ def _weigh(how: How, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None
 
 
 def _forward_reference(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    probabilities: torch.Tensor | None,
-    inverse_temperature: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-    entropy: bool,
-    smooth: bool,
-    argmax: bool,
+    logits: torch.Tensor, target: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    how = How(weight, probabilities, inverse_temperature, None, scale, softcap, 0, torch.float32)
+    *given, entropy, smooth, argmax = rest
+    how = _as_how(*given)
     u = transform(logits, how)
     statistics = u.new_zeros(u.shape[0], STATISTICS)
     if u.shape[1]:
@@ -140,13 +137,9 @@ def _backward_reference(
     statistics: torch.Tensor,
     coefficients: torch.Tensor,
     grad_picked: torch.Tensor,
-    weight: torch.Tensor | None,
-    probabilities: torch.Tensor | None,
-    inverse_temperature: torch.Tensor | None,
-    scale: float,
-    softcap: float,
+    *given: Any,
 ) -> torch.Tensor:
-    how = How(weight, probabilities, inverse_temperature, None, scale, softcap, 0, torch.float32)
+    how = _as_how(*given)
     u = transform(logits, how)
     on_p, on_lse, on_entropy, on_smooth, on_dot = coefficients.unsqueeze(2).unbind(1)
     highest = statistics[:, HIGHEST : HIGHEST + 1]
@@ -166,11 +159,11 @@ def _backward_reference(
         du = du + on_dot * mass
     if u.shape[1]:
         du = du.scatter_add(1, torch.where(inside, target, 0), grad_picked * inside)
-    if softcap:
-        du = du * (1 - torch.tanh(logits.to(u.dtype) * (scale / softcap)) ** 2)
-    du = du * scale
-    if inverse_temperature is not None:
-        du = du * inverse_temperature.unsqueeze(1)
+    if how.softcap:
+        du = du * (1 - torch.tanh(logits.to(u.dtype) * (how.scale / how.softcap)) ** 2)
+    du = du * how.scale
+    if how.inverse_temperature is not None:
+        du = du * how.inverse_temperature.unsqueeze(1)
     du = torch.where(is_ignored(target).unsqueeze(1), 0, du)
     return du.to(logits.dtype)
 
@@ -184,15 +177,9 @@ def _both_in_place_reference(
     target: torch.Tensor,
     coefficients: torch.Tensor,
     grad_picked: torch.Tensor,
-    weight: torch.Tensor | None,
-    probabilities: torch.Tensor | None,
-    inverse_temperature: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-    smooth: bool,
-    argmax: bool,
+    *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    how = (weight, probabilities, inverse_temperature, scale, softcap)
+    *how, smooth, argmax = rest
     results = _forward_reference(logits, target, *how, False, smooth, argmax)
     logits.copy_(_backward_reference(logits, target, results[1], coefficients, grad_picked, *how))
     return results

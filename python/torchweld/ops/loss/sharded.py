@@ -27,23 +27,6 @@ class Classes(NamedTuple):
     most: int  # the largest number of classes that a device has
 
 
-def take_classes(own: Classes, target: torch.Tensor) -> torch.Tensor:
-    """Number the targets from this device's first class on; other devices' targets are ELSEWHERE.
-
-    -1 and targets that are not classes do not change.
-    """
-    here = target - own.begin
-    here = torch.where((here >= 0) & (here < own.size), here, rows.ELSEWHERE)
-    return torch.where(target == -1, -1, torch.where(target >= own.whole, own.size, here))
-
-
-def take_weights(own: Classes, how: How) -> How:
-    """Take the weights of this device's classes. The sum of weights still covers all classes."""
-    if how.weight is None:
-        return how
-    return how._replace(weight=how.weight[own.begin : own.begin + own.size])
-
-
 def _reduce(x: torch.Tensor, operation: str, group: str) -> torch.Tensor:
     ops = torch.ops._c10d_functional
     reduced = ops.all_reduce.default(x.contiguous(), operation, group)
@@ -108,7 +91,7 @@ class Whole:
         return value
 
     take_whole = take_rows
-    take_target = add_up = wrap = keep
+    take_target = take_classes = take_weights = count_classes = add_up = wrap = keep
 
 
 class Place(NamedTuple):
@@ -153,6 +136,29 @@ class Place(NamedTuple):
             return value
         whole = replicate(self.mesh)
         return take_part(self.function, name, value, self.mesh, whole, whole)
+
+    def count_classes(self, own: int) -> int:
+        """The number of all classes."""
+        return own if self.classes is None else self.classes.whole
+
+    def take_classes(self, target: torch.Tensor) -> torch.Tensor:
+        """Number targets from this device's first class on; other devices' are ELSEWHERE.
+
+        -1 and targets that are not classes do not change.
+        """
+        if self.classes is None:
+            return target
+        _, begin, size, whole, _ = self.classes
+        here = target - begin
+        here = torch.where((here >= 0) & (here < size), here, rows.ELSEWHERE)
+        return torch.where(target == -1, -1, torch.where(target >= whole, size, here))
+
+    def take_weights(self, how: How) -> How:
+        """Take the weights of this device's classes. The sum of weights covers all classes."""
+        if self.classes is None or how.weight is None:
+            return how
+        _, begin, size, *_ = self.classes
+        return how._replace(weight=how.weight[begin : begin + size])
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the devices that have different rows."""

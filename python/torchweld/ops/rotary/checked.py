@@ -16,23 +16,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ROUNDED = ("none", "result", "both")
 
 
-def check(
-    x: Any,
-    key: Any,
-    cos: Any,
-    sin: Any,
-    positions: Any,
-    weight: Any,
-    key_weight: Any,
-    rotary_dim: Any,
-    interleaved: Any,
-    proportional: Any,
-    norm_eps: Any,
-    plus_one: Any,
-    rounded: Any,
-    heads: Any,
-) -> None:
+def check(x: Any, key: Any, *rest: Any) -> None:
     """Check the arguments of the op."""
+    cos, sin, positions, weight, key_weight, *layout, norm_eps, plus_one, rounded, heads = rest
     checks.dense(NAME, "x", x, DTYPES)
     if x.ndim == 0:
         raise ArgumentError(NAME, "x", "of no dimensions", "at least one")
@@ -43,7 +29,7 @@ def check(
         actual = f"of shape {list(sin.shape)} and {sin.dtype}"
         raise ArgumentError(NAME, "sin", actual, f"cos's, {list(cos.shape)} and {cos.dtype}")
     shared = _check_angles(x, cos, positions)
-    _check_width(x, cos, rotary_dim, interleaved, proportional)
+    _check_width(x, cos, *layout)
     if key is not None:
         _check_key(x, key, shared, heads)
     check_norm(x, key, weight, key_weight, norm_eps, plus_one, rounded, heads, shared)

@@ -71,33 +71,27 @@ def rotary_embedding(
         A tensor of x's shape, dtype and strides.
     """
     heads = -3 if seq_dim == -2 else -2
+    how: dict[str, Any] = {
+        "interleaved": interleaved,
+        "rotary_dim": rotary_dim,
+        "proportional": proportional,
+        "seq_dim": seq_dim,
+        "cu_seqlens": cu_seqlens,
+    }
     if norm_across_heads is True and shares_heads(x, heads):
-        return _normalize_first(
-            x,
-            heads,
-            (norm_weight, norm_eps, norm_plus_one, norm_rounding),
-            (cos, sin, position_ids),
-            interleaved=interleaved,
-            rotary_dim=rotary_dim,
-            proportional=proportional,
-            seq_dim=seq_dim,
-            cu_seqlens=cu_seqlens,
-        )
+        norm = (norm_weight, norm_eps, norm_plus_one, norm_rounding)
+        return _normalize_first(x, heads, norm, (cos, sin, position_ids), **how)
     inputs = prepare(
         x,
         cos,
         sin,
         position_ids,
-        interleaved=interleaved,
-        rotary_dim=rotary_dim,
-        proportional=proportional,
-        seq_dim=seq_dim,
         norm_weight=norm_weight,
         norm_eps=norm_eps,
         norm_plus_one=norm_plus_one,
         norm_rounding=norm_rounding,
         norm_across_heads=norm_across_heads,
-        cu_seqlens=cu_seqlens,
+        **how,
     )
     y: torch.Tensor = call(OP, *inputs)[0]
     return y
@@ -109,12 +103,12 @@ def _normalize_first(
     """Normalise over the heads of several devices, rotate, and round once."""
     weight, eps, plus_one, rounded = norm
     normalized = normalize(x, weight, eps, plus_one, rounded, heads)
-    cos, sin, positions = angles
-    wide = [
+    *tables, positions = angles
+    cos, sin = (
         t.to(normalized.dtype) if isinstance(t, torch.Tensor) and not t.is_complex() else t
-        for t in (cos, sin)
-    ]
-    return rotary_embedding(normalized, wide[0], wide[1], positions, **how).to(x.dtype)
+        for t in tables
+    )
+    return rotary_embedding(normalized, cos, sin, positions, **how).to(x.dtype)
 
 
 @short()
