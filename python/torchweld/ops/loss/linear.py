@@ -96,7 +96,7 @@ def linear_cross_entropy(
         "token_weights": token_weights,
     }
     chunking = (logits_dtype, memory, accumulate, batch_invariant)
-    if _has_dimensions(linear_weight):
+    if isinstance(linear_weight, torch.Tensor) and linear_weight.ndim > 2:
         _refuse_chunks(*chunking)
         rest = {"weight": weight, "ignore_index": ignored, "return_lse": return_lse}
         rest |= scaling | terms
@@ -120,7 +120,7 @@ def linear_cross_entropy(
     scaling["temperature"] = place.take_rows("temperature", temperature)
     layer = _make_layer(name, parts, *chunking, shared)
     leading, own = tuple(input.shape[:-1]), layer.weight.shape[0]
-    classes = place.count_classes(own)
+    classes = own if shared is None else shared.whole
 
     def flatten(q: torch.Tensor) -> torch.Tensor:
         return q.reshape(math.prod(leading), own)
@@ -142,7 +142,7 @@ def linear_cross_entropy(
     needs = _find_needs(layer)
     chunks.check_memory(name, layer, needs)
     count = place.add_up(count) if reduction == "mean" else count
-    target, how = place.take_classes(labels.classes), place.take_weights(how)
+    target, how = place.take_classes(labels.classes, how)
     kind = None if checks.autocasts(input.device.type) else input.dtype
     into_grad = accumulate == "grad"
     if not into_grad and _keeps_gradients(layer, loss, return_lse, how, needs, shared):
@@ -227,7 +227,7 @@ def linear_logprobs(
     chunking = (logits_dtype, memory, accumulate, batch_invariant)
     layer = _make_layer(name, parts, *chunking, shared)
     leading = tuple(input.shape[:-1])
-    classes = place.count_classes(layer.weight.shape[0])
+    classes = layer.weight.shape[0] if shared is None else shared.whole
     arguments.check_indices(name, "target", target, input.device)
     if target.shape != leading and (target.ndim == 0 or target.shape[:-1] != leading):
         accepted = f"the rows' shape, {list(leading)}, or that and K"
@@ -248,7 +248,7 @@ def linear_logprobs(
     )
     chunks.check_memory(name, layer, _find_needs(layer))
     wanted = Wanted(entropy=return_entropy, argmax=return_argmax)
-    marked = place.take_classes(marked.reshape(math.prod(leading), several))
+    marked, how = place.take_classes(marked.reshape(math.prod(leading), several), how)
     rows = _find(layer, marked, how, wanted, shared, accumulate == "grad")
     made = [rows.log_probabilities.reshape(target.shape)]
     beside = ((return_entropy, rows.entropy), (return_lse, rows.lse), (return_argmax, rows.argmax))
@@ -330,10 +330,6 @@ def _read_options(options: Any, accumulate: Accumulation) -> Accumulation:
         raise ArgumentError(_CROSS_ENTROPY, "options", f"acc_dtype={kind}", "a floating dtype")
     policy = getattr(options, "acc_policy", "auto")
     return "parameter" if policy == "compact" or kind in arguments.FLOATS[1:3] else accumulate
-
-
-def _has_dimensions(weight: Any) -> bool:
-    return isinstance(weight, torch.Tensor) and weight.ndim > 2
 
 
 def _refuse_chunks(

@@ -90,8 +90,13 @@ class Whole:
         """What needs no exchange."""
         return value
 
+    @staticmethod
+    def take_classes(target: torch.Tensor, how: How) -> tuple[torch.Tensor, How]:
+        """All classes."""
+        return target, how
+
     take_whole = take_rows
-    take_target = take_classes = take_weights = count_classes = add_up = wrap = keep
+    take_target = add_up = wrap = keep
 
 
 class Place(NamedTuple):
@@ -137,28 +142,21 @@ class Place(NamedTuple):
         whole = replicate(self.mesh)
         return take_part(self.function, name, value, self.mesh, whole, whole)
 
-    def count_classes(self, own: int) -> int:
-        """The number of all classes."""
-        return own if self.classes is None else self.classes.whole
+    def take_classes(self, target: torch.Tensor, how: How) -> tuple[torch.Tensor, How]:
+        """Number targets from this device's first class on, and take its classes' weights.
 
-    def take_classes(self, target: torch.Tensor) -> torch.Tensor:
-        """Number targets from this device's first class on; other devices' are ELSEWHERE.
-
-        -1 and targets that are not classes do not change.
+        Other devices' targets are ELSEWHERE; -1 and targets that are not classes do not change.
+        The sum of weights still covers all classes.
         """
         if self.classes is None:
-            return target
+            return target, how
         _, begin, size, whole, _ = self.classes
         here = target - begin
         here = torch.where((here >= 0) & (here < size), here, rows.ELSEWHERE)
-        return torch.where(target == -1, -1, torch.where(target >= whole, size, here))
-
-    def take_weights(self, how: How) -> How:
-        """Take the weights of this device's classes. The sum of weights covers all classes."""
-        if self.classes is None or how.weight is None:
-            return how
-        _, begin, size, *_ = self.classes
-        return how._replace(weight=how.weight[begin : begin + size])
+        here = torch.where(target >= whole, size, here)
+        if how.weight is not None:
+            how = how._replace(weight=how.weight[begin : begin + size])
+        return torch.where(target == -1, -1, here), how
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the devices that have different rows."""
