@@ -11,9 +11,16 @@ from torchweld.errors import ArgumentError
 from torchweld.fusion import peer
 from torchweld.fusion.patterns import PATTERNS, Pattern
 from torchweld.fusion.plan import Filter, Weldable, WeldReport, decide, list_welds
-from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.view import View
-from torchweld.fusion.weld import Change, Weld, find_original, find_welds, set_class
+from torchweld.fusion.weld import (
+    Change,
+    Left,
+    Proposal,
+    Weld,
+    find_original,
+    find_welds,
+    set_class,
+)
 
 __all__ = [
     "PATTERNS",

@@ -13,12 +13,10 @@ import torch
 
 from torchweld.fusion import probe
 from torchweld.fusion.patterns import PATTERNS, concerns
-from torchweld.fusion.proposals import Left, Proposal
-from torchweld.fusion.traffic import measure_gain
+from torchweld.fusion.trial import measure_gain, why_not_same
 from torchweld.fusion.twin import Twin
-from torchweld.fusion.verify import why_not_same
 from torchweld.fusion.view import View
-from torchweld.fusion.weld import Weld, find_welds
+from torchweld.fusion.weld import Left, Proposal, Weld, find_welds, why_not_change
 from torchweld.table import Table
 
 _WIDTH = 100  # of a printed line
@@ -224,7 +222,7 @@ def _choose_first(
         ):
             return Weldable(where, entry.what, reason="the filter leaves it out")
         reasons = (view.why_not_inner(part, part in changed) for part in entry.inner)
-        reason = next(filter(None, reasons), None)
+        reason = next(filter(None, reasons), None) or why_not_change(entry.module)
         gain = None
         wanted = measure or (not entry.known and (verify or len(entries) > 1))
         if reason is None and not entry.tried and wanted:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 from torch.nn.parameter import is_lazy
 
-from torchweld.fusion import kinds, probe
-from torchweld.fusion.configuration import make_key
-from torchweld.fusion.modules import (
+from torchweld.fusion import probe
+from torchweld.fusion.twin import CannotCopyError, Twin
+from torchweld.fusion.weld import (
     count_elements,
     forward_of,
     has_state,
+    is_overridden,
     is_sharded,
     is_welded,
+    name_hooks,
     why_not_change,
     why_not_copy,
 )
-from torchweld.fusion.twin import Twin
-from torchweld.fusion.weld import is_overridden, name_hooks
+from torchweld.ops.activation import ACTIVATIONS
 
 _CPU = torch.device("cpu")
 # Modules with more parameters (elements) than this are tried on the CPU.
@@ -75,11 +79,11 @@ class View:
     def activation(self, module: Any) -> tuple[str, str] | None:
         """Name and approximation of the activation that a module or a function computes."""
         if not isinstance(module, torch.nn.Module):
-            return kinds.recognise_activation([module])
+            return recognise_activation([module])
         if is_welded(module) or any(True for _ in module.children()) or has_state(module):
             return None
         kind: tuple[str, str] | None = self.ask_once(
-            "activation", module, lambda: kinds.recognise_module_activation(module)
+            "activation", module, lambda: recognise_module_activation(module)
         )
         return kind
 
@@ -87,7 +91,7 @@ class View:
         """Whether a module is elementwise but none of torchweld's activations."""
         if is_welded(module) or module._modules or has_state(module) or self.activation(module):
             return False
-        return bool(self.ask_once("elementwise", module, lambda: kinds.is_elementwise(module)))
+        return bool(self.ask_once("elementwise", module, lambda: is_elementwise(module)))
 
     def linear(self, module: torch.nn.Module) -> str | None:
         """The kind of linear layer: "plain", "transposed" like GPT-2's Conv1D, or None."""
@@ -101,7 +105,7 @@ class View:
             return "plain"
         if isinstance(module, torch.nn.Embedding):
             return None
-        form: str | None = self.ask_once("linear", module, lambda: kinds.recognise_linear(module))
+        form: str | None = self.ask_once("linear", module, lambda: recognise_linear(module))
         return form
 
     def sizes(self, module: torch.nn.Module) -> tuple[int, int] | None:
@@ -184,3 +188,128 @@ def _watch(
         for a, b in edges
     ]
     return tuple(inputs), named
+
+
+# --- Recognition by a run -------------------------------------------------------------------------
+
+
+def recognise_activation(
+    functions: Sequence[Callable[[torch.Tensor], Any]],
+) -> tuple[str, str] | None:
+    """Name and approximation of the activation that all these functions compute, or None.
+
+    The functions run on small and large numbers.
+    """
+    x = torch.cat([torch.linspace(-12, 12, 961), torch.tensor([-1e3, -50.0, 50.0, 1e3])]).view(
+        5, -1
+    )
+    try:
+        with torch.no_grad():
+            results = [function(x.clone()) for function in functions]
+    except Exception as error:
+        probe.read_refusal(error)
+        return None
+    for kind, known in ACTIVATIONS.items():
+        expected = known.function(x.double())
+        allowed = 2e-6 * (1 + expected.abs())
+        if kind[0] != "identity" and all(_is_near(y, expected, allowed) for y in results):
+            return kind
+    return None
+
+
+def recognise_module_activation(module: torch.nn.Module) -> tuple[str, str] | None:
+    """The activation that a module computes in training and in evaluation, or None."""
+    try:
+        copies = [Twin(module, _CPU).module.train(training) for training in (True, False)]
+    except CannotCopyError:
+        return None
+    return recognise_activation(copies)
+
+
+def is_elementwise(module: torch.nn.Module) -> bool:
+    """Whether a part of x gives the same part of the result, and the result is not x."""
+    x = probe.values((5, 193), _CPU)
+    try:
+        copy = Twin(module, _CPU).module.train()
+        with torch.no_grad():
+            y, part = copy(x.clone()), copy(x[1:, :7].clone())
+    except Exception as error:
+        probe.read_refusal(error)
+        return False
+    same_shape = isinstance(y, torch.Tensor) and y.shape == x.shape
+    return same_shape and _is_near(part, y[1:, :7].double(), 1e-6) and not torch.equal(y, x)
+
+
+def recognise_linear(module: torch.nn.Module) -> str | None:
+    """Whether a module with a matrix is a linear layer: "plain", "transposed", or None."""
+    try:
+        copy: Any = Twin(module, _CPU, torch.float32).module
+        weight, bias = copy.weight.detach(), copy._parameters.get("bias")
+        for form, matrix in (("plain", weight), ("transposed", weight.t())):
+            if bias is not None and bias.shape != matrix.shape[:1]:
+                continue
+            with torch.no_grad():
+                x = probe.values((2, 5, matrix.shape[1]), _CPU)
+                expected = linear(x, matrix, bias)
+                if _is_near(copy(x), expected.double(), 1e-4):
+                    return form
+    except Exception as error:
+        probe.read_refusal(error)
+    return None
+
+
+def _is_near(y: Any, expected: torch.Tensor, allowed: Any) -> bool:
+    same = isinstance(y, torch.Tensor) and y.shape == expected.shape
+    return same and bool(((y.double() - expected).abs() <= allowed).all())
+
+
+# --- Configurations -------------------------------------------------------------------------------
+
+_SCALARS = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, type)
+
+
+def make_key(module: torch.nn.Module) -> Hashable:
+    """Make a key that is equal for modules that compute the same.
+
+    It holds classes, shapes, dtypes and settings, but not a layer's number. Objects of other kinds
+    count as equal only if they are identical.
+    """
+    return _key_of_module(module, {})
+
+
+def _key_of_module(module: torch.nn.Module, seen: dict[int, int]) -> Hashable:
+    if id(module) in seen:
+        return "seen", seen[id(module)]
+    seen[id(module)] = len(seen)
+    attributes = [
+        (name, _key_of_value(value, seen))
+        for name, value in vars(module).items()
+        if not _is_irrelevant(name, value)
+    ]
+    return type(module), tuple(attributes)
+
+
+def _is_irrelevant(name: str, value: Any) -> bool:
+    """Whether an attribute is the layer's number, a hook, or set by a call."""
+    is_number = isinstance(value, int) and ("idx" in name or "index" in name or "layer_id" in name)
+    return is_number or name in ("training", "_compiled_call_impl") or "_hooks" in name
+
+
+def _key_of_value(value: Any, seen: dict[int, int]) -> Hashable:
+    if isinstance(value, _SCALARS):
+        return type(value), value
+    if isinstance(value, torch.nn.Module):
+        return _key_of_module(value, seen)
+    if isinstance(value, torch.Tensor) and not is_lazy(value):
+        return type(value), tuple(value.shape), value.dtype, value.device.type, value.layout
+    if isinstance(value, (set, frozenset)) and all(isinstance(item, _SCALARS) for item in value):
+        return type(value), frozenset(value)
+    if isinstance(value, (list, tuple, torch.Size)):
+        return type(value), tuple(_key_of_value(item, seen) for item in value)
+    if isinstance(value, dict):
+        return type(value), tuple((key, _key_of_value(item, seen)) for key, item in value.items())
+    if isinstance(value, MethodType):
+        return "method", id(value.__func__)
+    if isinstance(value, functools.partial):
+        return "partial", id(value.func), _key_of_value([*value.args, value.keywords], seen)
+    return "object", id(value)

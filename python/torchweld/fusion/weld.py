@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 
 class Weld:
@@ -26,41 +28,10 @@ class Weld:
     weld_inner_classes: ClassVar[tuple[type, ...]] = ()
     # Whether several proposals may give a module this class, each with pairs of its own.
     weld_shares: ClassVar[bool] = False
-    # How many arguments of the class's own forward the tried call has. They are the first ones.
-    weld_takes: ClassVar[int] = 1
-    # Names of that forward's parameters, and all of its defaults.
-    weld_names: ClassVar[tuple[str, ...]] = ()
-    weld_defaults: ClassVar[dict[str, Any]] = {}
     welded_from: ClassVar[Any]
     weld_settings: ClassVar[tuple[tuple[str, Any], ...]]
 
     weld_class: ClassVar[type[Weld]]
-
-    def weld_arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, ...] | None:
-        """The arguments that were tried, or None: then the class's own forward runs the call.
-
-        It runs calls with other arguments, and all calls after something happened to a submodule
-        that the weld skips.
-        """
-        if not self.weld_may_skip():
-            return None
-        if len(args) == self.weld_takes and not kwargs:
-            return args
-        if len(args) > len(self.weld_names) or not kwargs.keys().isdisjoint(
-            self.weld_names[: len(args)]
-        ):
-            return None  # its own forward raises
-        values = dict(zip(self.weld_names, args, strict=False))
-        values |= kwargs
-        first = [values.pop(name, _MISSING) for name in self.weld_names[: self.weld_takes]]
-        if any(value is _MISSING for value in first):
-            return None
-        for name, value in values.items():
-            if name not in self.weld_defaults or value is not self.weld_defaults[name]:
-                return None
-        return tuple(first)
 
     def weld_may_skip(self) -> bool:
         """Whether the skipped submodules were not replaced and have no hooks.
@@ -82,32 +53,72 @@ class Weld:
         return f"Welded{type(self).__name__}"
 
 
+class Tried(Weld):
+    """A weld of the calls that are like the one that was tried.
+
+    The class's own forward runs calls with other arguments, and all calls after something happened
+    to a submodule that the weld skips.
+    """
+
+    # How many arguments of the class's own forward the tried call has. They are the first ones.
+    weld_takes: ClassVar[int] = 1
+    # Names of that forward's parameters, and all of its defaults.
+    weld_names: ClassVar[tuple[str, ...]] = ()
+    weld_defaults: ClassVar[dict[str, Any]] = {}
+    weld_run: Callable[..., Any]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "welded_from" in vars(cls):
+            cls.weld_names, cls.weld_defaults = read_parameters(cls.welded_from)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = self.weld_arguments(args, kwargs)
+        if arguments is None:
+            return self.welded_from.forward(self, *args, **kwargs)
+        return self.weld_run(*arguments)
+
+    def weld_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...] | None:
+        """The arguments of a call like the one that was tried, or None."""
+        if not self.weld_may_skip():
+            return None
+        if len(args) == self.weld_takes and not kwargs:
+            return args
+        if len(args) > len(self.weld_names) or not kwargs.keys().isdisjoint(
+            self.weld_names[: len(args)]
+        ):
+            return None  # its own forward raises
+        values = dict(zip(self.weld_names, args, strict=False))
+        values |= kwargs
+        first = [values.pop(name, _MISSING) for name in self.weld_names[: self.weld_takes]]
+        if any(value is _MISSING for value in first):
+            return None
+        for name, value in values.items():
+            if name not in self.weld_defaults or value is not self.weld_defaults[name]:
+                return None
+        return tuple(first)
+
+
+class Rewritten(Weld):
+    """A weld whose forward is recompiled from the source of its class's own."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "welded_from" in vars(cls):
+            cls.forward = cls.weld_rewrite(cls.welded_from.forward)
+        super().__init_subclass__(**kwargs)  # a base of the module's may wrap the new forward
+
+    forward: Any
+
+    @classmethod
+    def weld_rewrite(cls, forward: Any) -> Callable[..., Any]:
+        """The new forward, in the globals of its file."""
+        raise NotImplementedError
+
+
 _CLASSES: dict[Any, type] = {}
 _MISSING = object()
-
-
-class Change(NamedTuple):
-    """A module, and the class that it gets: a weld with settings."""
-
-    module: torch.nn.Module
-    weld: type[Weld]
-    becomes: str = ""
-    settings: dict[str, Any] = {}  # noqa: RUF012 - never written to
-
-    def of(self, module: torch.nn.Module) -> Change:
-        """The same change for another module."""
-        return self._replace(module=module)
-
-    def apply(self) -> None:
-        """Set the class. A class that proposals share gets the pairs of all of them."""
-        was: Any = type(self.module)
-        settings = {"becomes": self.becomes, **self.settings}
-        if self.weld.weld_shares and isinstance(self.module, self.weld):
-            settings["pairs"] = (*was.weld_pairs, *settings["pairs"])
-            was = find_original(was)
-        if inner := settings.get("inner"):
-            settings["inner_classes"] = tuple(type(self.module._modules[name]) for name in inner)
-        set_class(self.module, make_class(self.weld, was, tuple(settings.items())))
 
 
 def make_class(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...]) -> type:
@@ -118,8 +129,6 @@ def make_class(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...
     body: dict[str, Any] = {"weld_class": weld, "welded_from": was, "weld_settings": settings}
     body |= {f"weld_{name}": value for name, value in settings}
     body |= {"__module__": weld.__module__, "__doc__": weld.__doc__}
-    names, defaults = read_parameters(was)
-    body |= {"weld_names": names, "weld_defaults": defaults}
     return _CLASSES.setdefault(key, type(was.__name__, (weld, was), body))
 
 
@@ -220,3 +229,140 @@ def is_bare(module: Any) -> bool:
         or module._backward_pre_hooks
         or "forward" in vars(module)
     )
+
+
+# --- Questions about one module that need no run --------------------------------------------------
+
+# A scope with fewer parameters (elements) than this is small enough in any case.
+_SMALL = 2**24
+# The most elements of a scope: a copy takes 4 GiB.
+_LARGEST = 2**30
+# A scope is a block, not a model: it has at most this many times the elements of its largest
+# parameter.
+_BLOCK = 24
+
+
+def is_welded(module: torch.nn.Module) -> bool:
+    """Whether the module is already welded."""
+    return isinstance(module, Weld)
+
+
+def has_state(module: torch.nn.Module) -> bool:
+    """Whether the module itself has parameters or buffers, not only its submodules."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None for tensor in tensors)
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Whether fully_shard made the module a unit of its own."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def forward_of(module: Any) -> Any:
+    """The forward function of a module's class, or None if the class does not define one."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
+    return getattr(type(module), "forward", None)
+
+
+def count_elements(module: torch.nn.Module) -> int:
+    """Count the elements of a module's parameters."""
+    return sum(parameter.numel() for parameter in module.parameters() if not is_lazy(parameter))
+
+
+def why_not_change(module: torch.nn.Module) -> str | None:
+    """Why a module's class cannot be changed, or None."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is scripted: fuse before scripting"
+    if isinstance(module, torch.fx.GraphModule):
+        return "its forward is a traced graph: fuse before tracing"
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return "it is parametrized: its weight is computed at each call"
+    return why_not_own_forward(module)
+
+
+def why_not_copy(module: torch.nn.Module) -> str | None:
+    """Why a module is too large to copy, or None."""
+    elements = count_elements(module)
+    largest = max((p.numel() for p in module.parameters() if not is_lazy(p)), default=0)
+    if elements <= max(_SMALL, _BLOCK * largest) and elements <= _LARGEST:
+        return None
+    return f"with {elements / 1e6:.0f} million parameters its surroundings are too large to try"
+
+
+# --- What a recogniser yields ---------------------------------------------------------------------
+
+
+class Change(NamedTuple):
+    """A module, and the class that it gets: a weld with settings."""
+
+    module: torch.nn.Module
+    weld: type[Weld]
+    becomes: str = ""
+    settings: dict[str, Any] = {}  # noqa: RUF012 - never written to
+
+    def of(self, module: torch.nn.Module) -> Change:
+        """The same change for another module."""
+        return self._replace(module=module)
+
+    def apply(self) -> None:
+        """Set the class. A class that proposals share gets the pairs of all of them."""
+        was: Any = type(self.module)
+        settings = {"becomes": self.becomes, **self.settings}
+        if self.weld.weld_shares and isinstance(self.module, self.weld):
+            settings["pairs"] = (*was.weld_pairs, *settings["pairs"])
+            was = find_original(was)
+        if inner := settings.get("inner"):
+            settings["inner_classes"] = tuple(type(self.module._modules[name]) for name in inner)
+        set_class(self.module, make_class(self.weld, was, tuple(settings.items())))
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Changes that make one weld.
+
+    If a recogniser yields several for one module, the first that computes the same is used.
+    """
+
+    module: torch.nn.Module
+    what: str
+    changes: tuple[Change, ...]  # the first one changes `module`
+    scope: torch.nn.Module  # the module to run when trying the changes of modules in it
+    inner: tuple[torch.nn.Module, ...] = ()  # modules no longer called, or with another result
+    inputs: tuple[Any, ...] | None = None  # inputs of `scope`; None: find some
+    part: torch.nn.Module | None = None  # the module whose traffic is measured; None: `scope`
+    drops: bool = False  # whether dropout is drawn from torchweld's stream
+    tried: bool = False  # whether the recogniser has tried the changes, on a smaller model
+    known: bool = False  # whether the classes are torch's own, so that fuse() need not try them
+
+    def list_changes(self, scope: torch.nn.Module) -> tuple[Change, ...]:
+        """The changes of modules in a scope."""
+        inside = {id(module) for module in scope.modules()}
+        return tuple(change for change in self.changes if id(change.module) in inside)
+
+    @property
+    def becomes(self) -> str:
+        """The function that runs in the module's place, in words."""
+        return self.changes[0].becomes
+
+
+@dataclass(frozen=True)
+class Left:
+    """A module that resembles a known kind, and the reason not to change it."""
+
+    module: torch.nn.Module
+    what: str
+    reason: str
+
+
+def propose(
+    module: torch.nn.Module,
+    weld: type[Weld],
+    becomes: str,
+    settings: dict[str, Any] | None = None,
+    scope: torch.nn.Module | None = None,
+    **more: Any,
+) -> Proposal:
+    """Propose a weld of one module, which is tried by itself unless there is a scope."""
+    changes = (Change(module, weld, becomes, settings or {}),)
+    return Proposal(module, type(module).__name__, changes, scope or module, **more)

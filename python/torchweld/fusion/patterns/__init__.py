@@ -10,21 +10,26 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from torchweld.fusion.patterns.activation import find_activation
-from torchweld.fusion.patterns.attention import find_multihead_attention, find_softmax_dropout
-from torchweld.fusion.patterns.batch_norm_act import find_batch_norm_act
+from torchweld.fusion.patterns.activation import (
+    find_activation,
+    find_batch_norm_act,
+    find_linear_act,
+)
+from torchweld.fusion.patterns.attention import (
+    find_multihead_attention,
+    find_softmax_dropout,
+    find_transformer_layer,
+)
 from torchweld.fusion.patterns.biased_attention import find_biased_attention
 from torchweld.fusion.patterns.dropout_add_norm import find_dropout_add_norm
 from torchweld.fusion.patterns.experts import find_experts
 from torchweld.fusion.patterns.gated_mlp import find_gated_mlp
 from torchweld.fusion.patterns.gated_product import find_gated_product
-from torchweld.fusion.patterns.linear_act import find_linear_act
 from torchweld.fusion.patterns.loss import find_loss
 from torchweld.fusion.patterns.norm import find_norm
 from torchweld.fusion.patterns.rotary import find_rotary
-from torchweld.fusion.patterns.transformer_layer import find_transformer_layer
-from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.view import View
+from torchweld.fusion.weld import Left, Proposal
 
 Pattern = Callable[[torch.nn.Module, View], Iterator[Proposal | Left]]
 

@@ -1,4 +1,4 @@
-"""Activations that eager torch computes in several passes, or slowly."""
+"""Activations, and the linear layers and batch norms before them."""
 
 from __future__ import annotations
 
@@ -9,29 +9,95 @@ import torch
 
 from torchweld import functional
 from torchweld.fusion import probe
-from torchweld.fusion.modules import is_welded, why_not_change
-from torchweld.fusion.proposals import Left, Proposal
+from torchweld.fusion.patterns.pairs import Pair, find_pair, propose_pair
 from torchweld.fusion.view import View
-from torchweld.fusion.weld import Change, Weld
+from torchweld.fusion.weld import (
+    Change,
+    Left,
+    Proposal,
+    Tried,
+    Weld,
+    forward_of,
+    propose,
+    why_not_change,
+)
 from torchweld.names import ActivationName, Approximation
+from torchweld.nn.batch_norm import count_momentum
+from torchweld.ops.activation import ACTIVATIONS
 
 # Eager torch's kernels for these modules move no more bytes than ours.
 _FAST_IN_EAGER = (torch.nn.ReLU, torch.nn.Sigmoid, torch.nn.Tanh, torch.nn.SiLU)
+_NORMS = (torch.nn.BatchNorm1d.forward, torch.nn.SyncBatchNorm.forward)
 
 
-class Activation(Weld):
+class Activation(Tried):
     """An activation in one pass."""
 
     weld_activation: ActivationName
     weld_approximate: Approximation
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = self.weld_arguments(args, kwargs)
-        if arguments is None:
-            return self.welded_from.forward(self, *args, **kwargs)
-        (x,) = arguments
+    def weld_run(self, x: torch.Tensor) -> torch.Tensor:
         return functional.bias_act(
             x, activation=self.weld_activation, approximate=self.weld_approximate
+        )
+
+
+class LinearAct(Weld):
+    """A linear layer that computes its activation too if the module around it asks it to."""
+
+    weld_activation: ActivationName
+    weld_approximate: Approximation
+    weld_transposed: bool
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, *args: Any, weld_asked: bool = False, **kwargs: Any) -> Any:
+        if not weld_asked:
+            return self.welded_from.forward(self, *args, **kwargs)
+        # Not t(), which a DTensor does not have in inference mode.
+        weight = self.weight.mT if self.weld_transposed else self.weight
+        return functional.linear_act(
+            args[0],
+            weight,
+            self.bias,
+            activation=self.weld_activation,
+            approximate=self.weld_approximate,
+        )
+
+    def extra_repr(self) -> str:
+        inner = self.welded_from.extra_repr(self)
+        return (
+            f"{inner}, activation={self.weld_activation!r}, approximate={self.weld_approximate!r}"
+        )
+
+
+class BatchNormAct(Weld):
+    """A batch norm that computes its activation too if the module around it asks it to.
+
+    It does so for a matrix; other inputs take two steps.
+    """
+
+    weld_activation: ActivationName
+    weld_approximate: Approximation
+
+    def forward(self, input: torch.Tensor, weld_asked: bool = False) -> torch.Tensor:
+        norm: Any = self
+        if not weld_asked or input.ndim != 2:
+            y: torch.Tensor = self.welded_from.forward(self, input)
+            act = ACTIVATIONS[self.weld_activation, self.weld_approximate].function
+            return act(y) if weld_asked else y
+        tracked = norm.track_running_stats or not norm.training
+        return functional.batch_norm_act(
+            input,
+            norm.running_mean if tracked else None,
+            norm.running_var if tracked else None,
+            norm.weight,
+            norm.bias,
+            norm.training or norm.running_mean is None,
+            count_momentum(norm),
+            norm.eps,
+            activation=self.weld_activation,
+            approximate=self.weld_approximate,
         )
 
 
@@ -42,18 +108,83 @@ def in_words(kind: tuple[str, str]) -> str:
 
 def find_activation(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
     """A module that computes one of torchweld's activations in any way."""
-    if is_welded(module) or type(module) in _FAST_IN_EAGER:
-        return
-    kind = view.activation(module)
+    kind = None if type(module) in _FAST_IN_EAGER else view.activation(module)
     if kind is None or kind[0] in ("relu", "sigmoid", "tanh"):
         return
-    what = type(module).__name__
     if getattr(module, "inplace", False):
-        yield Left(module, what, "it works in place, and torchweld's would need another tensor")
-    elif reason := why_not_change(module):
-        yield Left(module, what, reason)
+        reason = "it works in place, and torchweld's would need another tensor"
+        yield Left(module, type(module).__name__, reason)
     else:
         settings = {"activation": kind[0], "approximate": kind[1]}
-        changes = (Change(module, Activation, f"bias_act ({in_words(kind)})", settings),)
         inputs = (probe.values((4, 5, 48), view.device(module)),)
-        yield Proposal(module, what, changes, module, inputs=inputs)
+        becomes = f"bias_act ({in_words(kind)})"
+        yield propose(module, Activation, becomes, settings, inputs=inputs)
+
+
+def _propose_both(
+    pair: Pair, parent: torch.nn.Module, weld: type[Weld], op: str, view: View, **settings: Any
+) -> Proposal | Left:
+    """Propose that the first module computes its activation, the second one, too."""
+    kind = view.activation(pair.second)
+    assert kind is not None
+    settings |= {"activation": kind[0], "approximate": kind[1]}
+    change = Change(pair.first, weld, f"{op} ({in_words(kind)})", settings)
+    return propose_pair(pair, parent, change)
+
+
+def find_batch_norm_act(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+    """The activations among a module's children, with the preceding batch norms."""
+    if not any(forward_of(part) in _NORMS for part in module.modules()):
+        return
+    for consumer in filter(view.activation, module.children()):
+        pair = find_pair(consumer, module, view)
+        if not isinstance(pair, Pair) or forward_of(pair.first) not in _NORMS:
+            continue
+        if isinstance(pair.first, torch.nn.SyncBatchNorm):
+            reason = "its statistics span several processes; LinearBatchNormAct supports that"
+            yield Left(pair.first, pair.what, reason)
+        else:
+            yield _propose_both(pair, module, BatchNormAct, "batch_norm_act", view)
+
+
+def find_linear_act(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+    """The activations among a module's children, with the preceding linear layers."""
+    activations = [child for child in module.children() if view.activation(child)]
+    for consumer in activations:
+        pair = find_pair(consumer, module, view)
+        if isinstance(pair, Left):
+            yield pair
+        elif pair is not None and (form := view.linear(pair.first)):
+            transposed = form == "transposed"
+            yield _propose_both(pair, module, LinearAct, "linear_act", view, transposed=transposed)
+        elif pair is not None and isinstance(pair.first, torch.nn.Linear):
+            reason = why_not_change(pair.first) or "it is another kind of linear layer"
+            yield Left(pair.first, pair.what, reason)
+    for consumer in filter(view.is_unknown_activation, module.children()):
+        pair = find_pair(consumer, module, view)
+        if isinstance(pair, Pair) and view.linear(pair.first):
+            yield Left(pair.first, pair.what, "its activation is none of torchweld's")
+    if type(module) is torch.nn.Sequential:  # it calls no functions
+        return
+    if not activations and any(view.linear(child) for child in module.children()):
+        yield from _find_functions(module, view)
+
+
+def _find_functions(module: torch.nn.Module, view: View) -> Iterator[Left]:
+    """Find activations of a linear layer, softmax and dropout that a module calls as functions.
+
+    Only the module's own linear layers count.
+    """
+    scope = view.watch(module)
+    if isinstance(scope, str):
+        return
+    own = [consumer for producer, consumer in scope.edges if producer is module]
+    if own:
+        what = " + ".join(dict.fromkeys(map(str, own)))
+        yield Left(
+            module, what, "functions, which fuse() cannot replace: call torchweld.functional"
+        )
+    for producer, consumer in scope.edges:
+        if isinstance(consumer, str) and view.linear(producer):
+            what = f"{type(producer).__name__} + {consumer}"
+            yield Left(producer, what, "its activation is a function: there is no module to change")

@@ -11,11 +11,17 @@ import torch
 
 from torchweld import functional
 from torchweld.fusion import probe
-from torchweld.fusion.modules import forward_of, is_welded, why_not_change, why_not_copy
-from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.rewrite import reads, rewrite, unwrap, why_not
 from torchweld.fusion.view import View
-from torchweld.fusion.weld import Change, Weld
+from torchweld.fusion.weld import (
+    Left,
+    Proposal,
+    Rewritten,
+    forward_of,
+    propose,
+    why_not_change,
+    why_not_copy,
+)
 from torchweld.sparse import BlockLayout, Layouts
 
 _FUNCTIONS, _GET = "ALL_ATTENTION_FUNCTIONS", "get_interface"
@@ -28,25 +34,19 @@ _CUTS = "its code cuts the sequence into blocks; torchweld.huggingface gives it 
 _WIDTHS = ("key_value_proj_dim", "qk_head_dim", "head_dim")
 
 
-class BiasedAttention(Weld):
+class BiasedAttention(Rewritten):
     """An attention that takes its attention function from `weld_functions`.
 
     Its forward is recompiled from source, with no other change. On the CPU torch's attention stores
     all scores if a bias needs a gradient or the widths of keys and values differ.
     """
 
-    weld_forward: Callable[..., Any]
     weld_functions: Any
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "welded_from" in vars(cls):
-            forward = cls.welded_from.forward
-            cls.weld_forward = rewrite(forward, _FUNCTIONS, "weld_functions")
-            cls.weld_functions = _Functions(unwrap(forward).__globals__[_FUNCTIONS])
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.weld_forward(*args, **kwargs)
+    @classmethod
+    def weld_rewrite(cls, forward: Any) -> Callable[..., Any]:
+        cls.weld_functions = _Functions(unwrap(forward).__globals__[_FUNCTIONS])
+        return rewrite(forward, _FUNCTIONS, "weld_functions")
 
 
 class _Functions:
@@ -148,10 +148,7 @@ class _Scope(torch.nn.Module):
 
 def find_biased_attention(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
     """An attention of T5's, Swin's or DeepSeek-V3's kind, and blocks of LongT5's kind."""
-    forward = forward_of(module)
-    if is_welded(module):
-        return
-    what = type(module).__name__
+    forward, what = forward_of(module), type(module).__name__
     if reads(forward, "_split_into_blocks", "_concatenate_3_blocks"):
         yield Left(module, what, _CUTS)
         return
@@ -170,10 +167,8 @@ def find_biased_attention(module: torch.nn.Module, view: View) -> Iterator[Propo
     if "position_embeddings" in unwrap(forward).__code__.co_varnames:
         width = getattr(module, "qk_rope_head_dim", 0) or getattr(module, "head_dim", hidden)
         inputs.append(probe.values((2, _count_tokens(module), width), device))
-    changes = (
-        Change(module, BiasedAttention, "on the CPU block_sparse_attention over all keys", {}),
-    )
-    yield Proposal(module, what, changes, _Scope(module), inputs=tuple(inputs), drops=True)
+    becomes, scope = "on the CPU block_sparse_attention over all keys", _Scope(module)
+    yield propose(module, BiasedAttention, becomes, scope=scope, inputs=tuple(inputs), drops=True)
 
 
 def _why_not_weld(module: torch.nn.Module, forward: Any) -> str | None:

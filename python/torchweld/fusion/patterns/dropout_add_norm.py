@@ -9,13 +9,11 @@ import torch
 
 from torchweld import functional
 from torchweld.fusion import probe
-from torchweld.fusion.modules import forward_of, is_welded, why_not_change
-from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.view import View
-from torchweld.fusion.weld import Change, Weld, read_parameters
+from torchweld.fusion.weld import Proposal, Tried, forward_of, propose, read_parameters
 
 
-class DropoutAddNorm(Weld):
+class DropoutAddNorm(Tried):
     """norm(dropout(layer(x)) + residual), with the settings of a norm and a dropout."""
 
     weld_layer: str
@@ -23,11 +21,7 @@ class DropoutAddNorm(Weld):
     weld_norm: str
     weld_takes = 2
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = self.weld_arguments(args, kwargs)
-        if arguments is None:
-            return self.welded_from.forward(self, *args, **kwargs)
-        x, residual = arguments
+    def weld_run(self, x: torch.Tensor, residual: torch.Tensor) -> Any:
         x = getattr(self, self.weld_layer)(x)
         dropout, norm = getattr(self, self.weld_dropout), getattr(self, self.weld_norm)
         return add_and_normalize(x, residual, dropout, norm)
@@ -60,10 +54,10 @@ def is_layer_norm(module: Any) -> bool:
     return forward_of(module) is torch.nn.LayerNorm.forward
 
 
-def find_dropout_add_norm(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+def find_dropout_add_norm(module: torch.nn.Module, view: View) -> Iterator[Proposal]:
     """A module of a linear layer, a dropout and a LayerNorm that takes two inputs."""
     children = dict(module.named_children())
-    if is_welded(module) or len(children) != 3:
+    if len(children) != 3:
         return
     norms = [name for name, child in children.items() if is_layer_norm(child)]
     dropouts = [name for name, child in children.items() if isinstance(child, torch.nn.Dropout)]
@@ -75,24 +69,14 @@ def find_dropout_add_norm(module: torch.nn.Module, view: View) -> Iterator[Propo
         return
     if read_parameters(module)[0][:2] != tuple(arguments):
         return  # another argument stands between the required ones
-    what = type(module).__name__
-    if reason := why_not_change(module):
-        yield Left(module, what, reason)
-        return
     inner = (*norms, *dropouts)
-    settings: dict[str, Any] = {
-        "layer": layers[0],
-        "dropout": dropouts[0],
-        "norm": norms[0],
-        "inner": inner,
-    }
     sizes = view.sizes(children[layers[0]])
     assert sizes is not None
-    yield Proposal(
+    yield propose(
         module,
-        what,
-        (Change(module, DropoutAddNorm, "dropout_add_layer_norm", settings),),
-        module,
+        DropoutAddNorm,
+        "dropout_add_layer_norm",
+        {"layer": layers[0], "dropout": dropouts[0], "norm": norms[0], "inner": inner},
         inner=tuple(children[name] for name in inner),
         inputs=tuple(probe.values((2, 5, size), view.device(module)) for size in sizes),
         drops=True,

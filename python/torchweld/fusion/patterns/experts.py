@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Iterator
@@ -13,12 +14,9 @@ from torchweld import functional
 from torchweld.dispatch.call import choose_automatically
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.fusion import probe
-from torchweld.fusion.kinds import recognise_activation
-from torchweld.fusion.modules import is_welded, why_not_change
 from torchweld.fusion.patterns.activation import in_words
-from torchweld.fusion.proposals import Left, Proposal
-from torchweld.fusion.view import View
-from torchweld.fusion.weld import Change, Weld, read_parameters
+from torchweld.fusion.view import View, recognise_activation
+from torchweld.fusion.weld import Left, Proposal, Tried, propose, read_parameters, why_not_change
 from torchweld.ops.experts import mlp
 from torchweld.ops.experts.grouped import Form
 
@@ -48,7 +46,7 @@ def run_experts(module: Any, form: Form, *arguments: torch.Tensor) -> torch.Tens
     return functional.experts_mlp(x, gate_up, down, indices, weights, **biases, **form._asdict())
 
 
-class Experts(Weld):
+class Experts(Tried):
     """experts_mlp on the module's parameters.
 
     On a GPU the class's own forward runs, such as transformers' grouped_mm, if no kernel serves:
@@ -58,18 +56,13 @@ class Experts(Weld):
     weld_takes = 3
     weld_form: Form
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = self.weld_arguments(args, kwargs)
-        if arguments is None or not self._serves(arguments):
-            return self.welded_from.forward(self, *args, **kwargs)
-        return run_experts(self, self.weld_form, *arguments)
-
-    def _serves(self, arguments: tuple[Any, ...]) -> bool:
+    def weld_run(self, *arguments: torch.Tensor) -> Any:
         x = arguments[0]
-        if _is_on_cpu(x) or is_dtensor(x):  # the class's own forward takes no shards of experts
-            return True
-        inputs = _find_inputs(self, self.weld_form, *arguments)
-        return choose_automatically(mlp.OP, inputs) in mlp.OP.backends
+        if not (_is_on_cpu(x) or is_dtensor(x)):  # the own forward takes no shards of experts
+            inputs = _find_inputs(self, self.weld_form, *arguments)
+            if choose_automatically(mlp.OP, inputs) not in mlp.OP.backends:
+                return self.welded_from.forward(self, *arguments)
+        return run_experts(self, self.weld_form, *arguments)
 
 
 def _is_on_cpu(x: torch.Tensor) -> bool:
@@ -84,7 +77,7 @@ def find_experts(module: torch.nn.Module, view: View) -> Iterator[Proposal | Lef
     """
     own = [p for p in module.parameters(recurse=False) if p.ndim == 3]
     what = type(module).__name__
-    if is_welded(module) or len(own) < 2 or "expert" not in what.lower():
+    if len(own) < 2 or "expert" not in what.lower():
         return
     found = why_not_change(module) or find_form(module)
     if isinstance(found, str):
@@ -92,8 +85,7 @@ def find_experts(module: torch.nn.Module, view: View) -> Iterator[Proposal | Lef
         return
     kind = in_words((found.activation, found.approximate))
     # The activation may be welded, too: the module's own forward calls it, which may serve a GPU.
-    change = Change(module, Experts, f"experts_mlp ({kind})", {"form": found})
-    yield Proposal(module, what, (change,), module, tried=True)
+    yield propose(module, Experts, f"experts_mlp ({kind})", {"form": found}, tried=True)
 
 
 def find_form(module: Any) -> Form | str:
@@ -155,7 +147,7 @@ def _list_forms(module: Any, gated: bool) -> Iterator[Form]:
 
 def _shrink(module: Any, parameters: dict[str, torch.Tensor], first: str) -> Any:
     """A shallow copy with few and small experts, of random values."""
-    small, generator = _copy(module), torch.Generator().manual_seed(0)
+    small, generator = copy.copy(module), torch.Generator().manual_seed(0)
     transposed = getattr(module, "is_transposed", False)
     hidden = parameters[_LAST].shape[1 if transposed else 2]
     wide = 2 if parameters[first].shape[2 if transposed else 1] == 2 * hidden else 1
@@ -176,13 +168,6 @@ def _shrink(module: Any, parameters: dict[str, torch.Tensor], first: str) -> Any
     for name, value in attributes.items():
         if name in vars(module):
             vars(small)[name] = value
-    return small
-
-
-def _copy(module: Any) -> Any:
-    """A shallow copy; copy.copy calls the constructor of a class that FSDP2 made."""
-    small = object.__new__(type(module))
-    vars(small).update(vars(module))
     return small
 
 
@@ -232,7 +217,7 @@ def _is_near(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 def _keeps_dtype(small: Any, form: Form) -> bool:
     """Whether the result keeps the class's dtype with router weights of another dtype."""
     parameters = {name: p.detach().bfloat16() for name, p in small._parameters.items()}
-    narrow = _copy(small)
+    narrow = copy.copy(small)
     vars(narrow)["_parameters"] = parameters
     x, weights = torch.ones(1, _WIDTH).bfloat16(), torch.ones(1, 2)
     indices = torch.tensor([[0, 1]])

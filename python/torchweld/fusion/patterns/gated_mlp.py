@@ -10,17 +10,15 @@ import torch
 
 from torchweld import functional
 from torchweld.fusion import probe
-from torchweld.fusion.modules import is_welded, why_not_change
 from torchweld.fusion.patterns.activation import in_words
-from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.twin import Twin
 from torchweld.fusion.view import View
-from torchweld.fusion.weld import Change, Weld
+from torchweld.fusion.weld import Proposal, Tried, propose
 from torchweld.names import ActivationName, Approximation
 from torchweld.ops.activation import ACTIVATIONS
 
 
-class GatedMLP(Weld):
+class GatedMLP(Tried):
     """after(down(dropout(activation(gate(x)) * up(x)))), where `after` is another dropout.
 
     Its layers stay separate modules. Without `down` it ends at the product, as diffusers' GEGLU.
@@ -35,11 +33,7 @@ class GatedMLP(Weld):
     weld_activation: ActivationName
     weld_approximate: Approximation
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = self.weld_arguments(args, kwargs)
-        if arguments is None:
-            return self.welded_from.forward(self, *args, **kwargs)
-        (x,) = arguments
+    def weld_run(self, x: torch.Tensor) -> Any:
         gate = getattr(self, self.weld_gate)(x)
         if self.weld_up is None:
             first, second = gate.chunk(2, -1)
@@ -68,14 +62,14 @@ def _cast_as_weight(hidden: torch.Tensor, layer: torch.nn.Module) -> torch.Tenso
     return hidden.to(weight.dtype)
 
 
-def find_gated_mlp(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+def find_gated_mlp(module: torch.nn.Module, view: View) -> Iterator[Proposal]:
     """A module of two or three linear layers, an activation and at most two dropouts.
 
     The activation may be a function, which the module calls on the result of a layer. timm's MLPs
     have an identity in place of a norm.
     """
     children = dict(module.named_children())
-    if is_welded(module) or not 1 <= len(children) <= 7:
+    if not 1 <= len(children) <= 7:
         return
     identities = [name for name, child in children.items() if type(child) is torch.nn.Identity]
     children = {name: child for name, child in children.items() if name not in identities}
@@ -93,26 +87,11 @@ def find_gated_mlp(module: torch.nn.Module, view: View) -> Iterator[Proposal | L
         kinds = [kind for name in activations if (kind := view.activation(children[name]))]
     else:
         kinds = _find_functions(module, ways, view)
-    what = type(module).__name__
-    if kinds and (reason := why_not_change(module)):
-        yield Left(module, what, reason)
-        return
     inner = (*activations, *identities)
+    parts = tuple(module.get_submodule(name) for name in inner)
     for way, kind, drops in itertools.product(ways, kinds, _list_places(dropouts)):
-        settings: dict[str, Any] = {
-            **way,
-            **drops,
-            "activation": kind[0],
-            "approximate": kind[1],
-            "inner": inner,
-        }
-        yield Proposal(
-            module,
-            what,
-            (Change(module, GatedMLP, f"gated_act ({in_words(kind)})", settings),),
-            module,
-            inner=tuple(module.get_submodule(name) for name in inner),
-        )
+        settings = {**way, **drops, "activation": kind[0], "approximate": kind[1], "inner": inner}
+        yield propose(module, GatedMLP, f"gated_act ({in_words(kind)})", settings, inner=parts)
 
 
 def _list_places(dropouts: list[str]) -> list[dict[str, str | None]]:

@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld import functional
-from torchweld.fusion.modules import forward_of, is_welded, why_not_change
 from torchweld.fusion.patterns.activation import in_words
 from torchweld.fusion.patterns.rotary import rotates
-from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.rewrite import compile_like, parse, unwrap, why_not
 from torchweld.fusion.view import View
-from torchweld.fusion.weld import Change, Weld
+from torchweld.fusion.weld import Proposal, Rewritten, forward_of, propose
 from torchweld.ops.activation import ACTIVATIONS
 
 _FUNCTIONS = {
@@ -36,22 +34,18 @@ class Gate(NamedTuple):
     approximate: Any
 
 
-class GatedProduct(Weld):
+class GatedProduct(Rewritten):
     """A module whose forward calls `weld_multiply` for its products with an activation.
 
     The forward is made from its source, in the globals of its file: nothing else in it changes.
     """
 
     weld_gates: tuple[Gate, ...]
-    weld_forward: Callable[..., Any]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "welded_from" in vars(cls):
-            cls.weld_forward = _rewrite(cls.welded_from.forward, cls.weld_gates)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.weld_forward(*args, **kwargs)
+    @classmethod
+    def weld_rewrite(cls, forward: Any) -> Callable[..., Any]:
+        kinds = {gate.module: gate[1:] for gate in cls.weld_gates if gate.module is not None}
+        return compile_like(forward, *_replace_products(forward, kinds)[:2])
 
     def weld_multiply(self, at: int, gate: Any, up: Any) -> Any:
         """The product number `at`: one pass if the tensors are alike, else the module's own."""
@@ -69,13 +63,13 @@ class GatedProduct(Weld):
         return ACTIVATIONS[activation, approximate].function(gate) * up
 
 
-def find_gated_product(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+def find_gated_product(module: torch.nn.Module, view: View) -> Iterator[Proposal]:
     """A module whose forward multiplies the result of an activation by something."""
     inner = unwrap(forward_of(module))
     # Rotary attention, norms with gates and experts have welds of their own.
     own = [p for p in module._parameters.values() if p is not None]
     others = rotates(inner) or any(p.ndim == 3 for p in own) or (own and not module._modules)
-    if is_welded(module) or inner is None or others:
+    if inner is None or others:
         return
     kinds = {
         name: kind for name, c in module._modules.items() if c and (kind := view.activation(c))
@@ -84,28 +78,18 @@ def find_gated_product(module: torch.nn.Module, view: View) -> Iterator[Proposal
     if names.isdisjoint(inner.__code__.co_names):
         return
     found: list[tuple[Gate, ...]] = []
-    if why_not(lambda: found.append(_find_gates(forward_of(module), kinds))) or not found[0]:
+    if (
+        why_not(lambda: found.append(_replace_products(forward_of(module), kinds)[2]))
+        or not found[0]
+    ):
         return
-    gates, what = found[0], type(module).__name__
-    if reason := why_not_change(module):
-        yield Left(module, what, reason)
-        return
+    gates = found[0]
     skipped = tuple(dict.fromkeys(gate.module for gate in gates if gate.module is not None))
     words = dict.fromkeys(in_words(gate[1:]) for gate in gates)
     becomes = f"gated_act ({', '.join(words)})"
-    changes = (Change(module, GatedProduct, becomes, {"gates": gates, "inner": skipped}),)
     parts = tuple(module.get_submodule(name) for name in skipped)
-    yield Proposal(module, what, changes, module, inner=parts)
-
-
-def _find_gates(forward: Any, kinds: dict[str, tuple[str, str]]) -> tuple[Gate, ...]:
-    """The activations of a forward's products, in the order of its source."""
-    return _replace_products(forward, kinds)[2]
-
-
-def _rewrite(forward: Any, gates: tuple[Gate, ...]) -> Callable[..., Any]:
-    kinds = {gate.module: gate[1:] for gate in gates if gate.module is not None}
-    return compile_like(forward, *_replace_products(forward, kinds)[:2])
+    settings = {"gates": gates, "inner": skipped}
+    yield propose(module, GatedProduct, becomes, settings, inner=parts)
 
 
 def _replace_products(

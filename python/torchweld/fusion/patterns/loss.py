@@ -14,13 +14,20 @@ import torch
 from torchweld import functional
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.fusion import probe
-from torchweld.fusion.modules import forward_of, is_welded, why_not_change
 from torchweld.fusion.patterns.logits import Deferred
-from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.rewrite import CannotRewriteError, compile_like, parse, reads, unwrap, why_not
-from torchweld.fusion.verify import why_not_same
+from torchweld.fusion.trial import why_not_same
 from torchweld.fusion.view import View
-from torchweld.fusion.weld import Change, Weld, name_hooks
+from torchweld.fusion.weld import (
+    Change,
+    Left,
+    Proposal,
+    Rewritten,
+    Weld,
+    forward_of,
+    name_hooks,
+    why_not_change,
+)
 
 # A forward calls its model's own loss function, or makes torch's module and calls that.
 _LOSS, _CROSS_ENTROPY = "loss_function", "CrossEntropyLoss"
@@ -29,7 +36,7 @@ _HEADS = ("lm_head", "embed_out", "output_projection", "cls", "predictions")
 _WORDS, _FEATURES = 37, 16  # of the model that is tried
 
 
-class LanguageLoss(Weld):
+class LanguageLoss(Rewritten):
     """A model whose training steps compute the loss from the head's input.
 
     Its forward is recompiled from source, in the globals of its file. In training, with labels, it
@@ -40,13 +47,11 @@ class LanguageLoss(Weld):
     weld_path: str
     weld_compiles: bool  # to a loss from the head's input
     training: bool
-    forward: Any
     loss_function: Any
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "welded_from" in vars(cls):
-            cls.forward = _rewrite(cls.welded_from.forward, cls.weld_head_name)
+    @classmethod
+    def weld_rewrite(cls, forward: Any) -> Callable[..., Any]:
+        return _rewrite(forward, cls.weld_head_name)
 
     def _get_name(self) -> str:
         """The class's own name: the Trainer looks it up to decide whether to shift labels."""
@@ -156,7 +161,7 @@ def find_loss(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
     The loss is self.loss_function, or torch's CrossEntropyLoss.
     """
     inner = unwrap(forward_of(module))
-    if is_welded(module) or not (reads(inner, _LOSS) or reads(inner, _CROSS_ENTROPY)):
+    if not (reads(inner, _LOSS) or reads(inner, _CROSS_ENTROPY)):
         return
     code = inner.__code__
     what = type(module).__name__
@@ -218,7 +223,7 @@ def _why_not_its_function(module: Any) -> str | None:
     return None
 
 
-# --- A trial on a small model -------------------------------------------------------------------
+# --- A trial on a small model ---------------------------------------------------------------------
 
 
 class _Outputs:
@@ -314,7 +319,7 @@ def _why_not_same(module: torch.nn.Module, settings: dict[str, Any]) -> str | No
         return probe.read_refusal(error)
 
 
-# --- Source -------------------------------------------------------------------------------------
+# --- Source ---------------------------------------------------------------------------------------
 
 
 def _rewrite(forward: Any, head: str) -> Callable[..., Any]:

@@ -10,11 +10,9 @@ import torch
 
 from torchweld import functional, nn
 from torchweld.fusion import probe
-from torchweld.fusion.modules import forward_of, is_welded, why_not_change
-from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.twin import CannotCopyError, Twin
 from torchweld.fusion.view import View
-from torchweld.fusion.weld import Change, Weld, read_parameters
+from torchweld.fusion.weld import Left, Proposal, Tried, Weld, forward_of, propose, read_parameters
 
 # Rules for the dtype of a result, given the dtypes of x and the weight.
 RULES = {
@@ -36,7 +34,7 @@ class RMSNorm(Weld):
     forward = nn.RMSNorm.forward
 
 
-class Norm(Weld):
+class Norm(Tried):
     """A norm over the dimensions of its weight, or over the last one without a weight.
 
     `weight_name` and `bias_name` are names of attributes. `eps` is the name of an attribute, or a
@@ -54,12 +52,10 @@ class Norm(Weld):
     weld_offset: bool
     weld_rule: str
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = self.weld_arguments(args, kwargs)
-        x, gate = (*(arguments or (None,)), None)[:2]
-        fits = self.weld_gate is None or (gate is not None and gate.dtype is x.dtype)
-        if arguments is None or not fits:
-            return self.welded_from.forward(self, *args, **kwargs)
+    def weld_run(self, x: torch.Tensor, *gates: Any) -> Any:
+        if any(gate is None or gate.dtype is not x.dtype for gate in gates):
+            return self.welded_from.forward(self, x, *gates)
+        gate: Any = gates[0] if gates else None
         if self.weld_gate == "first":
             x = functional.gated_act(gate, x, activation="silu")
         y = self.weld_normalize(x)
@@ -97,12 +93,12 @@ def find_norm(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
     """A leaf with a weight, an epsilon and optionally a bias."""
     what = type(module).__name__
     computed = torch.nn.utils.parametrize.is_parametrized(module)
-    if is_welded(module) or (module._modules and not computed):
+    if module._modules and not computed:
         return
     forward = forward_of(module)
     weld, becomes = _TORCHS.get(forward, (Norm, ""))
     if weld is Norm and not module._parameters and _list_epsilons(module) and forward:
-        yield from _propose_without_weight(module, what, view)
+        yield from _propose_without_weight(module, view)
         return
     if weld is Norm and not _looks_like_norm(module):
         if hasattr(module, "normalized_shape") and not module._parameters:
@@ -115,13 +111,10 @@ def find_norm(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
         and not view.ask_once("norm", module, lambda: _normalises(module))
     ):
         return
-    if fixed := why_not_change(module):
-        yield Left(module, what, fixed)
-    elif weld is not Norm:
+    if weld is not Norm:
         inputs = (probe.values((4, *module.normalized_shape), view.device(module)),)  # type: ignore[misc]
-        changes = (Change(module, weld, becomes),)
-        known = forward in _TORCHS and type(module).__module__.startswith("torch.")
-        yield Proposal(module, what, changes, module, inputs=inputs, known=known)
+        known = type(module).__module__.startswith("torch.")
+        yield propose(module, weld, becomes, inputs=inputs, known=known)
     else:
         yield from _propose_other(module, what, view)
 
@@ -165,21 +158,15 @@ def _list_epsilons(module: torch.nn.Module) -> list[str]:
     return [name for name, value in attributes if isinstance(value, float) and 0 < value < 0.1]
 
 
-def _propose_without_weight(
-    module: torch.nn.Module, what: str, view: View
-) -> Iterator[Proposal | Left]:
+def _propose_without_weight(module: torch.nn.Module, view: View) -> Iterator[Proposal]:
     """A norm over the last dimension, as NanoChat's."""
     if not view.ask_once("norm", module, lambda: _normalises(module)):
-        return
-    if reason := why_not_change(module):
-        yield Left(module, what, reason)
         return
     inputs = (probe.values((2, 5, _WIDTH), view.device(module)),)
     for centered, eps in itertools.product((False, True), _list_epsilons(module)):
         settings = {"weight_name": None, "eps": eps, "centered": centered, "gate": None}
         becomes = "layer_norm" if centered else "rms_norm"
-        changes = (Change(module, Norm, becomes, settings),)
-        yield Proposal(module, what, changes, module, inputs=inputs)
+        yield propose(module, Norm, becomes, settings, inputs=inputs)
 
 
 def _propose_other(module: torch.nn.Module, what: str, view: View) -> Iterator[Proposal | Left]:
@@ -210,8 +197,7 @@ def _propose_other(module: torch.nn.Module, what: str, view: View) -> Iterator[P
         settings |= {} if gate is None else {"takes": 2}
         becomes = ("layer_norm" if centered else "rms_norm") + (", weight + 1" if offset else "")
         becomes += {None: "", "first": " of gated_act (silu)", "last": ", gated_act (silu)"}[gate]
-        changes = (Change(module, Norm, becomes, settings),)
-        yield Proposal(module, what, changes, module, inputs=inputs)
+        yield propose(module, Norm, becomes, settings, inputs=inputs)
 
 
 def _list_gates(module: torch.nn.Module) -> tuple[str | None, ...]:

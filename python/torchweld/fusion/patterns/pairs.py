@@ -6,9 +6,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweld.fusion.flow import find_pairs, rewrite_pairs
-from torchweld.fusion.modules import forward_of, why_not_change
-from torchweld.fusion.weld import Change, Weld, is_bare, name_hooks, why_not_own_forward
+from torchweld.fusion.probe import is_leaf
+from torchweld.fusion.rewrite import find_pairs, rewrite_pairs
+from torchweld.fusion.view import Scope, View
+from torchweld.fusion.weld import (
+    Change,
+    Left,
+    Proposal,
+    Rewritten,
+    Weld,
+    forward_of,
+    is_bare,
+    name_hooks,
+    why_not_change,
+    why_not_own_forward,
+)
 
 # Packages whose hooks see to weights, not to results.
 _OF_WEIGHTS = ("torch.distributed", "torchweld.distributed")
@@ -38,16 +50,12 @@ class Asking(Weld):
             )
 
 
-class AskingForward(Asking):
+class AskingForward(Asking, Rewritten):
     """A module whose forward is rewritten from its source."""
 
-    forward: Any
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        if "welded_from" in vars(cls):
-            names = [pair[:2] for pair in cls.weld_pairs]
-            cls.forward = rewrite_pairs(cls.welded_from.forward, names)
-        super().__init_subclass__(**kwargs)  # a base of the module's may wrap the new forward
+    @classmethod
+    def weld_rewrite(cls, forward: Any) -> Any:
+        return rewrite_pairs(forward, [pair[:2] for pair in cls.weld_pairs])
 
     def weld_pair(self, at: int, x: Any) -> Any:
         """Call both submodules of pair number `at`, or one for both."""
@@ -103,7 +111,77 @@ def can_ask(module: Any, weld: type[Weld]) -> bool:
     return not (why_not_own_forward(own) or name_hooks(own, besides=_OF_WEIGHTS))
 
 
-def find_asked(
+# --- Recognition ----------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    """A module whose result only a second one reads, and the scope in which they ran.
+
+    The scope is None in a torch.nn.Sequential, which needs no run.
+    """
+
+    first: torch.nn.Module
+    second: torch.nn.Module
+    scope: Scope | None
+
+    @property
+    def what(self) -> str:
+        """The pair in words."""
+        return f"{type(self.first).__name__} + {type(self.second).__name__}"
+
+
+def find_pair(consumer: torch.nn.Module, parent: torch.nn.Module, view: View) -> Pair | Left | None:
+    """Find the only module that feeds `consumer`, a child of `parent`."""
+    if before := _find_in_sequence(parent, consumer):
+        return Pair(before, consumer, None)
+    scope = view.find_scope(parent, consumer)
+    what = f"{type(consumer).__name__} and the layer before it"
+    if scope is None:
+        return None
+    if isinstance(scope, str):
+        return Left(consumer, what, f"its producer is unknown: {scope}")
+    producers = {edge.producer for edge in scope.edges if edge.consumer is consumer}
+    if len(producers) != 1:
+        several = sum(view.linear(producer) is not None for producer in producers) > 1
+        return Left(consumer, what, "it follows several layers") if several else None
+    (producer,) = producers
+    if any(e.producer is producer and e.consumer is not consumer for e in scope.edges):
+        return Left(consumer, what, f"the {type(producer).__name__} before it also feeds others")
+    return Pair(producer, consumer, scope)
+
+
+def propose_pair(
+    pair: Pair, parent: torch.nn.Module, change: Change, drops: bool = False
+) -> Proposal | Left:
+    """Propose that the changed one of two modules computes both where `parent` asks it to."""
+    skips_second = change.module is pair.first
+    found = _find_asked(parent, pair.first, pair.second, change.weld, skips_second)
+    if isinstance(found, str):
+        return Left(change.module, pair.what, found)
+    asked, asking = found
+    part = PairOnly(pair.first, pair.second, asked)
+    return Proposal(
+        change.module,
+        pair.what,
+        (change, asking),
+        part if pair.scope is None else pair.scope.module,
+        inner=(pair.first, pair.second),
+        inputs=None if pair.scope is None else pair.scope.inputs,
+        part=part,
+        drops=drops,
+    )
+
+
+def _find_in_sequence(parent: torch.nn.Module, consumer: torch.nn.Module) -> torch.nn.Module | None:
+    """Find the leaf before `consumer` in a torch.nn.Sequential."""
+    if forward_of(parent) is not torch.nn.Sequential.forward:
+        return None
+    children = list(parent.children())
+    at = next(at for at, child in enumerate(children) if child is consumer)
+    return children[at - 1] if at and is_leaf(children[at - 1]) else None
+
+
+def _find_asked(
     parent: torch.nn.Module,
     first: torch.nn.Module,
     second: torch.nn.Module,

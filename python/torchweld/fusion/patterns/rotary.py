@@ -12,13 +12,20 @@ from torchweld import functional
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.errors import ArgumentError
 from torchweld.fusion import probe
-from torchweld.fusion.modules import forward_of, is_welded, why_not_change, why_not_copy
 from torchweld.fusion.patterns.norm import RULES, find_norm
-from torchweld.fusion.proposals import Left, Proposal
 from torchweld.fusion.rewrite import reads, rewrite, unwrap, why_not
 from torchweld.fusion.twin import Twin
 from torchweld.fusion.view import View
-from torchweld.fusion.weld import Change, Weld
+from torchweld.fusion.weld import (
+    Left,
+    Proposal,
+    Rewritten,
+    forward_of,
+    is_welded,
+    propose,
+    why_not_change,
+    why_not_copy,
+)
 
 # Names of functions that rotate by cosines and sines, and by complex numbers.
 _ROTATES, _ROTATES_COMPLEX = "apply_rotary_pos_emb", "apply_rotary_emb"
@@ -35,7 +42,7 @@ _FORMS = (
 _NORMS = {"q_norm": "weld_q_norm", "k_norm": "weld_k_norm"}
 
 
-class RotaryAttention(Weld):
+class RotaryAttention(Rewritten):
     """An attention whose forward calls `weld_rotate` in place of the function of its file.
 
     The forward is recompiled from source, in the globals of its file, with no other change. `norm`
@@ -50,20 +57,13 @@ class RotaryAttention(Weld):
     weld_interleaved: bool
     weld_partial: bool
     weld_keeps_dtype: bool
-    weld_forward: Callable[..., Any]
     q_norm: torch.nn.Module
     k_norm: torch.nn.Module
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "welded_from" in vars(cls):
-            methods = _NORMS if cls.weld_norm else {}
-            cls.weld_forward = rewrite(
-                cls.welded_from.forward, cls.weld_function, "weld_rotate", methods
-            )
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.weld_forward(*args, **kwargs)
+    @classmethod
+    def weld_rewrite(cls, forward: Any) -> Callable[..., Any]:
+        methods = _NORMS if cls.weld_norm else {}
+        return rewrite(forward, cls.weld_function, "weld_rotate", methods)
 
     def weld_takes_norms(self) -> bool:
         """Whether the rotation takes the norms along."""
@@ -199,7 +199,7 @@ def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left
     """An attention of transformers whose code rotates queries and keys by a function's name."""
     forward = forward_of(module)
     names = [name for name in (_ROTATES, _ROTATES_COMPLEX) if reads(forward, name)]
-    if is_welded(module) or not names:
+    if not names:
         return
     what, function = type(module).__name__, names[0]
     reason = why_not_change(module) or why_not_copy(module)
@@ -247,9 +247,10 @@ def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left
                 "keeps_dtype": is_complex or _keeps_dtype(forward),
                 "inner": tuple(_NORMS) if norm else (),
             }
-            changes = (Change(module, RotaryAttention, becomes, settings),)
             inner = tuple(part for part in norms if norm and isinstance(part, torch.nn.Module))
-            yield Proposal(module, what, changes, scope, inner, inputs=inputs)
+            yield propose(
+                module, RotaryAttention, becomes, settings, scope, inner=inner, inputs=inputs
+            )
 
 
 def _list_norms(norms: list[Any], view: View) -> Iterator[tuple[tuple[str, Any], ...]]:
