@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,29 +45,21 @@ class Weldable:
     reason: str = ""
 
 
-class WeldReport(Sequence[Weldable]):
+class WeldReport(tuple[Weldable, ...]):
     """A table of what fuse() changes in a model or has changed, and what it does not."""
 
-    def __init__(self, rows: Iterable[Weldable], warning: str | None = None) -> None:
-        self._rows, self.warning = tuple(rows), warning
+    warning: str | None
 
-    @overload
-    def __getitem__(self, at: int) -> Weldable: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Weldable]: ...
-
-    def __getitem__(self, at: int | slice) -> Weldable | Sequence[Weldable]:
-        return self._rows[at]
-
-    def __len__(self) -> int:
-        return len(self._rows)
+    def __new__(cls, rows: Iterable[Weldable] = (), warning: str | None = None) -> WeldReport:
+        report = super().__new__(cls, rows)
+        report.warning = warning
+        return report
 
     def table(self) -> Table:
         """Two lines for a group of modules that differ only in the numbers in their names."""
         table = Table(["module, and what it becomes"], numbers_from=99)
         groups: dict[Any, list[Weldable]] = {}
-        for row in self._rows:
+        for row in self:
             where = re.sub(r"\d+", "*", row.where)
             key = (where, row.what, row.becomes, row.welded, row.reason)
             groups.setdefault(key, []).append(row)
@@ -75,12 +67,9 @@ class WeldReport(Sequence[Weldable]):
             where = _merge_names([row.where for row in rows]) or "(the model)"
             where += f" ({len(rows)}x)" if len(rows) > 1 else ""
             gain = rows[0].gain
-            traffic = (
-                []
-                if gain is None
-                else [f"traffic {gain:.1f}x less" if gain >= 1.05 else "traffic the same"]
-            )
-            welds = ", ".join([becomes, *traffic, "welded" if welded else "to be welded"])
+            traffic = "" if gain is None or gain < 1.05 else f"traffic {gain:.1f}x less, "
+            traffic = "traffic the same, " if gain is not None and not traffic else traffic
+            welds = f"{becomes}, {traffic}{'welded' if welded else 'to be welded'}"
             note = f"not changed: {reason}" if reason else welds
             for text, indent in ((f"{where}: {what}", ""), (note, "    ")):
                 for line in textwrap.wrap(
@@ -92,7 +81,7 @@ class WeldReport(Sequence[Weldable]):
         return table
 
     def __str__(self) -> str:
-        if not self._rows:
+        if not self:
             return "torchweld has no fused kernel for any module of this model"
         return self.table().plain()
 
@@ -113,8 +102,7 @@ def list_welds(model: torch.nn.Module) -> Iterator[Weldable]:
             yield Weldable(name, module.welded_from.__name__, module.weld_becomes, welded=True)
 
 
-@dataclass(frozen=True)
-class Decided:
+class Decided(NamedTuple):
     """A proposal that was accepted, with its row."""
 
     proposal: Proposal

@@ -44,24 +44,20 @@ def why_not_same(
         drops: whether a change draws dropout from torchweld's stream. If so, one run drops nothing
             and one drops everything; else both forms drop the same elements.
     """
-    own = {p.dtype for p in scope.parameters() if p.dtype in _ROUNDINGS} - {torch.float32}
-    for dtype in (torch.float32, *sorted(own, key=str)):
-        twins = _make_twins(scope, changes, device, dtype)
-        for cast in (None, torch.bfloat16) if dtype == torch.float32 else (None,):
-            reason = _why_not_same_runs(twins, inputs, device, drops, dtype, cast)
-            if reason is not None:
-                return reason
+    own = {p.dtype for p in scope.parameters()} - {torch.float32}
+    for dtype in sorted(_ROUNDINGS, key=lambda dtype: (dtype != torch.float32, str(dtype))):
+        original, changed = _make_pair(scope, changes, device, None if dtype in own else dtype)
+        twins = _Twins(original, changed, Twin(scope, device, torch.float64).module)
+        # The model may be cast to a dtype that is not its own.
+        once = dtype != torch.float32 and dtype not in own
+        runs: list[tuple[str, Sequence[Any], Any, bool]] = [("", inputs, None, once)]
         if dtype == torch.float32:
-            for what, others in probe.vary(inputs):
-                reason = _why_not_same_runs(twins, others, device, drops, dtype, None, once=True)
-                if reason is not None:
-                    return f"{reason}, with {what}"
-    castable = _ROUNDINGS.keys() - own - {torch.float32}
-    for dtype in sorted(castable, key=str):  # the model may be cast to this dtype
-        twins = _make_twins(scope, changes, device, None, dtype)
-        reason = _why_not_same_runs(twins, inputs, device, drops, dtype, None, once=True)
-        if reason is not None:
-            return reason
+            runs.append(("", inputs, torch.bfloat16, False))
+            runs += [(f", with {what}", x, None, True) for what, x in probe.vary(inputs)]
+        for what, given, cast, once in runs:
+            reason = _why_not_same_runs(twins, given, device, drops, dtype, cast, once)
+            if reason is not None:
+                return reason + what
     return None
 
 
@@ -73,19 +69,18 @@ class _Twins(NamedTuple):
     exact: torch.nn.Module
 
 
-def _make_twins(
+def _make_pair(
     scope: torch.nn.Module,
     changes: Sequence[Change],
     device: torch.device,
     dtype: torch.dtype | None,
-    cast: torch.dtype | None = None,
-) -> _Twins:
-    own = cast if dtype != torch.float32 else dtype
-    original = Twin(scope, device, own)
-    changed, exact = Twin(scope, device, own, original), Twin(scope, device, torch.float64)
+) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Copies of a scope before and after the changes, which share their parameters."""
+    original = Twin(scope, device, dtype)
+    changed = Twin(scope, device, dtype, original)
     for change in changes:
         change.of(changed.of(change.module)).apply()
-    return _Twins(original.module, changed.module, exact.module)
+    return original.module, changed.module
 
 
 def _why_not_same_runs(
@@ -95,8 +90,7 @@ def _why_not_same_runs(
     drops: bool,
     dtype: torch.dtype,
     cast: torch.dtype | None,
-    *,
-    once: bool = False,
+    once: bool,
 ) -> str | None:
     """How the twins differ, or None.
 
@@ -111,9 +105,7 @@ def _why_not_same_runs(
             part.training = training
             if p is not None:
                 _set_dropout(part, p)
-        where = f"in {'training' if training else 'evaluation'}, {str(cast or dtype)[6:]}"
-        as_cast = nullcontext() if cast is None else torch.autocast(device.type, cast)
-        with as_cast:
+        with nullcontext() if cast is None else torch.autocast(device.type, cast):
             try:
                 expected = probe.run(twins.original, inputs, dtype)
             except Exception as error:
@@ -127,20 +119,26 @@ def _why_not_same_runs(
                 results = probe.run(twins.changed, inputs, dtype)
             except Exception as error:
                 return f"with the change {probe.read_refusal(error)}"
-        try:
-            truth = probe.run(twins.exact, [_round(x, dtype) for x in inputs], torch.float64)
-        except Exception as error:
-            probe.read_refusal(error)
-            truth = expected  # the module computes in a dtype of its own
+        truth = _run_exact(twins.exact, inputs, dtype) or expected
         slack = _SLACK if once else 1.0
         if reason := _why_not_same_results(expected, results, truth, cast or dtype, slack):
+            where = f"in {'training' if training else 'evaluation'}, {str(cast or dtype)[6:]}"
             return f"it computes something else: {reason} {where}"
-        for twin in (
-            twins.original,
-            twins.exact,
-        ):  # the changed twin shares the original's parameters
+        for twin in (twins.original, twins.exact):  # the changed one shares parameters
             probe.freeze_large(twin)
     return None
+
+
+def _run_exact(
+    module: torch.nn.Module, inputs: Sequence[Any], dtype: torch.dtype
+) -> probe.Results | None:
+    """The results in float64 of inputs in this dtype; None if it computes in a dtype of its own."""
+    rounded = [x.to(dtype) if isinstance(x, torch.Tensor) else x for x in inputs]
+    try:
+        return probe.run(module, rounded, torch.float64)
+    except Exception as error:
+        probe.read_refusal(error)
+        return None
 
 
 def _is_finite(results: probe.Results) -> bool:
@@ -157,10 +155,6 @@ def _set_dropout(module: torch.nn.Module, p: float) -> None:
         module.p = p
     elif isinstance(module, torch.nn.MultiheadAttention):
         module.dropout = p
-
-
-def _round(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) else value
 
 
 def _why_not_same_results(
@@ -285,9 +279,5 @@ def measure_gain(
         probe.run(module.train(), rows, torch.float32, count)
         return count.nbytes
 
-    original = Twin(scope, device, torch.float32)
-    changed = Twin(scope, device, torch.float32, original)
-    for change in changes:
-        change.of(changed.of(change.module)).apply()
-    before, after = count_bytes(original.module), count_bytes(changed.module)
+    before, after = map(count_bytes, _make_pair(scope, changes, device, torch.float32))
     return before / after if after else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,11 @@ class MultiheadAttention(Weld):
     scores. All other calls run torch's forward.
     """
 
+    batch_first: bool
+    dropout: float
+    head_dim: int
+    training: bool
+
     def forward(
         self,
         query: torch.Tensor,
@@ -44,80 +50,38 @@ class MultiheadAttention(Weld):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         inputs = (query, key, value)
         batched = query.ndim == key.ndim == value.ndim == 3 and not query.is_nested
-        if torch.is_grad_enabled() and batched:
-            if need_weights and not is_causal:
-                return _attend_with_weights(
-                    self, inputs, key_padding_mask, attn_mask, average_attn_weights
-                )
-            if not need_weights and _is_plain(self, inputs, key_padding_mask, attn_mask, is_causal):
-                return _attend(self, inputs, key_padding_mask, is_causal), None
-        return self.welded_from.forward(  # type: ignore[attr-defined,no-any-return]
-            self,
-            query,
-            key,
-            value,
-            key_padding_mask=key_padding_mask,
-            need_weights=need_weights,
-            attn_mask=attn_mask,
-            average_attn_weights=average_attn_weights,
-            is_causal=is_causal,
+        served = torch.is_grad_enabled() and batched
+        if served and need_weights:
+            served = not is_causal
+        elif served:
+            # On the CPU, with scores that are masked only by position and padding.
+            lengths = {x.shape[1 if self.batch_first else 0] for x in inputs}
+            served = query.device.type == "cpu"
+            served &= attn_mask is None or (is_causal and len(lengths) == 1)
+            served &= key_padding_mask is None or key_padding_mask.dtype == torch.bool
+        if not served:
+            rest = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+            return self.welded_from.forward(self, *inputs, *rest)  # type: ignore[no-any-return]
+        q, k, v = (_split_heads(part, self) for part in _project(self, inputs))
+        if not need_weights:
+            result = functional.block_sparse_attention(
+                *(q, k, v, _DENSE.of(q, k)),
+                causal=is_causal,
+                key_padding_mask=key_padding_mask,
+                dropout_p=self.dropout,
+                training=self.training,
+            )
+            return _project_out(self, result), None
+        # What torch.nn.functional.multi_head_attention_forward computes.
+        mask = _make_mask(q, key_padding_mask, attn_mask)
+        scale = 1 / math.sqrt(self.head_dim)
+        weights = functional.softmax_dropout(
+            q @ k.transpose(-2, -1), mask, scale=scale, p=self.dropout, training=self.training
         )
-
-
-def _is_plain(
-    module: Any,
-    inputs: tuple[torch.Tensor, ...],
-    key_padding_mask: torch.Tensor | None,
-    attn_mask: torch.Tensor | None,
-    is_causal: bool,
-) -> bool:
-    """Whether a call runs on the CPU and masks scores only by position and padding."""
-    lengths = {x.shape[1 if module.batch_first else 0] for x in inputs}
-    causal_or_none = attn_mask is None or (is_causal and len(lengths) == 1)
-    padded = key_padding_mask is None or key_padding_mask.dtype == torch.bool
-    return inputs[0].device.type == "cpu" and causal_or_none and padded
-
-
-def _attend(
-    module: Any,
-    inputs: tuple[torch.Tensor, ...],
-    key_padding_mask: torch.Tensor | None,
-    is_causal: bool,
-) -> torch.Tensor:
-    q, k, v = (_split_heads(part, module) for part in _project(module, inputs))
-    result = functional.block_sparse_attention(
-        q,
-        k,
-        v,
-        _DENSE.of(q, k),
-        causal=is_causal,
-        key_padding_mask=key_padding_mask,
-        dropout_p=module.dropout,
-        training=module.training,
-    )
-    return _project_out(module, result)  # type: ignore[arg-type]
+        return _project_out(self, weights @ v), weights.mean(1) if average_attn_weights else weights
 
 
 _DENSE = Layouts(lambda lengths: BlockLayout.dense(lengths))
-
-
-def _attend_with_weights(
-    module: Any,
-    inputs: tuple[torch.Tensor, ...],
-    key_padding_mask: torch.Tensor | None,
-    attn_mask: torch.Tensor | None,
-    average: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute torch.nn.functional.multi_head_attention_forward with softmax_dropout."""
-    q, k, v = (_split_heads(part, module) for part in _project(module, inputs))
-    weights = functional.softmax_dropout(
-        q @ k.transpose(-2, -1),
-        _make_mask(q, key_padding_mask, attn_mask),
-        scale=1 / math.sqrt(module.head_dim),
-        p=module.dropout,
-        training=module.training,
-    )
-    return _project_out(module, weights @ v), weights.mean(1) if average else weights
 
 
 def _project_out(module: Any, of_heads: torch.Tensor) -> torch.Tensor:
@@ -152,18 +116,18 @@ def _make_mask(
         masks.append(attn_mask.view(shape) if attn_mask.ndim == 3 else attn_mask)
     if key_padding_mask is not None:
         masks.append(key_padding_mask[:, None, None, :])
-    if any(mask.dtype != torch.bool for mask in masks):
-        added = [
-            torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, -torch.inf)
-            if mask.dtype == torch.bool
-            else mask.to(q.dtype)
-            for mask in masks
-        ]
-        return added[0] if len(added) == 1 else added[0] + added[1]
-    included = [~mask for mask in masks]
-    if not included:
+    if not masks:
         return None
-    return included[0] if len(included) == 1 else included[0] & included[1]
+    if all(mask.dtype == torch.bool for mask in masks):
+        return functools.reduce(torch.logical_and, [~mask for mask in masks])
+    zeros = (torch.zeros_like(mask, dtype=q.dtype) for mask in masks)
+    return functools.reduce(
+        torch.add,
+        [
+            zero.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else mask.to(q.dtype)
+            for zero, mask in zip(zeros, masks, strict=True)
+        ],
+    )
 
 
 def find_multihead_attention(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
@@ -235,6 +199,8 @@ _Block = Callable[[torch.Tensor], torch.Tensor]
 class _Layer(Weld):
     """Blocks with the additions, dropouts and norms between them."""
 
+    self_attn: Any
+    multihead_attn: Any
     linear1: Any
     linear2: torch.nn.Module
     dropout: torch.nn.Module
@@ -272,13 +238,12 @@ class EncoderLayer(_Layer):
         src_key_padding_mask: torch.Tensor | None = None,
         is_causal: bool = False,
     ) -> torch.Tensor:
+        masks = (src_mask, src_key_padding_mask, is_causal)
         if not (torch.is_grad_enabled() and self.weld_may_skip()):
-            return self.welded_from.forward(  # type: ignore[no-any-return]
-                self, src, src_mask, src_key_padding_mask, is_causal
-            )
+            return self.welded_from.forward(self, src, *masks)  # type: ignore[no-any-return]
 
         def attend(x: torch.Tensor) -> torch.Tensor:
-            return _run(self, "self_attn", x, x, src_mask, src_key_padding_mask, is_causal)
+            return _run(self.self_attn, x, x, *masks)
 
         return self._blocks(src, [attend, self._feed_forward])
 
@@ -297,48 +262,31 @@ class DecoderLayer(_Layer):
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
     ) -> torch.Tensor:
+        own = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        of_memory = (memory_mask, memory_key_padding_mask, memory_is_causal)
         if not self.weld_may_skip():
-            return self.welded_from.forward(  # type: ignore[no-any-return]
-                self,
-                tgt,
-                memory,
-                tgt_mask,
-                memory_mask,
-                tgt_key_padding_mask,
-                memory_key_padding_mask,
-                tgt_is_causal,
-                memory_is_causal,
-            )
+            masks = (each for pair in zip(own, of_memory, strict=True) for each in pair)
+            return self.welded_from.forward(self, tgt, memory, *masks)  # type: ignore[no-any-return]
 
         def attend(x: torch.Tensor) -> torch.Tensor:
-            return _run(self, "self_attn", x, x, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+            return _run(self.self_attn, x, x, *own)
 
         def cross(x: torch.Tensor) -> torch.Tensor:
-            masks = (memory_mask, memory_key_padding_mask)
-            return _run(self, "multihead_attn", x, memory, *masks, memory_is_causal)
+            return _run(self.multihead_attn, x, memory, *of_memory)
 
         return self._blocks(tgt, [attend, cross, self._feed_forward])
 
 
 def _run(
-    layer: Any,
-    name: str,
+    attention: Any,
     x: torch.Tensor,
     memory: torch.Tensor,
     mask: torch.Tensor | None,
     key_padding_mask: torch.Tensor | None,
     is_causal: bool,
 ) -> torch.Tensor:
-    attention = getattr(layer, name)
-    pair = attention(
-        x,
-        memory,
-        memory,
-        attn_mask=mask,
-        key_padding_mask=key_padding_mask,
-        is_causal=is_causal,
-        need_weights=False,
-    )
+    """The result of a layer's attention, without weights."""
+    pair = attention(x, memory, memory, key_padding_mask, False, mask, is_causal=is_causal)
     return pair[0]  # type: ignore[no-any-return]
 
 
@@ -379,25 +327,17 @@ def _propose(module: Any, weld: type[Weld], numbers: str, view: View) -> Proposa
     settings = {"activation": kind[0], "approximate": kind[1], "transposed": False}
     width = module.linear1.in_features
     x = probe.values((2, 5, width), view.device(module))
-    attentions = [
-        getattr(module, name) for name in ("self_attn", "multihead_attn")[: len(norms) - 1]
-    ]
-    attentions = [attention for attention in attentions if _is_usual(attention)]
+    names = ("self_attn", "multihead_attn")[: len(norms) - 1]
+    attentions = [getattr(module, name) for name in names if _is_usual(getattr(module, name))]
     becomes = f"dropout_add_layer_norm, linear_act ({in_words(kind)})"
+    becomes += f"; {_ON_CPU}" if attentions else ""
+    changes = (
+        Change(module, weld, becomes, {"inner": inner}),
+        Change(module.linear1, LinearAct, "", settings),
+        *(Change(attention, MultiheadAttention) for attention in attentions),
+    )
     return Proposal(
-        module,
-        what,
-        (
-            Change(
-                module,
-                weld,
-                f"{becomes}; {_ON_CPU}" if attentions else becomes,
-                {"inner": inner},
-            ),
-            Change(module.linear1, LinearAct, "", settings),
-            *(Change(attention, MultiheadAttention) for attention in attentions),
-        ),
-        module,
+        *(module, what, changes, module),
         inner=(module.linear1, *(getattr(module, name) for name in inner)),
         inputs=(x,) * (len(numbers) - 1),
         drops=True,
