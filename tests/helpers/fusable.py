@@ -2,12 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+import torchweld
+
 WIDTH = 64
+
+
+@pytest.fixture(autouse=True)
+def small_inputs() -> Iterator[None]:
+    """The kernels serve small inputs too."""
+    with torchweld.use_backend("cpu", "eager"):
+        yield
+
+
+def rms(values: torch.Tensor) -> float:
+    return float(values.double().square().mean().sqrt())
+
+
+def run(model: Callable[..., Any], *leaves: Any, **named: Any) -> list[torch.Tensor]:
+    """Results and gradients of a call; every call drops the same elements."""
+    torch.manual_seed(1)
+    results = model(*leaves, **named)
+    results = results if isinstance(results, tuple) else (results,)
+    results = [y for y in results if y is not None]
+    heads = torch.Generator().manual_seed(3)
+    total = sum((y * torch.randn(y.shape, generator=heads).to(y.dtype)).sum() for y in results)
+    wanted = {id(x): x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad}
+    wanted |= {id(p): p for p in getattr(model, "parameters", list)()}
+    grads = total.requires_grad and torch.autograd.grad(
+        total, list(wanted.values()), allow_unused=True
+    )
+    return [*(y.detach() for y in results), *(g for g in grads or () if g is not None)]
+
+
+def check_fused(
+    model: nn.Module, *calls: Callable[[], list[torch.Tensor]], rtol: float, atol: float
+) -> list[str]:
+    """Hold that fuse() changes no result of these calls; the rows of welds, in words."""
+    before = [call() for call in calls]
+    torchweld.fuse(model)
+    for call, expected in zip(calls, before, strict=True):
+        for mine, theirs in zip(call(), expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
+    return [row.becomes for row in torchweld.explain_fusion(model) if row.welded]
 
 
 class PlainRMSNorm(nn.Module):

@@ -13,36 +13,25 @@ import torch
 from torch import nn
 
 import torchweld
-from fusable import MODELS, WIDTH, FeedForward, Gated, PlainRMSNorm
+from fusable import (  # noqa: F401
+    MODELS,
+    WIDTH,
+    FeedForward,
+    Gated,
+    PlainRMSNorm,
+    rms,
+    run,
+    small_inputs,
+)
 from torchweld.fusion import PATTERNS, Change, Proposal, Weld, plan, probe
 from torchweld.fusion.probe import values
 
 UNIT = 2.0**-23
 
 
-@pytest.fixture(autouse=True)
-def _kernels() -> Iterator[None]:
-    """The kernels serve small inputs too."""
-    with torchweld.use_backend("cpu", "eager"):
-        yield
-
-
 def _made(name: str) -> nn.Module:
     torch.manual_seed(0)
     return MODELS[name]()
-
-
-def _ran(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Result and gradients; every run uses the same dropout."""
-    torch.manual_seed(1)
-    x = x.detach().requires_grad_()
-    y = model(x)
-    head = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y.dtype)
-    return [y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], head)]
-
-
-def _rms(values: torch.Tensor) -> float:
-    return float(values.double().square().mean().sqrt())
 
 
 def _welds(model: nn.Module) -> list[str]:
@@ -61,14 +50,14 @@ def _fused(name: str) -> nn.Module:
 @pytest.mark.parametrize("name", MODELS)
 def test_results_and_gradients_are_the_same(name: str) -> None:
     """No further from float64 than twice the original, plus some units of rounding."""
-    model, x = _made(name), torch.randn(32, 16, WIDTH)
-    expected = _ran(model, x)
-    truth = _ran(model.double(), x.double())
+    model, x = _made(name), torch.randn(32, 16, WIDTH, requires_grad=True)
+    expected = run(model, x)
+    truth = run(model.double(), x.detach().double().requires_grad_())
     # Some gradients are zero except for rounding: they are held to the others' rounding.
-    scale = max(_rms(value) for value in truth[1:])
-    for a, b, exact in zip(expected, _ran(_fused(name), x), truth, strict=True):
-        scale = _rms(exact) if exact is truth[0] else scale
-        assert _rms(b - exact) <= 2 * _rms(a - exact) + 4 * UNIT * scale
+    scale = max(rms(value) for value in truth[1:])
+    for a, b, exact in zip(expected, run(_fused(name), x), truth, strict=True):
+        scale = rms(exact) if exact is truth[0] else scale
+        assert rms(b - exact) <= 2 * rms(a - exact) + 4 * UNIT * scale
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -103,11 +92,11 @@ def test_everything_else_stays_and_unfuse_restores(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_copies_and_pickles(name: str) -> None:
-    model, x = _fused(name), torch.randn(4, 8, WIDTH)
-    expected = _ran(model, x)
+    model, x = _fused(name), torch.randn(4, 8, WIDTH, requires_grad=True)
+    expected = run(model, x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert _welds(other) == _welds(model)
-        assert all(map(torch.equal, _ran(other, x), expected))
+        assert all(map(torch.equal, run(other, x), expected))
         assert not _welds(torchweld.unfuse(other))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import torchweld
+from fusable import check_fused, run
 from torchweld.fusion import Weld
 
 
@@ -100,11 +102,9 @@ def test_other_arguments_go_to_the_classs_own_forward(name: str) -> None:
     make, calls = CALLS[name]
     torch.manual_seed(0)
     model = nn.Sequential(make()).eval()
-    expected = [model[0](*given, **named) for given, named in calls]
-    torchweld.fuse(model)
+    ran = [functools.partial(run, model[0], *given, **named) for given, named in calls]
+    assert check_fused(model, *ran, rtol=1e-4, atol=1e-4)
     assert isinstance(model[0], Weld)
-    for (given, named), before in zip(calls, expected, strict=True):
-        torch.testing.assert_close(model[0](*given, **named), before, rtol=1e-4, atol=1e-5)
     for given, named in (((), {}), ((X,) * 9, {}), ((X,), {"nonsense": 1}), ((X,), {"x": X})):
         with pytest.raises(TypeError):
             model[0](*given, **named)
@@ -133,13 +133,9 @@ def test_a_layer_of_a_pair_takes_its_other_arguments(layers: tuple[nn.Module, nn
     """The pair is computed by one module only where the sequence calls both with one argument."""
     model = nn.Sequential(*layers)
     calls = [(m, args) for m in layers for args in ((X,), (X, 2.0))[: _count_arguments(m)]]
-    expected = [module(*args) for module, args in calls]
-    whole = model(X)
-    torchweld.fuse(model)
-    assert [row.becomes[:10] for row in torchweld.explain_fusion(model)] == ["linear_act"]
-    torch.testing.assert_close(model(X), whole, rtol=1e-4, atol=1e-5)
-    for (module, args), before in zip(calls, expected, strict=True):
-        torch.testing.assert_close(module(*args), before, rtol=1e-4, atol=1e-5)
+    ran = [lambda m=m, args=args: [m(*args)] for m, args in [*calls, (model, (X,))]]
+    (becomes,) = check_fused(model, *ran, rtol=1e-4, atol=1e-5)
+    assert becomes.startswith("linear_act")
 
 
 # --- One probe does not stand for all -------------------------------------------------------------
@@ -211,10 +207,8 @@ def test_another_path_is_found(make: Callable[[], nn.Module], words: str) -> Non
     assert not any("Error" in reason for reason in reasons)
     inputs = [scale * torch.randn(2, n, 64) for n in (1, 5) for scale in (0.1, -1.0, 20.0)]
     inputs.append(torch.randn(2, 64, 3, 64))
-    expected = [model(x) for x in inputs]
-    torchweld.fuse(model)
-    for x, before in zip(inputs, expected, strict=True):
-        torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
+    calls = [lambda x=x: [model(x)] for x in inputs]
+    check_fused(model, *calls, rtol=1e-4, atol=1e-5)
 
 
 class OffsetLayerNorm(nn.Module):
@@ -329,58 +323,6 @@ class GatedNorm(nn.Module):
         return (wide * factor if self.order == "last" else wide).to(x.dtype)
 
 
-@pytest.mark.parametrize(
-    ("order", "becomes"),
-    [("first", "rms_norm of gated_act (silu)"), ("last", "rms_norm, gated_act (silu)")],
-)
-def test_norms_with_a_gate(order: str, becomes: str) -> None:
-    """In float64, by position and by keyword; without a gate their own forward runs."""
-    torch.manual_seed(0)
-    model = GatedNorm(order).double()
-    x = X.double().requires_grad_()
-    gate = x.detach().flip(0).requires_grad_()
-    calls: list[Any] = [((x, gate), {}), ((x,), {"gate": gate}), ((x,), {}), ((x, None), {})]
-    found = []
-    for _ in range(2):
-        results = [model(*args, **given) for args, given in calls]
-        total = sum((n + 1) * y.square().sum() for n, y in enumerate(results))
-        found.append([*results, *torch.autograd.grad(total, [x, gate, model.weight])])
-        torchweld.fuse(model)
-    assert [row.becomes for row in torchweld.explain_fusion(model)] == [becomes]
-    for before, after in zip(*found, strict=True):
-        torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
-
-
-def test_an_activation_of_a_whole_result_is_no_gate() -> None:
-    rows = torchweld.explain_fusion(nn.Sequential(nn.Linear(64, 256), nn.GELU()))
-    assert [row.becomes for row in rows] == ["linear_act (gelu)"]
-
-
-@pytest.mark.parametrize(
-    ("make", "becomes"),
-    [
-        (DiffusersGEGLU, "gated_act (gelu)"),
-        (XTransformersGLU, "gated_act (silu)"),
-        (lambda: NanoGPTsNorm(True), "layer_norm"),
-        (lambda: NanoGPTsNorm(False), "layer_norm"),
-        (LlamasFeedForward, "gated_act (silu)"),
-        (GatedByTanh, "gated_act (gelu by tanh)"),
-    ],
-)
-def test_modules_that_call_functions(make: Callable[[], nn.Module], becomes: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(make())
-    x = X.clone().requires_grad_()
-    found = []
-    for _ in range(2):
-        y = model(x)
-        found.append([y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])])
-        torchweld.fuse(model)
-    assert [row.becomes for row in torchweld.explain_fusion(model)] == [becomes]
-    for before, after in zip(*found, strict=True):
-        torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
-
-
 class TimmsSwiGLU(nn.Module):
     """timm's: two dropouts, and an identity where a norm may stand."""
 
@@ -420,52 +362,47 @@ class DropsLast(Gated):
         return self.drop(super().forward(x))
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize(
     ("make", "becomes"),
     [
-        (TimmsSwiGLU, "gated_act (silu)"),
-        (TimmsGlu, "gated_act (sigmoid)"),
-        (DropsLast, "gated_act (silu)"),
+        (DiffusersGEGLU, ["gated_act (gelu)"]),
+        (XTransformersGLU, ["gated_act (silu)"]),
+        (lambda: NanoGPTsNorm(True), ["layer_norm"]),
+        (lambda: NanoGPTsNorm(False), ["layer_norm"]),
+        (LlamasFeedForward, ["gated_act (silu)"]),
+        (GatedByTanh, ["gated_act (gelu by tanh)"]),
+        *((lambda p=p: TimmsSwiGLU(p), ["gated_act (silu)"]) for p in (0.0, 0.3)),
+        *((lambda p=p: TimmsGlu(p), ["gated_act (sigmoid)"]) for p in (0.0, 0.3)),
+        *((lambda p=p: DropsLast(p), ["gated_act (silu)"]) for p in (0.0, 0.3)),
+        # The parts of a gated MLP with a norm in it, and no gate where both halves are activated.
+        (lambda: TimmsSwiGLU(0.0, nn.LayerNorm), ["gated_act (silu)", "layer_norm"]),
+        (lambda: nn.Sequential(nn.Linear(64, 256), nn.GELU()), ["linear_act (gelu)"]),
+        (lambda: GatedNorm("first"), ["rms_norm of gated_act (silu)"]),
+        (lambda: GatedNorm("last"), ["rms_norm, gated_act (silu)"]),
     ],
 )
-def test_gated_mlps_with_dropouts(
-    make: Callable[[float], nn.Module], becomes: str, p: float
-) -> None:
-    """The same elements are dropped in the same places, also if p is set after fuse()."""
+def test_the_most_copied_code(make: Callable[[], nn.Module], becomes: list[str]) -> None:
+    """In float64; the same elements are dropped in the same places, also if p is set later."""
     torch.manual_seed(0)
-    model = nn.Sequential(make(p))
-    x = X.clone().requires_grad_()
-    found = []
-    for _ in range(2):
-        for later in (p, 0.5):
-            for part in model.modules():
-                if isinstance(part, nn.Dropout):
-                    part.p = later
-            torch.manual_seed(1)
-            y = model(x)
-            found.append([y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])])
-        for part in model.modules():
-            if isinstance(part, nn.Dropout):
-                part.p = p
-        torchweld.fuse(model)
-    assert [row.becomes for row in torchweld.explain_fusion(model)] == [becomes]
-    for before, after in ((found[0], found[2]), (found[1], found[3])):
-        for a, b in zip(before, after, strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
+    model = nn.Sequential(make()).double()
+    x = X.double().requires_grad_()
+    dropouts = [part for part in model.modules() if isinstance(part, nn.Dropout)]
 
+    def run_with(p: float) -> list[torch.Tensor]:
+        before = [part.p for part in dropouts]
+        for part in dropouts:
+            part.p = p
+        found = run(model, x)
+        for part, own in zip(dropouts, before, strict=True):
+            part.p = own
+        return found
 
-def test_a_gated_mlp_with_a_norm_inside_is_another_one() -> None:
-    """The parts are welded one by one."""
-    torch.manual_seed(0)
-    model = nn.Sequential(TimmsSwiGLU(0.0, nn.LayerNorm)).eval()
-    expected = model(X)
-    torchweld.fuse(model)
-    assert {row.becomes for row in torchweld.explain_fusion(model)} == {
-        "layer_norm",
-        "gated_act (silu)",
-    }
-    torch.testing.assert_close(model(X), expected, rtol=1e-4, atol=1e-5)
+    calls: list[Any] = [functools.partial(run_with, p) for p in (0.0, 0.3, 0.5)]
+    if isinstance(model[0], GatedNorm):  # by position and by keyword; without a gate: its own
+        gate = x.detach().flip(0).requires_grad_()
+        calls += [lambda: run(model[0], x, gate), lambda: run(model[0], x, gate=gate)]
+        calls.append(lambda: run(lambda x: model[0](x, None), x))
+    assert sorted(check_fused(model, *calls, rtol=1e-12, atol=1e-12)) == becomes
 
 
 class SomeExperts(nn.Module):

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import linear
 
 import torchweld
+from fusable import check_fused, run
 from torchweld.fusion.patterns import experts
 
 E, H, F = 4, 16, 24
@@ -98,19 +99,10 @@ class Router(torch.nn.Module):
 def test_experts_are_welded(kind: type[torch.nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = Router(kind()), 4 * torch.randn(50, H)
-    leaves = [*model.parameters()]
-    before = model(x)
-    expected = torch.autograd.grad(before.square().sum(), leaves)
-    torchweld.fuse(model)
-    (row,) = [row for row in torchweld.explain_fusion(model) if row.where == "experts"]
-    assert row.welded
-    assert row.becomes.startswith("experts_mlp")
-    after = model(x)
-    torch.testing.assert_close(after, before)
-    for a, b in zip(torch.autograd.grad(after.square().sum(), leaves), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+    becomes = check_fused(model, lambda: run(model, x), rtol=1e-4, atol=1e-3)
+    assert any(name.startswith("experts_mlp") for name in becomes)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), after)
+    torch.testing.assert_close(compiled(x), model(x))
 
 
 @pytest.mark.parametrize(

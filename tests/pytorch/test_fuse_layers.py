@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,17 +11,11 @@ import torch
 from torch import nn
 
 import torchweld
-from fusable import Attention, Normalized, Output
+from fusable import Attention, Normalized, Output, check_fused, run, small_inputs  # noqa: F401
 from torchweld import functional
 from torchweld.fusion import Weld
 
 WIDTH, LENGTH = 64, 24
-
-
-@pytest.fixture(autouse=True)
-def _kernels() -> Iterator[None]:
-    with torchweld.use_backend("cpu", "eager"):
-        yield
 
 
 def test_dropout_is_that_of_the_modules_as_they_are_now() -> None:
@@ -84,32 +77,18 @@ def _masks(batch: int, heads: int) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-@functools.cache
-def _attentions(batch_first: bool) -> tuple[nn.Module, nn.Module]:
-    """The same attention before and after fuse()."""
-    before = nn.MultiheadAttention(WIDTH, 4, batch_first=batch_first)
-    after = torchweld.fuse(copy.deepcopy(before))
-    assert isinstance(after, Weld)
-    assert not isinstance(before, Weld)
-    return before, after
-
-
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("name", _masks(1, 1))
 def test_attention_with_masks(name: str, batch_first: bool) -> None:
     """Results, weights and gradients equal torch's, in self and cross attention."""
     torch.manual_seed(0)
+    attention = nn.MultiheadAttention(WIDTH, 4, batch_first=batch_first)
     shape = (2, LENGTH, WIDTH) if batch_first else (LENGTH, 2, WIDTH)
     x, memory = (torch.randn(shape, requires_grad=True) for _ in range(2))
     masks = _masks(2, 4)[name]
-    for given in ((x, x, x), (x, memory, memory)):
-        found = []
-        for attention in _attentions(batch_first):
-            leaves = [x, *attention.parameters()]
-            y, weights = attention(*given, **masks)
-            found.append([y, weights, *torch.autograd.grad((y * y.cos()).sum(), leaves)])
-        for a, b in zip(*found, strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-4, atol=2e-5)
+    calls = [lambda: run(attention, x, x, x, **masks)]
+    calls.append(lambda: run(attention, x, memory, memory, **masks))
+    assert check_fused(attention, *calls, rtol=1e-4, atol=5e-5)
 
 
 @pytest.mark.parametrize("masked", ["nothing", "causal", "padded", "both", "else"])
@@ -129,22 +108,17 @@ def test_attention_without_weights(masked: str, monkeypatch: pytest.MonkeyPatch)
         given["key_padding_mask"] = padding
     if masked == "else":
         given["attn_mask"] = torch.randn(length, length)
-    found, calls = [], []
+    calls: list[int] = []
     ours = functional.block_sparse_attention
     monkeypatch.setattr(
         functional,
         "block_sparse_attention",
         lambda *args, **kwargs: (calls.append(1), ours(*args, **kwargs))[1],
     )
-    for welded in (False, True):
-        (torchweld.fuse if welded else torchweld.unfuse)(attention)
-        calls.clear()
-        y, _ = attention(x, x, x, **given)
-        assert len(calls) == (welded and masked != "else")
-        leaves = [x, *attention.parameters()]
-        found.append([y, *torch.autograd.grad((y * y.cos()).sum(), leaves)])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-4, atol=2e-5)
+    check_fused(attention, lambda: run(attention, x, x, x, **given), rtol=1e-4, atol=2e-5)
+    calls.clear()
+    attention(x, x, x, **given)
+    assert len(calls) == (masked != "else")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's nested tensors
@@ -164,16 +138,14 @@ def test_a_transformer_with_masks(norm_first: bool) -> None:
         "memory_key_padding_mask": padding,
         "tgt_is_causal": True,
     }
-    found = []
-    for welded in (False, True):
-        (torchweld.fuse if welded else torchweld.unfuse)(model)
-        assert isinstance(model.encoder.layers[0], Weld) == welded
-        y = model.train()(source, target, **masks)
+
+    def run_without_gradients() -> list[torch.Tensor]:
         with torch.no_grad():
-            z = [model.train(training)(source, target, **masks) for training in (True, False)]
-        found.append([y, *z, *torch.autograd.grad(y.square().sum(), [*model.parameters()])])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4)
+            return [model.train(training)(source, target, **masks) for training in (True, False)]
+
+    train = functools.partial(run, model, source, target, **masks)
+    check_fused(model, train, run_without_gradients, rtol=1e-3, atol=1e-4)
+    assert isinstance(model.encoder.layers[0], Weld)
 
 
 def test_synchronised_batch_norms() -> None:

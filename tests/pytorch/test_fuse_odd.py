@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,17 +13,11 @@ from torch.nn.functional import dropout, gelu, linear, softmax
 from torch.nn.utils import parametrizations, prune
 
 import torchweld
-from fusable import FeedForward, Gated, NewGELU, PlainRMSNorm
+from fusable import FeedForward, Gated, NewGELU, PlainRMSNorm, small_inputs  # noqa: F401
 from torchweld.fusion import Weld
 
 WIDTH = 64
 ONE = torch.ones(1)
-
-
-@pytest.fixture(autouse=True)
-def _kernels() -> Iterator[None]:
-    with torchweld.use_backend("cpu", "eager"):
-        yield
 
 
 class Calls(nn.Module):

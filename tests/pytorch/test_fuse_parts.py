@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,19 +13,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import torchweld
-from fusable import MODELS, WIDTH, Parallel
+from fusable import MODELS, WIDTH, Parallel, rms, small_inputs  # noqa: F401
 from torchweld.fusion import Weld
 
 UNIT = 2.0**-23
 X = torch.randn(8, 16, WIDTH, generator=torch.Generator().manual_seed(0))
 _Way = Callable[[nn.Module, str, Any], Any]
-
-
-@pytest.fixture(autouse=True)
-def _kernels() -> Iterator[None]:
-    """The kernels serve small inputs too."""
-    with torchweld.use_backend("cpu", "eager"):
-        yield
 
 
 @functools.cache
@@ -186,10 +179,6 @@ def _run(model: nn.Module, part: str, way: _Way, call: Any) -> list[torch.Tensor
     return [y.detach() for y in results] + [empty if g is None else g for g in grads]
 
 
-def _rms(values: torch.Tensor) -> float:
-    return float(values.double().square().mean().sqrt())
-
-
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__.strip("_"))
 @pytest.mark.parametrize("name", MODELS)
 def test_a_part_means_what_it_meant(name: str, way: _Way) -> None:
@@ -199,10 +188,10 @@ def test_a_part_means_what_it_meant(name: str, way: _Way) -> None:
         expected, found = (_run(model, part, way, call) for model in (plain, fused))
         truth = _run(copy.deepcopy(plain).double(), part, way, call)
         assert len(expected) == len(found) == len(truth), part
-        scale = max(map(_rms, truth), default=0.0)
+        scale = max(map(rms, truth), default=0.0)
         for a, b, exact in zip(expected, found, truth, strict=True):
             assert a.shape == b.shape, part
-            assert _rms(b - exact) <= 2 * _rms(a - exact) + 8 * UNIT * scale, part
+            assert rms(b - exact) <= 2 * rms(a - exact) + 8 * UNIT * scale, part
 
 
 @pytest.mark.parametrize("part", ["fc1", "act1", "softmax", "drop"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import torchweld
-from fusable import WIDTH, RotaryAttention, apply_rotary_pos_emb
+from fusable import check_fused, run
 
 _HALVES = "first, second = x.chunk(2, -1); turned = torch.cat((-second, first), -1)"
 _PAIRS = "turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)"
@@ -111,8 +112,8 @@ def _run(model: Any, width: int, given: str) -> list[torch.Tensor]:
     angles = torch.randn(3, 6, width, generator=generator).to(dtype)
     cos, sin = angles.cos(), angles.sin()
     tables: Any = (cos[0, 2:], sin[0, 2:]) if given == "last" else (cos, sin)
-    y = model[0](x, torch.complex(cos, sin) if given == "complex" else tables)[0]
-    return [y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
+    tables = torch.complex(cos, sin) if given == "complex" else tables
+    return run(model[0], x, position_embeddings=tables)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -120,13 +121,8 @@ def test_each_form_is_welded(name: str, tmp_path: Path) -> None:
     """Results and gradients match the model's code, in float64."""
     turn, rotate, width, given = FORMS[name]
     model = _make(tmp_path, turn, rotate, width, given).double()
-    expected = _run(model, width, given)
-    torchweld.fuse(model)
-    (row,) = torchweld.explain_fusion(model)
-    assert row.welded, row.reason
-    assert row.becomes == "rotary_embedding_qk"
-    for mine, theirs in zip(_run(model, width, given), expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    call = functools.partial(_run, model, width, given)
+    assert check_fused(model, call, rtol=1e-12, atol=1e-12) == ["rotary_embedding_qk"]
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -138,31 +134,3 @@ def test_a_rotation_backwards_is_left_alone(name: str, tmp_path: Path) -> None:
     (row,) = torchweld.explain_fusion(model)
     assert not row.becomes
     assert row.reason
-
-
-class _SometimesRotated(RotaryAttention):
-    """As Beam's: layers that see all tokens get no angles."""
-
-    def forward(
-        self, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any = None
-    ) -> tuple[torch.Tensor, None]:
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
-        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        if position_embeddings is not None:
-            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        y = (q @ k.mT / 4).softmax(-1) @ v
-        return self.o_proj(y.transpose(1, 2).flatten(2)), None
-
-
-def test_norms_stay_where_an_argument_decides_on_the_rotation() -> None:
-    torch.manual_seed(0)
-    attention, x = _SometimesRotated(), torch.randn(2, 5, WIDTH)
-    angles = torch.rand(1, 5, 8).repeat(1, 1, 2)
-    given = [None, (angles.cos(), angles.sin())]
-    expected = [attention(x, each)[0] for each in given]
-    torchweld.fuse(attention)
-    assert "rotary_embedding_qk" in {row.becomes for row in torchweld.explain_fusion(attention)}
-    for each, wanted in zip(given, expected, strict=True):
-        torch.testing.assert_close(attention(x, each)[0], wanted)
