@@ -131,6 +131,11 @@ def rewrite(
     return compile_like(forward, tree, function)
 
 
+def read_own(own: str, name: str) -> ast.Attribute:
+    """The expression self.<name>; `own` is what the method calls itself."""
+    return ast.Attribute(ast.Name(own, ast.Load()), name, ast.Load())
+
+
 def why_not(write: Callable[[], object]) -> str | None:
     """Why `write` cannot make a forward from the source of another one, or None."""
     try:
@@ -180,7 +185,7 @@ class _Names(ast.NodeTransformer):
         if node.id != self.name or not isinstance(node.ctx, ast.Load):
             return node
         self.count += 1
-        return ast.Attribute(ast.Name(self.own, ast.Load()), self.attribute, ast.Load())
+        return read_own(self.own, self.attribute)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         match node.func:
@@ -270,9 +275,8 @@ class _Pairs(ast.NodeTransformer):
             self.found.add((first, second))
             at = self.wanted.get((first, second))
             if at is not None:
-                method = ast.Attribute(ast.Name(self.own, ast.Load()), "weld_pair", ast.Load())
-                replaced = ast.Call(method, [ast.Constant(at), self.visit(x)], [])
-                return ast.copy_location(replaced, node)
+                method = read_own(self.own, "weld_pair")
+                return ast.Call(method, [ast.Constant(at), self.visit(x)], [])
         return super().generic_visit(node)
 
     def _read_call(self, node: ast.AST | None) -> tuple[str | None, ast.expr | None]:

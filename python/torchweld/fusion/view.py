@@ -142,16 +142,14 @@ class View:
         """The module with the edges between its leaves, or the reason that it does not run."""
         if reason := why_not_copy(module):
             return reason
-        names = {id(part): name for name, part in module.named_modules()}
-        answer = self.ask_once("edges", module, lambda: _watch(module, self.device(module), names))
+        answer = self.ask_once("edges", module, lambda: _watch(module, self.device(module)))
         if isinstance(answer, str):
             return answer
         inputs, edges = answer
-        parts = dict(module.named_modules())
+        parts = list(module.modules())
         return Scope(
-            module,
-            inputs,
-            [probe.Edge(parts[a], parts[b[1:]] if b.startswith(".") else b) for a, b in edges],
+            *(module, inputs),
+            [probe.Edge(parts[a], b if isinstance(b, str) else parts[b]) for a, b in edges],
         )
 
     def why_not_inner(self, module: torch.nn.Module, is_called: bool) -> str | None:
@@ -171,9 +169,9 @@ class View:
 
 
 def _watch(
-    module: torch.nn.Module, device: torch.device, names: dict[int, str]
-) -> tuple[tuple[Any, ...], list[tuple[str, str]]] | str:
-    """Inputs, and edges by names in the module. Names of modules begin with a dot."""
+    module: torch.nn.Module, device: torch.device
+) -> tuple[tuple[Any, ...], list[tuple[int, int | str]]] | str:
+    """Inputs, and edges by places among the module's modules, so that equal ones share them."""
     try:
         twin = Twin(module, device, torch.float32)
         inputs = probe.find_inputs(twin.module, device)
@@ -182,12 +180,10 @@ def _watch(
         edges = probe.watch(twin.module, inputs)
     except Exception as error:
         return probe.read_refusal(error)
-    names_in_twin = {id(part): name for name, part in twin.module.named_modules()}
-    named = [
-        (names_in_twin[id(a)], b if isinstance(b, str) else "." + names_in_twin[id(b)])
-        for a, b in edges
+    places = {id(part): place for place, part in enumerate(twin.module.modules())}
+    return tuple(inputs), [
+        (places[id(a)], b if isinstance(b, str) else places[id(b)]) for a, b in edges
     ]
-    return tuple(inputs), named
 
 
 # --- Recognition by a run -------------------------------------------------------------------------

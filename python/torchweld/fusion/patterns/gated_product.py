@@ -11,7 +11,7 @@ import torch
 from torchweld import functional
 from torchweld.fusion.patterns.activation import in_words
 from torchweld.fusion.patterns.rotary import rotates
-from torchweld.fusion.rewrite import compile_like, parse, unwrap, why_not
+from torchweld.fusion.rewrite import compile_like, parse, read_own, unwrap, why_not
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Proposal, Rewritten, forward_of, propose
 from torchweld.ops.activation import ACTIVATIONS
@@ -124,8 +124,7 @@ class _Products(ast.NodeTransformer):
         given = [ast.keyword("gate", self.visit(x)), ast.keyword("up", self.visit(other))]
         if other is node.left:
             given.reverse()
-        method = ast.Attribute(ast.Name(self.own, ast.Load()), "weld_multiply", ast.Load())
-        return ast.Call(method, [ast.Constant(at)], given)
+        return ast.Call(read_own(self.own, "weld_multiply"), [ast.Constant(at)], given)
 
     def _read_activation(self, side: ast.expr) -> Gate | None:
         """The activation that an expression calls on one argument."""

@@ -15,7 +15,15 @@ from torchweld import functional
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.fusion import probe
 from torchweld.fusion.patterns.logits import Deferred
-from torchweld.fusion.rewrite import CannotRewriteError, compile_like, parse, reads, unwrap, why_not
+from torchweld.fusion.rewrite import (
+    CannotRewriteError,
+    compile_like,
+    parse,
+    read_own,
+    reads,
+    unwrap,
+    why_not,
+)
 from torchweld.fusion.trial import why_not_same
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import (
@@ -352,7 +360,7 @@ class _Calls(ast.NodeTransformer):
         name = node.func
         if isinstance(name, ast.Name) and name.id in self.modules:
             self.losses += 1
-            method = ast.Attribute(ast.Name(self.own, ast.Load()), "weld_cross_entropy", ast.Load())
+            method = read_own(self.own, "weld_cross_entropy")
             return ast.Call(method, [name, *node.args], node.keywords)
         if not (isinstance(name, ast.Attribute) and isinstance(name.value, ast.Name)):
             return node
@@ -392,17 +400,16 @@ class _Results(ast.NodeTransformer):
         self.own, self.logits = own, logits
         self.inside = False
 
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if not self.inside or node.id != self.logits or not isinstance(node.ctx, ast.Load):
+            return node
+        return ast.Call(read_own(self.own, "weld_result"), [node], [])
+
     def visit_Return(self, node: ast.Return) -> ast.AST:
         return self._replace_inside(node)
 
     def visit_Tuple(self, node: ast.Tuple) -> ast.AST:
         return self._replace_inside(node)
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        if not self.inside or node.id != self.logits or not isinstance(node.ctx, ast.Load):
-            return node
-        function = ast.Attribute(ast.Name(self.own, ast.Load()), "weld_result", ast.Load())
-        return ast.Call(function, [node], [])
 
     def _replace_inside(self, node: ast.AST) -> ast.AST:
         before, self.inside = self.inside, True
