@@ -19,7 +19,7 @@ from .attention_parts import (
     slope_of,
     store_own_rows,
 )
-from .block_lists import partner_of, row_walks
+from .block_lists import add_up, row_walks
 
 
 @triton.jit(do_not_specialize=["queries", "heads", "rows"])
@@ -64,9 +64,9 @@ def attention_deltas(
 @triton.jit
 def differentiate(
     walk, start, partner, q, grad_y, base, delta, query, sources, masking, scoring, dropout,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr, DEEP: tl.constexpr,
-    DEEP_FITS: tl.constexpr, CHECKED: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr,
+    DEEP: tl.constexpr, DEEP_FITS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the scores of the next keys, before and after the softcap, and the keys."""
     k_ptr, k_stride, v_ptr, v_stride, width, deep = sources
@@ -93,14 +93,14 @@ def differentiate(
 @triton.jit
 def _add_query_gradient(
     walk, start, partner, sums, q, grad_y, base, delta, query, sources, masking, scoring, dropout,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr, DEEP: tl.constexpr,
-    DEEP_FITS: tl.constexpr, CHECKED: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr,
+    DEEP: tl.constexpr, DEEP_FITS: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of the next keys."""
     grad, _, k, _, _ = differentiate(
         walk, start, partner, q, grad_y, base, delta, query, sources, masking, scoring, dropout,
-        SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, DEEP, DEEP_FITS, CHECKED,
+        COLUMNS, BLOCK, CHECKED, SOFTCAP, PRECISION, CAUSAL, WIDTH, FITS, DEEP, DEEP_FITS,
     )  # fmt: skip
     return tl.dot(grad.to(k.dtype), k, sums, input_precision=PRECISION)
 
@@ -209,23 +209,14 @@ def attention_query_gradient(
     dropout = (seed_ptr, number, threshold, kept_scale, first_group)
 
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
-    partner = partner_of((entries_ptr, unchecked), 0, COLUMNS, BLOCK)
-    for start in tl.range(0, unchecked[3] * BLOCK, COLUMNS):
-        coming = partner_of((entries_ptr, unchecked), start + COLUMNS, COLUMNS, BLOCK)
-        sums = _add_query_gradient(
-            (entries_ptr, unchecked), start, partner, sums, q, grad_y, base, delta, query, sources,
-            masking, scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS,
-            DEEP, DEEP_FITS, False,
-        )  # fmt: skip
-        partner = coming
-    partner = partner_of((entries_ptr, checked), 0, COLUMNS, BLOCK)
-    for start in tl.range(0, checked[3] * BLOCK, COLUMNS):
-        coming = partner_of((entries_ptr, checked), start + COLUMNS, COLUMNS, BLOCK)
-        sums = _add_query_gradient(
-            (entries_ptr, checked), start, partner, sums, q, grad_y, base, delta, query, sources,
-            masking, scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS,
-            DEEP, DEEP_FITS, True,
-        )  # fmt: skip
-        partner = coming
+    given = (q, grad_y, base, delta, query, sources, masking, scoring, dropout)
+    sums = add_up(
+        _add_query_gradient, (entries_ptr, unchecked), 0, sums, given,
+        (SOFTCAP, PRECISION, CAUSAL, WIDTH, FITS, DEEP, DEEP_FITS), COLUMNS, BLOCK, False,
+    )  # fmt: skip
+    sums = add_up(
+        _add_query_gradient, (entries_ptr, checked), 0, sums, given,
+        (SOFTCAP, PRECISION, CAUSAL, WIDTH, FITS, DEEP, DEEP_FITS), COLUMNS, BLOCK, True,
+    )  # fmt: skip
     grad_q_ptr += (at + first) * width
     store_own_rows(grad_q_ptr, sums * scale, here, width, width, WIDTH)

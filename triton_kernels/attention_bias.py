@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .attention_backward import differentiate
 from .attention_parts import UNSPECIALIZED, head_rows, place, slope_of
-from .block_lists import partner_of, rank_of, row_walks
+from .block_lists import add_up, rank_of, row_walks
 
 
 @triton.jit
@@ -66,6 +66,26 @@ def _add_distances(sums_ptr, scratch_ptr, grad, query, key, row, queries, keys, 
         before = tl.load(sums_ptr + number, mask=inside, other=0)
         tl.store(sums_ptr + number, before + tl.sum(values, 0), mask=inside)
         tl.debug_barrier()
+
+
+@triton.jit
+def _add_bias_gradient(
+    walk, start, partner, sums_ptr, scratch_ptr, row, queries, keys, distances, q, grad_y, base,
+    delta, query, sources, masking, scoring, dropout,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr,
+    DEEP: tl.constexpr, DEEP_FITS: tl.constexpr,
+):  # fmt: skip
+    """Add the contribution of the next keys to sums in memory."""
+    _, grad, _, key, inside = differentiate(
+        walk, start, partner, q, grad_y, base, delta, query, sources, masking, scoring, dropout,
+        COLUMNS, BLOCK, CHECKED, SOFTCAP, PRECISION, CAUSAL, WIDTH, FITS, DEEP, DEEP_FITS,
+    )  # fmt: skip
+    if scratch_ptr is None:
+        _add_pairs(sums_ptr, grad, query, key, inside, queries, keys)
+    else:
+        _add_distances(sums_ptr, scratch_ptr, grad, query, key, row, queries, keys, distances)
+    return sums_ptr
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "parts", "bias_batches", "bias_heads", "distances"])
@@ -200,29 +220,15 @@ def attention_bias_gradient(
         if padding_ptr is not None:
             masking = (masks_ptr, padding_ptr + batch * keys, keys, keys - queries)
         dropout = (seed_ptr, row, threshold, kept_scale, first_group)
-        for start in tl.range(0, unchecked[3] * BLOCK, COLUMNS, num_stages=1):
-            partner = partner_of((entries_ptr, unchecked), start, COLUMNS, BLOCK)
-            _, grad, _, key, inside = differentiate(
-                (entries_ptr, unchecked), start, partner, q, grad_y, base, delta, query, sources,
-                masking, scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS,
-                DEEP, DEEP_FITS, False,
-            )  # fmt: skip
-            if BY_PAIR:
-                _add_pairs(sums_ptr, grad, query, key, inside, queries, keys)
-            else:
-                _add_distances(
-                    sums_ptr, scratch_ptr, grad, query, key, bias_row, queries, keys, distances
-                )
-        for start in tl.range(0, checked[3] * BLOCK, COLUMNS, num_stages=1):
-            partner = partner_of((entries_ptr, checked), start, COLUMNS, BLOCK)
-            _, grad, _, key, inside = differentiate(
-                (entries_ptr, checked), start, partner, q, grad_y, base, delta, query, sources,
-                masking, scoring, dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS,
-                DEEP, DEEP_FITS, True,
-            )  # fmt: skip
-            if BY_PAIR:
-                _add_pairs(sums_ptr, grad, query, key, inside, queries, keys)
-            else:
-                _add_distances(
-                    sums_ptr, scratch_ptr, grad, query, key, bias_row, queries, keys, distances
-                )
+        given = (
+            scratch_ptr, bias_row, queries, keys, distances, q, grad_y, base, delta, query,
+            sources, masking, scoring, dropout,
+        )  # fmt: skip
+        add_up(
+            _add_bias_gradient, (entries_ptr, unchecked), 0, sums_ptr, given,
+            (SOFTCAP, PRECISION, CAUSAL, WIDTH, FITS, DEEP, DEEP_FITS), COLUMNS, BLOCK, False, 1,
+        )  # fmt: skip
+        add_up(
+            _add_bias_gradient, (entries_ptr, checked), 0, sums_ptr, given,
+            (SOFTCAP, PRECISION, CAUSAL, WIDTH, FITS, DEEP, DEEP_FITS), COLUMNS, BLOCK, True, 1,
+        )  # fmt: skip

@@ -19,15 +19,15 @@ from .attention_parts import (
     slope_of,
     store_own_rows,
 )
-from .block_lists import partner_of, row_walks
+from .block_lists import add_up, row_walks
 
 
 @triton.jit
 def _attend(
     walk, start, partner, state, q, query, sources, masking, scoring, dropout,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr, DEEP: tl.constexpr,
-    DEEP_FITS: tl.constexpr, CHECKED: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr,
+    DEEP: tl.constexpr, DEEP_FITS: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: the next keys and values."""
     sums, total, highest = state
@@ -154,24 +154,15 @@ def attention_forward(
         highest = tl.zeros([ROWS], tl.float32) + sink
         total = tl.where(highest == -float("inf"), 0.0, 1.0)
     state = (sums, total, highest)
-    partner = partner_of((entries_ptr, unchecked), 0, COLUMNS, BLOCK)
-    for start in tl.range(0, unchecked[3] * BLOCK, COLUMNS):
-        coming = partner_of((entries_ptr, unchecked), start + COLUMNS, COLUMNS, BLOCK)
-        state = _attend(
-            (entries_ptr, unchecked), start, partner, state, q, query, sources, masking, scoring,
-            dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, DEEP,
-            DEEP_FITS, False,
-        )  # fmt: skip
-        partner = coming
-    partner = partner_of((entries_ptr, checked), 0, COLUMNS, BLOCK)
-    for start in tl.range(0, checked[3] * BLOCK, COLUMNS):
-        coming = partner_of((entries_ptr, checked), start + COLUMNS, COLUMNS, BLOCK)
-        state = _attend(
-            (entries_ptr, checked), start, partner, state, q, query, sources, masking, scoring,
-            dropout, SOFTCAP, PRECISION, CAUSAL, COLUMNS, BLOCK, WIDTH, FITS, DEEP,
-            DEEP_FITS, True,
-        )  # fmt: skip
-        partner = coming
+    given = (q, query, sources, masking, scoring, dropout)
+    state = add_up(
+        _attend, (entries_ptr, unchecked), 0, state, given,
+        (SOFTCAP, PRECISION, CAUSAL, WIDTH, FITS, DEEP, DEEP_FITS), COLUMNS, BLOCK, False,
+    )  # fmt: skip
+    state = add_up(
+        _attend, (entries_ptr, checked), 0, state, given,
+        (SOFTCAP, PRECISION, CAUSAL, WIDTH, FITS, DEEP, DEEP_FITS), COLUMNS, BLOCK, True,
+    )  # fmt: skip
     sums, total, highest = state
     nothing = total == 0
     total = tl.where(nothing, 1, total)

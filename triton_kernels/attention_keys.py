@@ -42,11 +42,11 @@ from .attention_parts import (
     store_own_rows,
 )
 from .block_lists import (
+    add_up,
     bits,
     column_walks,
     masks_of,
     part_of,
-    partner_of,
     piece_of,
     pieces_of,
     rank_of,
@@ -58,9 +58,9 @@ from .dropout import factors_of_groups
 @triton.jit
 def _add_key_gradients(
     walk, start, partner, state, k, v, first, shown, sources, masking, scoring, dropout,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr, DEEP: tl.constexpr,
-    DEEP_FITS: tl.constexpr, CHECKED: tl.constexpr, RAGGED: tl.constexpr, OF_KEYS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr,
+    DEEP: tl.constexpr, DEEP_FITS: tl.constexpr, RAGGED: tl.constexpr, OF_KEYS: tl.constexpr,
     OF_VALUES: tl.constexpr,
 ):  # fmt: skip
     """Add what the next queries contribute. Tiles are transposed: [keys, queries]."""
@@ -264,26 +264,20 @@ def attention_key_gradients(
         scoring = (inner, outer, slopes_ptr, slope, apart, bias)
         number = first_number + batch * number_batch_stride + wide_head * number_head_stride
         dropout = (seed_ptr, number, threshold, kept_scale, first_group)
-        partner = partner_of((entries_ptr, unchecked), from_whole * BLOCK, ROWS, BLOCK)
-        for start in tl.range(from_whole * BLOCK, unchecked[3] * BLOCK, ROWS):
-            coming = partner_of((entries_ptr, unchecked), start + ROWS, ROWS, BLOCK)
-            state = _add_key_gradients(
-                (entries_ptr, unchecked), start, partner, state, k, v, first, shown, sources,
-                masking, scoring, dropout, SOFTCAP, PRECISION, CAUSAL, ROWS, BLOCK, WIDTH, FITS,
-                DEEP, DEEP_FITS, False, RAGGED, OF_KEYS, OF_VALUES,
-            )  # fmt: skip
-            partner = coming
+        given = (k, v, first, shown, sources, masking, scoring, dropout)
+        state = add_up(
+            _add_key_gradients, (entries_ptr, unchecked), from_whole, state, given,
+            (SOFTCAP, PRECISION, CAUSAL, WIDTH, FITS, DEEP, DEEP_FITS, RAGGED, OF_KEYS, OF_VALUES),
+            ROWS, BLOCK, False,
+        )  # fmt: skip
         if CAUSAL or masks_ptr is not None:
             # No prefetch: with two sums and conditions it would not fit the registers.
-            partner = partner_of((entries_ptr, checked), from_checked * BLOCK, ROWS, BLOCK)
-            for start in tl.range(from_checked * BLOCK, checked[3] * BLOCK, ROWS, num_stages=1):
-                coming = partner_of((entries_ptr, checked), start + ROWS, ROWS, BLOCK)
-                state = _add_key_gradients(
-                    (entries_ptr, checked), start, partner, state, k, v, first, shown, sources,
-                    masking, scoring, dropout, SOFTCAP, PRECISION, CAUSAL, ROWS, BLOCK, WIDTH, FITS,
-                    DEEP, DEEP_FITS, True, RAGGED, OF_KEYS, OF_VALUES,
-                )  # fmt: skip
-                partner = coming
+            state = add_up(
+                _add_key_gradients, (entries_ptr, checked), from_checked, state, given,
+                (SOFTCAP, PRECISION, CAUSAL, WIDTH, FITS, DEEP, DEEP_FITS, RAGGED, OF_KEYS,
+                 OF_VALUES),
+                ROWS, BLOCK, True, 1,
+            )  # fmt: skip
     grad_k, grad_v = state
     at = plane.to(tl.int64) * keys + first
     whole = here

@@ -168,6 +168,23 @@ def row_walks(
 
 
 @triton.jit
+def add_up(
+    ADD: tl.constexpr, walk, begin, state, given, options, TAKEN: tl.constexpr,
+    BLOCK: tl.constexpr, CHECKED: tl.constexpr, STAGES: tl.constexpr = None,
+):  # fmt: skip
+    """Take a walk from its entry `begin` on, TAKEN tokens at a time: ADD returns the next state.
+
+    ADD gets what is `given` and the compile-time `options`, too.
+    """
+    partner = partner_of(walk, begin * BLOCK, TAKEN, BLOCK)
+    for start in tl.range(begin * BLOCK, walk[1][3] * BLOCK, TAKEN, num_stages=STAGES):
+        coming = partner_of(walk, start + TAKEN, TAKEN, BLOCK)
+        state = ADD(walk, start, partner, state, *given, TAKEN, BLOCK, CHECKED, *options)
+        partner = coming
+    return state
+
+
+@triton.jit
 def column_walks(
     lists, rank, first, queries, keys, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
