@@ -153,12 +153,31 @@ def contenders(x: torch.Tensor, weight: torch.Tensor) -> list[int]:
         and fits(x.reshape(-1, inner), _as_row_major(weight))
         and columns * size % 16 == 0
     )
-    if roles:
-        rule = every[BY_RULE]
-        count = triton.cdiv(x.numel() // inner, rule.rows) * triton.cdiv(columns, rule.columns)
-        if count >= processors(x.device):
-            return [BY_RULE]  # others need not be compiled to be checked
+    if roles and _fills(x, columns, every[BY_RULE]):
+        return [BY_RULE]  # others need not be compiled to be checked
     return [i for i, tile in enumerate(every[:-1]) if roles or not tile.roles]
+
+
+def _fills(x: torch.Tensor, columns: int, tile: Tile) -> bool:
+    """Whether every processor has a tile of the result."""
+    tiles = triton.cdiv(x.shape[:-1].numel(), tile.rows) * triton.cdiv(columns, tile.columns)
+    return tiles >= processors(x.device)
+
+
+# Two products in one tile take the registers of one with twice the columns.
+_GATED = _TILES[2][BY_RULE]._replace(columns=_TILES[2][BY_RULE].columns // 2)
+
+
+def serves_gated(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor) -> bool:
+    """Whether `gated_linear` runs for these factors, and fills their device."""
+    columns, inner = gate_weight.shape
+    return (
+        x.dtype.itemsize == 2
+        and has_roles(x.device)
+        and fits(x.reshape(-1, inner), gate_weight, up_weight)
+        and columns * x.dtype.itemsize % 16 == 0
+        and _fills(x, columns, _GATED)
+    )
 
 
 def _as_row_major(weight: torch.Tensor) -> torch.Tensor:
@@ -244,6 +263,30 @@ def linear_act(
         ),
     )
     return y, x.new_empty(0) if z is None else z
+
+
+def gated_linear(
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    activation: str,
+    approximate: str,
+    save: bool,
+) -> tuple[torch.Tensor, ...]:
+    """activation(x gate_weight^T) * x up_weight^T; both products too, or nothing."""
+    if not serves_gated(x, gate_weight, up_weight):
+        raise ValueError("these factors do not fit the kernel")
+    columns, inner = gate_weight.shape
+    y = x.new_empty((*x.shape[:-1], columns))
+    saved = [torch.empty_like(y) if save else None for _ in range(2)]
+    as_matrix, *products = (None if t is None else t.view(-1, columns) for t in (y, *saved))
+    kind = _kind(activation, approximate)
+    factors = x.reshape(-1, inner), gate_weight
+    run(
+        x,
+        roles_launch(*factors, None, as_matrix, products[0], kind, _GATED, up_weight, products[1]),
+    )
+    return y, *(x.new_empty(0) if t is None else t for t in saved)
 
 
 def aot_cases() -> Iterator[tuple[str, Launch]]:

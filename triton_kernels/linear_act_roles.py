@@ -297,9 +297,9 @@ def aot_cases(capability: int) -> Iterator[tuple[str, Launch]]:
             case = f"{kind} {tile}, {'y' if z is None else 'y and z'}"
             yield case, roles_launch(x, x, x[0], x, z, kind, tile)
     narrow = tile._replace(columns=128)
-    for z in (x, None):
-        case = f"silu {narrow}, gated, {'y' if z is None else 'y and both products'}"
-        yield case, roles_launch(x, x, None, x, z, "silu", narrow, x, z)
+    for kind, z in itertools.product(("silu", "gelu", "gelu_tanh"), (x, None)):
+        case = f"{kind} {narrow}, gated, {'y' if z is None else 'y and both products'}"
+        yield case, roles_launch(x, x, None, x, z, kind, narrow, x, z)
     wide = x[0].float()
     yield f"gelu {tile}, wide bias", roles_launch(x, x, wide, x, x, "gelu", tile)
     yield f"gelu {tile}, no bias", roles_launch(x, x, None, x, x, "gelu", tile)

@@ -39,6 +39,7 @@ _REDUCTIONS = {
 }
 _OURS = {
     torch.ops.torchweld.linear_act,
+    torch.ops.torchweld.gated_linear,
     torch.ops.torchweld.block_sparse_attention,
     torch.ops.torchweld.experts_mlp,
 }

@@ -144,7 +144,7 @@ def _onednn_keeps_nan(dtype: torch.dtype, activation: str, approximate: str) -> 
 
 # --- One kernel and its nodes ---------------------------------------------------------------------
 # There are two nodes, as in two steps: first the GEMM's, whose gradients a pipeline schedule can
-# run separately, then the activation's. The kernel runs when the first node is created.
+# run separately, then the activation's.
 
 
 def _in_one_kernel(
@@ -162,23 +162,13 @@ def _in_one_kernel(
     how = (activation, approximate)
     if not gemm.wants_gradient(x, weight, bias):
         return _kernel(x, weight, bias, *how, tile, False)[0]  # type: ignore[no-any-return]
-    z, y = _Linear.apply(x, weight, None if bias is None else bias.detach(), *how, tile)
+    with torch.no_grad():
+        y, z = _kernel(x, weight, bias, *how, tile, True)
+    z = gemm.ComputedNode.apply(x, weight, None, z)
     return _ACTIVATION.function.apply(z, bias, *how, y)  # type: ignore[no-any-return]
 
 
-class _Linear(gemm.LinearNode):
-    """The GEMM's node: returns z, and y for the activation's node."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, *how: Any) -> Any:
-        y, z = _kernel(x, weight, bias, *how, True)
-        ctx.save_for_backward(x, weight)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(y)
-        return z, y
-
-
-def gradients(
+def _gradients(
     grad_y: torch.Tensor,
     z: torch.Tensor,
     bias: torch.Tensor | None,
@@ -200,21 +190,21 @@ def _derivatives(
     return _derivatives_of_bias_act(grad_y, z, layers.make_zeros_with_graph(bias), *how)
 
 
-class _Activation:
-    """The activation's node; y is already computed."""
+class Activation:
+    """An activation's node; its result is the last argument, already computed.
+
+    `gradients` is the backward pass by Triton, and `derivatives` by torch, for second derivatives.
+    """
 
     backend = "triton"
-    backward = staticmethod(gradients)
 
-    def __init__(self) -> None:
+    def __init__(
+        self, name: str, forward: str, backward: str, gradients: Any, derivatives: Any
+    ) -> None:
+        self.backward = gradients
         self.function = autograd_function(
             Differentiable(
-                name="activated_with_its_gemm",
-                forward="(Tensor input, Tensor? bias, str activation, str approximate, Tensor y)"
-                " -> (Tensor activated)",
-                backward="(Tensor grad_activated, Tensor input, Tensor? bias, str activation,"
-                " str approximate, bool need_bias) -> (Tensor grad_input, Tensor grad_bias)",
-                backward_reference=_derivatives,
+                name=name, forward=forward, backward=backward, backward_reference=derivatives
             ),
             self,
         )
@@ -225,7 +215,14 @@ class _Activation:
         return torch.ops.aten._unsafe_view(y, y.shape)  # a node must not return its input
 
 
-_ACTIVATION = _Activation()
+_ACTIVATION = Activation(
+    "activated_with_its_gemm",
+    "(Tensor input, Tensor? bias, str activation, str approximate, Tensor y) -> (Tensor activated)",
+    "(Tensor grad_activated, Tensor input, Tensor? bias, str activation, str approximate,"
+    " bool need_bias) -> (Tensor grad_input, Tensor grad_bias)",
+    _gradients,
+    _derivatives,
+)
 
 
 # --- Choice ---------------------------------------------------------------------------------------

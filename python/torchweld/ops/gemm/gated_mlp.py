@@ -8,12 +8,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from torchweld import checks
-from torchweld.dispatch.call import run_on
 from torchweld.dispatch.way import short
 from torchweld.names import ActivationName, Approximation
 from torchweld.ops import activation as activations
 from torchweld.ops.gemm import common as layers
-from torchweld.ops.gemm import gemm
+from torchweld.ops.gemm import epilogue, gated_epilogue, gemm
 from torchweld.registry import ROWS, Composite, weight
 from torchweld.registry import activation as activation_spec
 from torchweld.registry.cost import count_for_gemms
@@ -56,8 +55,7 @@ def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
     gate_weight, up_weight, down_weight, *kind = rest
     if not checks.all_dense(x, gate_weight, up_weight, down_weight):
         _check(x, *rest)
-    gate, up = gemm.linear(x, gate_weight), gemm.linear(x, up_weight)
-    hidden = run_on(activations.GATED_ACT, backend, gate, up, *kind)
+    hidden = gated_epilogue.linear_and_gate(backend, x, gate_weight, up_weight, *kind)
     return gemm.linear(hidden, down_weight)
 
 
@@ -101,7 +99,10 @@ OP = Composite(
     sharding=ROWS,
     sized=_size,
     flops=_flops,
-    sources=activations.SOURCES,
+    sources=epilogue.SOURCES,
+    detail=gated_epilogue.explain,
+    made_of="torch's GEMMs; after the first two {}. On Hopper one kernel replaces the first GEMMs"
+    " and that pass where it fills the GPU",
     small=65536,
     eager_rounds=True,
 )

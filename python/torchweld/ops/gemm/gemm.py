@@ -125,6 +125,15 @@ class LinearNode(torch.autograd.Function):
         return tuple(gradients)
 
 
+class ComputedNode(LinearNode):
+    """The node of a layer whose result, the last argument, is already computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, result: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        return torch.ops.aten._unsafe_view(result, result.shape)  # not one of the node's inputs
+
+
 class _OneDNN(LinearNode):
     """The layer on oneDNN. It saves a factor only if the other factor needs a gradient."""
 
