@@ -59,7 +59,7 @@ from .attention_tiles import (
 )
 from .contest import Contest, Tile, run_contest
 from .dropout import Sizes, check_dropout, dropout_arguments
-from .launch import Launch, launch, processors, run
+from .launch import Launch, forbid_replay, launch, processors, replayed, run
 from .linear_act import precision
 from .tensors import aligned, contiguous
 
@@ -303,6 +303,8 @@ def make_call(
     has_masks = masks is not None and masks.shape[0] > 0
     padded, padded_deep = (max(triton.next_power_of_2(n), 16) for n in (width, deep))
     bias, biasing = place_bias(bias, bias_row, q, k)
+    if q.dtype is torch.float32:
+        forbid_replay()  # torch's setting decides how exact its products are
     return Call(
         *(q, k, v, contiguous(sinks)),
         _lists(rows, row_entries, queries, keys, block),
@@ -474,6 +476,7 @@ def _sum_launch(
 # --- Called by the registry, with the signatures of the op's schemas ---
 
 
+@replayed
 def block_sparse_attention(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = make_call(q, *arguments)
     y = q.new_empty((*q.shape[:-1], call.v.shape[3]))
@@ -483,6 +486,7 @@ def block_sparse_attention(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tens
     return y, lse
 
 
+@replayed
 def block_sparse_attention_backward(
     grad_y: torch.Tensor | None,
     grad_lse: torch.Tensor | None,
@@ -497,7 +501,6 @@ def block_sparse_attention_backward(
     call = make_call(q, k, v, sinks, bias, *shared)
     grad_y = torch.zeros_like(y) if grad_y is None else grad_y
     refuse((grad_y.shape, grad_y.dtype) != (y.shape, q.dtype), "grad_y does not fit y")
-    nothing = q.new_empty(0)
     made = torch.empty_like if lse.numel() else torch.zeros_like
     grads = [
         made(x, memory_format=torch.contiguous_format) if wanted else None
@@ -512,13 +515,12 @@ def block_sparse_attention_backward(
         for contest in contests:
             run_contest(q, contest)
         run(q, *after)
-    grad_sinks = grad_bias = nothing
+    grad_sinks = grad_bias = None
     if bias is not None and need_bias:
         grad_bias = _gradient_of_bias(call, bias, grad_y, base, delta)
     if sinks is not None and need_sinks:
         grad_sinks = _gradient_of_sinks(sinks, lse, delta)
-    grad_q, grad_k, grad_v = (nothing if x is None else x for x in grads)
-    return grad_q, grad_k, grad_v, grad_sinks, grad_bias
+    return tuple(q.new_empty(0) if x is None else x for x in (*grads, grad_sinks, grad_bias))
 
 
 # The most bytes for sums by distance, and the fewest parts of a head that run concurrently.

@@ -8,7 +8,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -76,25 +76,38 @@ def _cuda() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
-class _Watched(threading.local):
-    """What starts the launches of this thread in place of `start`."""
+class Watcher(Protocol):
+    """What starts the launches of a thread in place of `start`, to repeat them later if it fits."""
 
-    by: Callable[[Launch, dict[str, Any]], None] | None = None
+    fits: bool
+
+    def start(self, launch: Launch, options: dict[str, Any]) -> None: ...
+
+
+class _Watched(threading.local):
+    by: Watcher | None = None
 
 
 _watched = _Watched()
 
 
-def watch(by: Callable[[Launch, dict[str, Any]], None] | None) -> None:
+def watch(by: Watcher | None) -> None:
     """Let `by` start the launches of this thread with their options; None ends it."""
     _watched.by = by
+
+
+def forbid_replay() -> None:
+    """Say that the running call depends on more than its arguments."""
+    if _watched.by is not None:
+        _watched.by.fits = False
 
 
 def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a function whose allocations and launches depend on nothing but its arguments.
 
     They may depend on the tensors' dtypes, sizes, strides, devices and alignment, and on the values
-    of all other arguments, but not on a setting of torch's, on numbers in a tensor, or on a trial.
+    of all other arguments, but not on a setting of torch's, on numbers in a tensor, or on a trial,
+    unless the function calls `forbid_replay`.
     torchweld.dispatch.replay then repeats them for calls that are alike.
     """
     function.launching = sys.modules[__name__]  # type: ignore[attr-defined]
@@ -110,7 +123,7 @@ def run(on: torch.Tensor, *launches: Launch) -> None:
             unaligned = each.spreads and not are_aligned(*each.args)
             options = each.unaligned_options() if unaligned else each.options
             if _watched.by is not None:
-                _watched.by(each, options)
+                _watched.by.start(each, options)
             else:
                 start(each, options)
 

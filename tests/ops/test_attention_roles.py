@@ -151,6 +151,36 @@ def test_values_of_hidden_keys_do_not_matter(started: list[str]) -> None:
     assert torch.equal(y[:, 1, 128:192], torch.zeros(1, 64, 64, dtype=torch.float16))
 
 
+@pytest.mark.parametrize("width", [32, 64])
+def test_alike_calls_repeat_a_plan(
+    width: int, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Views of one tensor, with roles or without; descriptors are of each call's own tensors."""
+    layout = BlockLayout.sliding_window(128, 1, block=64)
+    steps: Any = OP.kernels["triton"].steps
+    monkeypatch.setattr(steps.forward, "_plans", {})
+    monkeypatch.setattr(steps.backward, "_plans", {})
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        qkv = torch.randn(1, 128, 3, 2, width, generator=generator).half()
+        inputs: Any = OP.inputs(*qkv.transpose(1, 3).unbind(2), layout)  # type: ignore[misc]
+        y, lse = steps.forward(*inputs)
+        oracle = exact(OP, inputs)
+        torch.testing.assert_close(y, oracle["y"].half(), rtol=0, atol=4e-3)
+        grad = torch.ones_like(y)
+        found = steps.backward(grad, None, *inputs, y, lse, *[True] * 3, False, False)
+        assert started == (EVERY if width == 64 else [])
+        whole = torch.ops.torchweld.block_sparse_attention_backward.triton
+        expected = whole(grad, None, *inputs, y, lse, *[True] * 3, False, False)
+        for made, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(made, wanted, rtol=0, atol=0)
+        started.clear()
+    for step in (steps.forward, steps.backward):
+        ((_, plan),) = step._plans[2 * 128 * width]
+        assert plan is not None
+        assert any(each.described for each in plan.steps) == (width == 64)
+
+
 # --- Planted faults of the protocol ---------------------------------------------------------------
 
 KEYS = "    mbarrier.wait(k_ready.index(slot), phase)\n    s = "

@@ -8,7 +8,8 @@ their arguments. Later calls only allocate and launch. Only calls that have foun
 (way.py) are recorded, so not the first of a kind: its sizes may never come again.
 
 A call is recorded only if its function is marked (triton_kernels/launch.py says what that
-promises), and it does nothing but allocate, view and launch. Other calls run as they are.
+promises), and it does nothing but allocate, view and launch. Other calls run as they are. Launches
+take tensors, or descriptors of tensors, which a plan makes without the checks of Triton's own.
 """
 
 from __future__ import annotations
@@ -50,11 +51,15 @@ _SIZES, _ALIKE = 1024, 4
 
 
 class _Step(NamedTuple):
-    """A launch: Triton's launcher, its arguments, and (argument, tensor) pairs to fill in."""
+    """A launch: Triton's launcher, its arguments, and (argument, tensor) pairs to fill in.
+
+    `described` are the pairs whose argument is a descriptor of the tensor.
+    """
 
     launch: Callable[..., Any]
     arguments: list[Any]
     places: list[tuple[int, int]]
+    described: list[tuple[int, int]]
     seed_at: int | None  # the argument that is the seed's number
 
 
@@ -72,10 +77,12 @@ class Plan(NamedTuple):
         """Allocate, launch, and return the results."""
         tensors = [*inputs, *[allocate() for allocate in self.allocations]]
         seed = None if self.seed is None else tensors[self.seed].item()
-        for launch, arguments, places, seed_at in self.steps:
+        for launch, arguments, places, described, seed_at in self.steps:
             arguments = arguments.copy()
             for at, number in places:
                 arguments[at] = tensors[number]
+            for at, number in described:
+                arguments[at] = _describe(tensors[number], arguments[at])
             if seed_at is not None:
                 arguments[seed_at] = seed
             launch(*arguments)
@@ -120,9 +127,9 @@ class _Recorder(TorchDispatchMode):
     def make_plan(self, inputs: Sequence[Any], result: Any) -> Plan | None:
         """The plan of the recorded call; None if it cannot be repeated."""
         given = [x for x in inputs if isinstance(x, torch.Tensor)]
-        owners = {t.untyped_storage()._cdata for t in (*given, *self.made)}
-        # A pointer belongs to one tensor for sure only if no two share memory.
-        if not self.fits or len(owners) < len(given) + len(self.made):
+        begins = {(t.untyped_storage()._cdata, t.data_ptr()) for t in (*given, *self.made)}
+        # A pointer belongs to one tensor for sure only if no two begin there.
+        if not self.fits or len(begins) < len(given) + len(self.made):
             return None
         numbered = [*inputs, *self.made]
         results = list(result) if isinstance(result, tuple) else [result]
@@ -141,12 +148,42 @@ class _Recorder(TorchDispatchMode):
         seed, value = next(iter(by_place.items()), (None, None))
         steps = []
         for launched in self.launches:
-            if (step := _make_step(numbered, value, *launched)) is None:
+            if (step := self._make_step(numbered, value, *launched)) is None:
                 return None
             steps.append(step)
         allocations = [_allocation_of(t) for t in made]
         is_single = not isinstance(result, tuple)
         return Plan(given[0].get_device(), allocations, steps, numbers, is_single, seed)
+
+    def _make_step(
+        self,
+        numbered: Sequence[Any],
+        seed: int | None,
+        launch: Any,
+        options: dict[str, Any],
+        compiled: Any,
+    ) -> _Step | None:
+        arguments, places, described = list(launch.args), [], []
+        seed_at = next((at for at, x in enumerate(arguments) if type(x) is int and x == seed), None)
+        for at, value in enumerate(arguments):
+            is_descriptor = hasattr(value, "block_shape")
+            tensor = value.base if is_descriptor else value
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if (number := _find(numbered, tensor)) is None:
+                return None
+            (described if is_descriptor else places).append((at, number))
+            arguments[at] = _describe(torch.empty(0), value) if is_descriptor else None
+        if compiled is None:  # the interpreter
+            start = partial(_start_again, self._start, launch, options)
+            return _Step(start, arguments, places, described, seed_at)
+        rest = launch.kernel.arg_names[len(arguments) :]
+        arguments += [options[name] for name in rest]
+        return _Step(compiled[(launch.grid, 1, 1)], arguments, places, described, seed_at)
+
+
+def _start_again(start: Any, launch: Any, options: dict[str, Any], *arguments: Any) -> None:
+    start(launch._replace(args=arguments), options)
 
 
 def _read_seed(x: Any) -> int | None:
@@ -158,13 +195,21 @@ def _read_seed(x: Any) -> int | None:
 
 
 def _find(numbered: Sequence[Any], tensor: torch.Tensor) -> int | None:
-    """The number of the tensor that begins where this one does; None if there is none."""
-    for number, x in enumerate(numbered):
-        if isinstance(x, torch.Tensor) and (
-            x.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-        ):
-            is_same = x.data_ptr() == tensor.data_ptr() and x.dtype == tensor.dtype
-            return number if is_same else None
+    """The number of the tensor that begins where this one does; None if there is none.
+
+    A part of a tensor may begin where another one in its memory does, and has other bytes.
+    """
+    owner = tensor.untyped_storage()._cdata
+    sharing = [
+        number
+        for number, x in enumerate(numbered)
+        if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata == owner
+    ]
+    for number in sharing:
+        x = numbered[number]
+        if x.data_ptr() == tensor.data_ptr() and x.dtype == tensor.dtype:
+            is_whole = len(sharing) == 1 or _count_bytes(x) == _count_bytes(tensor)
+            return number if is_whole else None
     return None
 
 
@@ -183,22 +228,11 @@ def _count_bytes(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _make_step(
-    numbered: Sequence[Any], seed: int | None, launch: Any, options: dict[str, Any], compiled: Any
-) -> _Step | None:
-    arguments, places = list(launch.args), []
-    seed_at = next((at for at, x in enumerate(arguments) if type(x) is int and x == seed), None)
-    for at, value in enumerate(arguments):
-        if isinstance(value, torch.Tensor):
-            if (number := _find(numbered, value)) is None:
-                return None
-            places.append((at, number))
-            arguments[at] = None
-    if compiled is None:  # the interpreter
-        return _Step(partial(launch.kernel[(launch.grid,)], **options), arguments, places, seed_at)
-    rest = launch.kernel.arg_names[len(arguments) :]
-    arguments += [options[name] for name in rest]
-    return _Step(compiled[(launch.grid, 1, 1)], arguments, places, seed_at)
+def _describe(tensor: torch.Tensor, like: Any) -> Any:
+    """A descriptor like this one, which Triton has checked, of another tensor."""
+    descriptor = object.__new__(type(like))
+    descriptor.__dict__.update(like.__dict__, base=tensor)
+    return descriptor
 
 
 class Planned:
@@ -243,7 +277,7 @@ def _record(
 ) -> tuple[Plan | None, Any]:
     """Run the call; returns its plan, too. `launching` is the module triton_kernels/launch.py."""
     recorder = _Recorder(launching.start)
-    launching.watch(recorder.start)
+    launching.watch(recorder)
     try:
         with recorder:
             result = function(*inputs)
