@@ -39,7 +39,7 @@ import triton
 import triton.language as tl
 
 from .act import _kind, activate
-from .launch import Launch, launch, processors, run
+from .launch import Launch, forbid_replay, launch, processors, replayed, run
 from .linear_act_roles import roles_launch
 from .linear_act_roles import runs_on as has_roles
 from .tensors import aligned, check_beside, contiguous, load_parameter, store
@@ -234,6 +234,7 @@ def _linear_act_launch(
     )
 
 
+@replayed
 def linear_act(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -248,6 +249,8 @@ def linear_act(
     if x.shape[-1] != inner or (weight.dtype, weight.device) != (x.dtype, x.device):
         raise ValueError("a weight does not fit x")
     check_beside(x, (columns,), bias)
+    if x.dtype is torch.float32:
+        forbid_replay()  # torch's setting decides how exact its products are
     y = x.new_empty((*x.shape[:-1], columns))
     z = torch.empty_like(y) if save_z else None
     chosen = tiles(x.dtype)[tile]
@@ -265,6 +268,7 @@ def linear_act(
     return y, x.new_empty(0) if z is None else z
 
 
+@replayed
 def gated_linear(
     x: torch.Tensor,
     gate_weight: torch.Tensor,

@@ -15,6 +15,7 @@ import torchweld
 from conftest import PLACES, running_at
 from oracle import assert_bounded
 from torchweld import functional
+from torchweld.dispatch import replay
 from torchweld.ops.gemm import epilogue, gated_epilogue
 from torchweld.registry import OPS
 from trying import Trials, try_on_cpu
@@ -44,6 +45,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     for module in (linear_act, linear_act_roles):
         monkeypatch.setattr(module, "processors", lambda device: 1)
     monkeypatch.setattr(epilogue, "_SMALLEST", 0)
+    for module, op in ((epilogue, "linear_act"), (gated_epilogue, "gated_linear")):
+        overload = getattr(torch.ops.torchweld, op).triton
+        monkeypatch.setattr(module, "_kernel", epilogue.planned(overload))  # without a plan yet
     with running_at("interpreter", monkeypatch):
         yield found
 
@@ -96,6 +100,26 @@ def test_second_derivatives(started: list[str], trials: Trials) -> None:
     exact = second(lambda *x: GATED.reference(*x, "silu", "none"), wide)
     assert ROLES in started
     assert (found - exact).norm() / exact.norm() < 2.0**-7
+
+
+def test_alike_calls_repeat_a_plan(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also linear_act's: descriptors are those of each call's own tensors."""
+    ops = torch.ops.torchweld
+    ran: list[Any] = []
+    run = replay.Plan.run
+    monkeypatch.setattr(replay.Plan, "run", lambda plan, x: ran.append(plan) or run(plan, x))
+    for seed in range(3):
+        x, gate, up, _ = (t.detach() * (1 + seed / 4) for t in _arguments(24, 64, 72))
+        for function, overload, inputs in (
+            (gated_epilogue._kernel, ops.gated_linear, (x, gate, up, "silu", "none", True)),
+            (epilogue._kernel, ops.linear_act, (x, gate, None, "gelu", "none", 3, True)),
+        ):
+            found = function(*inputs)
+            for one, other in zip(found, overload.triton(*inputs), strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert len(ran) == 4
+    assert all(plan.steps[0].described for plan in ran)
+    assert set(started) == {ROLES}
 
 
 def test_explanation(started: list[str], trials: Trials) -> None:

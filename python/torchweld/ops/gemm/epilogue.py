@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from torchweld.dispatch.autograd import (
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.engine.judge import name_results
 from torchweld.dispatch.engine.question import Results
+from torchweld.dispatch.library import make_step
 from torchweld.ops import activation as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import fused_choice, gemm
@@ -61,15 +62,23 @@ def _fake(
     return y, torch.empty_like(y) if save_z else y.new_empty(0)
 
 
+def planned(overload: Any) -> Callable[..., Any]:
+    """Triton's overload, whose alike calls repeat a plan; compiled graphs call the overload."""
+    step = make_step(overload)
+    return lambda *inputs: (overload if torch.compiler.is_compiling() else step)(*inputs)
+
+
 # y, and z, the sum before the activation. `tile` is an index into the source's table.
-_kernel = BareOp(
-    "linear_act",
-    "(Tensor input, Tensor weight, Tensor? bias, str activation, str approximate, int tile,"
-    " bool save_z) -> (Tensor y, Tensor z)",
-    _fake,
-    backends=(),
-    triton=_SOURCE,
-).overload("triton")
+_kernel = planned(
+    BareOp(
+        "linear_act",
+        "(Tensor input, Tensor weight, Tensor? bias, str activation, str approximate, int tile,"
+        " bool save_z) -> (Tensor y, Tensor z)",
+        _fake,
+        backends=(),
+        triton=_SOURCE,
+    ).overload("triton")
+)
 
 
 def _fake_gradients(

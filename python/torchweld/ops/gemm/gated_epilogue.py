@@ -16,8 +16,7 @@ from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import run_on
 from torchweld.dispatch.engine.judge import name_results
 from torchweld.dispatch.engine.question import Results
-from torchweld.ops.activation import common as activations
-from torchweld.ops.activation import gated_act
+from torchweld.ops import activation as activations
 from torchweld.ops.gemm import epilogue, fused_choice, gemm
 from torchweld.ops.gemm.fused_choice import Contest, Kind
 
@@ -43,7 +42,7 @@ BareOp(
     backends=(),
     triton=epilogue.SOURCES["triton"][0],
 )
-_kernel = torch.ops.torchweld.gated_linear.triton
+_kernel = epilogue.planned(torch.ops.torchweld.gated_linear.triton)
 
 
 def linear_and_gate(
@@ -65,7 +64,7 @@ def _run_in_steps(
     backend: str, x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, *how: str
 ) -> torch.Tensor:
     gate, up = gemm.linear(x, gate_weight), gemm.linear(x, up_weight)
-    return run_on(gated_act.OP, backend, gate, up, *how)  # type: ignore[no-any-return]
+    return run_on(activations.GATED_ACT, backend, gate, up, *how)  # type: ignore[no-any-return]
 
 
 def _run_in_one_kernel(
@@ -93,7 +92,7 @@ _ACTIVATION = epilogue.Activation(
     "(Tensor grad_activated, Tensor gate, Tensor up, str activation, str approximate)"
     " -> (Tensor grad_gate, Tensor grad_up)",
     _gradients,
-    derive_from_reference(gated_act.OP),
+    derive_from_reference(activations.GATED_ACT),
 )
 
 
