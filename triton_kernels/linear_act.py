@@ -283,13 +283,10 @@ def gated_linear(
     columns, inner = gate_weight.shape
     y = x.new_empty((*x.shape[:-1], columns))
     saved = [torch.empty_like(y) if save else None for _ in range(2)]
-    as_matrix, *products = (None if t is None else t.view(-1, columns) for t in (y, *saved))
+    products = [None if t is None else t.view(-1, columns) for t in saved]
     kind = _kind(activation, approximate)
-    factors = x.reshape(-1, inner), gate_weight
-    run(
-        x,
-        roles_launch(*factors, None, as_matrix, products[0], kind, _GATED, up_weight, products[1]),
-    )
+    matrices = x.reshape(-1, inner), gate_weight, None, y.view(-1, columns), products[0]
+    run(x, roles_launch(*matrices, kind, _GATED, up_weight, products[1]))
     return y, *(x.new_empty(0) if t is None else t for t in saved)
 
 

@@ -163,7 +163,9 @@ class _Recorder(TorchDispatchMode):
         options: dict[str, Any],
         compiled: Any,
     ) -> _Step | None:
-        arguments, places, described = list(launch.args), [], []
+        arguments = list(launch.args)
+        places: list[tuple[int, int]] = []
+        described: list[tuple[int, int]] = []
         seed_at = next((at for at, x in enumerate(arguments) if type(x) is int and x == seed), None)
         for at, value in enumerate(arguments):
             is_descriptor = hasattr(value, "block_shape")

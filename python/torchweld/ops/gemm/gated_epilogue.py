@@ -155,7 +155,8 @@ def _make_contest(
 ) -> Contest:
     """One kernel against three steps."""
     dtype, save = gemm.find_dtype(x), gemm.wants_gradient(x, gate_weight, up_weight)
-    x, *weights = (t.detach().to(dtype) for t in (x, gate_weight, up_weight))
+    x, gate_weight, up_weight = (t.detach().to(dtype) for t in (x, gate_weight, up_weight))
+    weights = gate_weight, up_weight
     names = ("y", "gate", "up") if save else ("y",)
 
     def fused(x: torch.Tensor) -> Results:
