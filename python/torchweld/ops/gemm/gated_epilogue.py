@@ -34,15 +34,16 @@ def _fake(
 
 
 # y, and both products.
-BareOp(
-    "gated_linear",
-    "(Tensor input, Tensor gate_weight, Tensor up_weight, str activation, str approximate,"
-    " bool save) -> (Tensor y, Tensor gate, Tensor up)",
-    _fake,
-    backends=(),
-    triton=epilogue.SOURCES["triton"][0],
+_kernel = epilogue.planned(
+    BareOp(
+        "gated_linear",
+        "(Tensor input, Tensor gate_weight, Tensor up_weight, str activation, str approximate,"
+        " bool save) -> (Tensor y, Tensor gate, Tensor up)",
+        _fake,
+        backends=(),
+        triton=epilogue.SOURCES["triton"][0],
+    ).overload("triton")
 )
-_kernel = epilogue.planned(torch.ops.torchweld.gated_linear.triton)
 
 
 def linear_and_gate(
