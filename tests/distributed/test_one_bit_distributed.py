@@ -36,18 +36,8 @@ def _tensors(arrays: list[np.ndarray]) -> list[torch.Tensor]:
 # --- The collective -----------------------------------------------------------------------------
 
 
-@settings(max_examples=8)
-@given(
-    ranks=st.sampled_from([2, 4]),
-    sizes=st.lists(st.integers(0, 70) | st.sampled_from([1000, 9001]), min_size=1, max_size=4),
-    bucket=st.sampled_from([1, 100, 1 << 20]),
-    is_async=st.booleans(),
-)
 @on("ranks", None)
-def test_the_mean_of_any_lengths(
-    rank: int, ranks: int, sizes: list[int], bucket: int, is_async: bool
-) -> None:
-    """As in numpy, with errors, in one bucket or many, synchronous or not."""
+def _average(rank: int, ranks: int, sizes: list[int], bucket: int, is_async: bool) -> None:
     collective.BUCKET, kept = bucket, collective.BUCKET
     try:
         reducer = OneBitAllReduce()
@@ -70,6 +60,18 @@ def test_the_mean_of_any_lengths(
             np.testing.assert_allclose(errors["server"], expected[i].server[rank], atol=2e-6)
     finally:
         collective.BUCKET = kept
+
+
+@settings(max_examples=8)
+@given(
+    ranks=st.sampled_from([2, 4]),
+    sizes=st.lists(st.integers(0, 70) | st.sampled_from([1000, 9001]), min_size=1, max_size=4),
+    bucket=st.sampled_from([1, 100, 1 << 20]),
+    is_async=st.booleans(),
+)
+def test_the_mean_of_any_lengths(**drawn: Any) -> None:
+    """As in numpy, with errors, in one bucket or many, synchronous or not."""
+    _average(**drawn)
 
 
 @RANKS

@@ -278,6 +278,7 @@ def _fsdp2_and_tp(rank: int) -> None:
             assert (sharded.grad_norm - norm).abs() <= 2 * U * norm
             factor = (limit / (sharded.grad_norm + 1e-6)).clamp(max=1.0)
             plain._gradient_factor = lambda factor=factor: factor
+            plain._is_undisturbed = lambda: False  # it has a factor that it does not know of
             plain.step()
         found = (list(model.parameters()), sharded)
         if kind is optim.AdamW:

@@ -166,7 +166,9 @@ def test_a_seed_by_value_has_the_same_bits(name: str, monkeypatch: pytest.Monkey
         assert all(map(torch.equal, *zip(*pairs, strict=True)))
     assert not torch.equal(numbers[0][0], numbers[1][0])
     assert {*taken} <= {at}
-    assert taken or not hasattr(steps.forward._find(), "launching")
+    # Plans of attention wait for the choice of a tile, which the interpreter does not make.
+    is_recorded = hasattr(steps.forward._find(), "launching") and name != "block_sparse_attention"
+    assert bool(taken) == is_recorded
 
 
 COMPILE = """
