@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from collections.abc import Iterator
@@ -147,7 +146,7 @@ def _list_forms(module: Any, gated: bool) -> Iterator[Form]:
 
 def _shrink(module: Any, parameters: dict[str, torch.Tensor], first: str) -> Any:
     """A shallow copy with few and small experts, of random values."""
-    small, generator = copy.copy(module), torch.Generator().manual_seed(0)
+    small, generator = _copy(module), torch.Generator().manual_seed(0)
     transposed = getattr(module, "is_transposed", False)
     hidden = parameters[_LAST].shape[1 if transposed else 2]
     wide = 2 if parameters[first].shape[2 if transposed else 1] == 2 * hidden else 1
@@ -168,6 +167,13 @@ def _shrink(module: Any, parameters: dict[str, torch.Tensor], first: str) -> Any
     for name, value in attributes.items():
         if name in vars(module):
             vars(small)[name] = value
+    return small
+
+
+def _copy(module: Any) -> Any:
+    """A shallow copy; copy.copy calls the constructor of a class that FSDP2 made."""
+    small = object.__new__(type(module))
+    vars(small).update(vars(module))
     return small
 
 
@@ -217,7 +223,7 @@ def _is_near(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 def _keeps_dtype(small: Any, form: Form) -> bool:
     """Whether the result keeps the class's dtype with router weights of another dtype."""
     parameters = {name: p.detach().bfloat16() for name, p in small._parameters.items()}
-    narrow = copy.copy(small)
+    narrow = _copy(small)
     vars(narrow)["_parameters"] = parameters
     x, weights = torch.ones(1, _WIDTH).bfloat16(), torch.ones(1, 2)
     indices = torch.tensor([[0, 1]])
