@@ -484,7 +484,7 @@ def test_float32_sums_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("factor", [1.0, 0.37, math.inf])
-def test_kept_gradients_are_scaled_in_triton(dtype: torch.dtype, factor: float) -> None:
+def test_kept_gradients_are_scaled_in_the_interpreter(dtype: torch.dtype, factor: float) -> None:
     """By a factor in float32, rounded once; several times as many blocks as programs."""
     scale = pytest.importorskip("torchweld.triton_kernels.scale")
     count = 3 * scale._PROGRAMS * 4 * scale._BLOCK + 5
