@@ -103,7 +103,7 @@ def test_second_derivatives(started: list[str], trials: Trials) -> None:
 
 
 def test_alike_calls_repeat_a_plan(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also linear_act's: descriptors are those of each call's own tensors."""
+    """Plans of gated_linear and linear_act describe the tensors of each call."""
     ops = torch.ops.torchweld
     ran: list[Any] = []
     run = replay.Plan.run
