@@ -1,4 +1,4 @@
-"""Gluon's names for Hopper. Triton 3.9 changes some."""
+"""Gluon's names for Hopper. Triton 3.9 has others, and keeps some old ones only to refuse them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-_IS_OLD = gl.constexpr(hasattr(tma, "async_copy_global_to_shared"))
-copy_in = tma.async_copy_global_to_shared if _IS_OLD else tma.async_load
-copy_out = tma.async_copy_shared_to_global if _IS_OLD else tma.async_store
+copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_IS_OLD = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
 wait_for_stores = tma.store_wait
 
 

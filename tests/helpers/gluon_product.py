@@ -13,12 +13,14 @@ import json
 import sys
 from typing import Any
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+from torchweld.triton_kernels.gluon_names import (
+    copy_in,
+    copy_out,
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
-    tma,
+    wait_for_stores,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -58,12 +60,12 @@ def finish(a, b, y, z_tile, y_tile, z_ready, z_free, tiles, M: gl.constexpr, N: 
         mbarrier.wait(z_ready, done & 1)
         z = z_tile.load(layout)
         mbarrier.arrive(z_free, count=1)
-        tma.store_wait(0)
+        wait_for_stores(0)
         y_tile.store((z.to(gl.float32) * 2).to(gl.bfloat16))
         fence_async_shared()
-        tma.async_copy_shared_to_global(y, [tile * M, 0], y_tile)
+        copy_out(y, [tile * M, 0], y_tile)
         done += 1
-    tma.store_wait(0)
+    wait_for_stores(0)
 
 
 @gluon.jit
@@ -75,12 +77,8 @@ def fetch(a, b, y, a_tiles, b_tiles, ready, free, tiles, steps, M: gl.constexpr,
             slot = i % STAGES
             mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
             mbarrier.expect(ready.index(slot), (M + N) * K * 2)
-            tma.async_copy_global_to_shared(
-                a, [tile * M, step * K], ready.index(slot), a_tiles.index(slot)
-            )
-            tma.async_copy_global_to_shared(
-                b, [0, step * K], ready.index(slot), b_tiles.index(slot)
-            )
+            copy_in(a, [tile * M, step * K], ready.index(slot), a_tiles.index(slot))
+            copy_in(b, [0, step * K], ready.index(slot), b_tiles.index(slot))
             i += 1
 
 
@@ -140,7 +138,7 @@ def compile_it() -> Any:
     types |= dict.fromkeys(constants, "constexpr")
     at = {(list(types).index(name),): value for name, value in constants.items()}
     source = GluonASTSource(product, types, at, {})
-    options = {"num_warps": 4, "maxnreg": 128}
+    options = {"num_warps": 4, "maxnreg": 128, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 

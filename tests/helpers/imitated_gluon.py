@@ -391,16 +391,10 @@ def _language(program: _Program) -> dict[str, Any]:
         expect=lambda barrier, moved: program.take(barrier, 1, moved),
         arrive=lambda barrier, count=1: program.take(barrier, count, 0),
     )
-    tma = types.SimpleNamespace(
-        async_copy_global_to_shared=program.copy_in,
-        async_copy_shared_to_global=program.copy_out,
-        store_wait=program.wait_for_stores,
-    )
     return {
         "gl": gl,
         "tl": gl,
         "mbarrier": mbarrier,
-        "tma": tma,
         "copy_in": program.copy_in,
         "copy_out": program.copy_out,
         "wait_for_stores": program.wait_for_stores,
