@@ -73,7 +73,10 @@ FAULTS = {
         f"{FREE}\n            {WAIT}",
     ),
     "no wait for a product": (WAIT, "pass"),
-    "no fence before a store": ("        fence_async_shared()\n        copy_out", "        copy_out"),
+    "no fence before a store": (
+        "        fence_async_shared()\n        copy_out",
+        "        copy_out",
+    ),
     "no wait for a store": ("    wait_for_stores(0)\n\n\n", "\n\n"),
     "no wait for the last tile": ("mbarrier.wait(z_ready, done & 1)", "pass"),
 }
