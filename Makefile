@@ -144,6 +144,11 @@ test-lane: ## Run the tests that depend on torch under Python 3.12, the oldest t
 	[ -d .venv-2.10 ] || [ $$free -ge 12 ] || { echo "torchweld: the second lane did not run: it needs 12 GB of disk, $$free GB are free"; exit 0; }; \
 	$(MAKE) --no-print-directory lane LANE="$(LANE)" PYTHON=$(PYTHON312) TORCH=2.10.0 VENV=.venv-2.10
 
+NEWEST := 2.15.0
+.PHONY: test-newest
+test-newest: ## Run the tests of `make test-lane` under the newest torch, which CI does not have
+	@$(MAKE) --no-print-directory lane LANE="$(LANE)" TORCH=$(NEWEST) VENV=.venv-newest
+
 # Triton 3.6 does not interpret under numpy >= 2.4.
 .PHONY: lane
 lane: env

@@ -110,7 +110,7 @@ class _OnOneDevice(dist.ProcessGroupGloo):
 
     _devices: ClassVar[list[Any]] = []
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any, **_: Any) -> None:
         gloo: Any = dist.ProcessGroupGloo
         if not self._devices:
             self._devices.append(gloo.create_default_device())

@@ -210,6 +210,14 @@ ODD: dict[str, tuple[Callable[[], nn.Module], set[str], str]] = {
         set(),
         "functions, which fuse() cannot replace",
     ),
+    "functional dropout around a module": (
+        lambda: Calls(
+            lambda m, x: x + dropout(m.out(m.act(m.fc(x))), 0.1, m.training),
+            **{"fc": _fc(), "act": nn.GELU(), "out": _fc()},
+        ).eval(),
+        {"act"},
+        "functions, which fuse() cannot replace",
+    ),
     "functional activation": (
         lambda: Calls(lambda m, x: gelu(m.fc(x)), fc=_fc()),
         set(),

@@ -166,7 +166,7 @@ def find_linear_act(module: torch.nn.Module, view: View) -> Iterator[Proposal | 
             yield Left(pair.first, pair.what, "its activation is none of torchweld's")
     if type(module) is torch.nn.Sequential:  # it calls no functions
         return
-    if not activations and any(view.linear(child) for child in module.children()):
+    if any(view.linear(child) for child in module.children()):
         yield from _find_functions(module, view)
 
 
