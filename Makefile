@@ -36,8 +36,8 @@ NUMBERS := contract/test_{absent_lanes,determinism,oracle,random,shapes}.py,$\
 KERNELS := contract/test_{bad_input,gradients}.py,tools/test_replay.py::test_samples_have_the_bits_of_their_calls,$\
   ops/test_{attention_few,experts_triton,out_of_memory,rotary,rotary_triton,route_triton}.py
 # Those that depend on torch's version, and one of each kind of the tests of several processes.
-OF_TORCH := pytorch,contract/test_{acceptance,declaration,gradients,oracle,random}.py,$\
-  ops/test_{arguments,batch_norm,choice,experts,linear_act_roles,losses_odd,losses_of_torch,residual,route,seams}.py,$\
+OF_TORCH := pytorch,contract/test_{acceptance,bad_input,declaration,gradients,oracle,random}.py,$\
+  ops/test_{batch_norm,choice,experts,linear_act_roles,losses_odd,losses_of_torch,residual,route,seams}.py,$\
   ops/test_losses.py::test_compiled_{whole_with_ignored_rows,steps_compute_logits_once},$\
   optim/test_optim{,_checkpoints,_conformance,_habits}.py,tools/test_{imitated_gluon,native,triton_aot}.py
 OF_EACH_KIND := distributed/test_{distributed,experts_distributed,fuse_distributed,plan,shards,stack}.py

@@ -120,10 +120,10 @@ def epsilon(function: str, eps: Any) -> None:
         raise ArgumentError(function, "eps", repr(eps), "a number >= 0")
 
 
-def probability(function: str, p: Any) -> None:
+def probability(function: str, p: Any, name: str = "p") -> None:
     """Check for a number from 0 to 1."""
     if not isinstance(p, NUMBER) or not 0 <= p <= 1:
-        raise ArgumentError(function, "p", repr(p), "a probability from 0 to 1")
+        raise ArgumentError(function, name, repr(p), "a probability from 0 to 1")
 
 
 _LARGEST = {kind: torch.finfo(kind).max for kind in (torch.float32, torch.float64)}

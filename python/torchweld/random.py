@@ -155,9 +155,10 @@ def draw_seed(
     p: float,
     training: bool,
     seed_: torch.Tensor | int | None,
+    p_name: str = "p",
 ) -> tuple[float, torch.Tensor | None]:
     """The p and seed for an op; 0 and None, without drawing one, if nothing is dropped."""
-    probability(function, p)
+    probability(function, p, p_name)
     if not training or p == 0:
         return 0.0, None
     if not isinstance(x, torch.Tensor):

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,10 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import selection
 import torchweld
 from oracle import is_floating
-from torchweld import functional
+from torchweld import functional, nn
 from torchweld.bench.cases import CASES
 from torchweld.dispatch import call as call_module
 from torchweld.dispatch.autograd import as_tuple
+from torchweld.random import Shard
 from torchweld.registry import Op, TensorSpec, materialize
 
 _OTHERS = (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.complex64)
@@ -207,21 +209,54 @@ def test_jagged_tensors_are_served_or_refused(
             call_module.call(op, *jagged)
 
 
-def test_unsupported_dtypes_are_named() -> None:
-    """Even if x is the only tensor."""
-    for dtype in (torch.int64, torch.complex64, torch.bool):
-        x = torch.ones(4, 8).to(dtype)
-        calls: list[Callable[[], Any]] = [
-            lambda x=x: functional.rms_norm(x, [8]),
-            lambda x=x: functional.layer_norm(x, [8]),
-            lambda x=x: functional.bias_act(x, activation="relu"),
-            lambda x=x: functional.bias_act(x, activation="silu"),
-            lambda x=x: functional.softmax_dropout(x),
-        ]
-        for function, backend in itertools.product(calls, (None, "eager", "cpu")):
-            refused = pytest.raises(torchweld.ArgumentError, match="float32 or bfloat16")
-            with torchweld.use_backend(backend), refused:
-                function()
+@pytest.mark.parametrize("backend", [None, "cpu", "eager"])
+def test_numpys_numbers_are_numbers(backend: str | None) -> None:
+    """They work like Python's, as probabilities, factors, seeds, epsilons and sizes."""
+    x = torch.randn(6, 8)
+    half, seed, eight = numpy.float32(0.5), numpy.int64(3), numpy.int32(8)
+    shard = Shard((numpy.int64(6), 8), (numpy.int64(0), 0))
+    plain = Shard((6, 8), (0, 0))
+    cases: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = [
+        (
+            lambda **how: functional.softmax_dropout(x, **how),
+            {"p": half, "scale": numpy.float64(0.5), "seed": seed, "shard": shard},
+            {"p": 0.5, "scale": 0.5, "seed": 3, "shard": plain},
+        ),
+        (
+            lambda **how: functional.bias_dropout_add(x, None, x, **how),
+            {"p": numpy.float16(0.5), "seed": numpy.uint64(3)},
+            {"p": 0.5, "seed": 3},
+        ),
+        (
+            lambda **how: functional.layer_norm(x, **how),
+            {"normalized_shape": [eight], "eps": half},
+            {"normalized_shape": [8], "eps": 0.5},
+        ),
+        (
+            lambda **how: functional.batch_norm_act(
+                x, torch.ones(8), torch.ones(8), training=True, **how
+            ),
+            {"momentum": half, "eps": half},
+            {"momentum": 0.5, "eps": 0.5},
+        ),
+        (
+            lambda **how: nn.DropoutAddLayerNorm(**how).eval()(x, x),
+            {"normalized_shape": eight, "p": half, "eps": half},
+            {"normalized_shape": 8, "p": 0.5, "eps": 0.5},
+        ),
+    ]
+    with torchweld.use_backend(backend):
+        for function, given, python in cases:
+            assert torch.equal(function(**given), function(**python))
+
+
+@pytest.mark.parametrize("backend", [None, "cpu", "eager"])
+def test_a_scale_for_float64_may_be_larger(backend: str | None) -> None:
+    x = torch.randn(4, 8, dtype=torch.float64) * 1e-39
+    with torchweld.use_backend(backend):
+        torch.testing.assert_close(
+            functional.softmax_dropout(x, scale=1e39), torch.softmax(x * 1e39, -1)
+        )
 
 
 @pytest.mark.parametrize("rows", [8, 4096])

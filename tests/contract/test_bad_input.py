@@ -6,230 +6,380 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 import torchweld
-from torchweld import functional
+from torchweld import functional, nn
+from torchweld.random import Shard
+from torchweld.sparse import BlockBias, BlockLayout
 
-X, W, B = torch.ones(4, 8), torch.ones(8), torch.ones(8)
-SEED = torch.tensor([7])
-Shard = torchweld.random.Shard
+X, W, SEED = torch.ones(4, 8), torch.ones(8), torch.tensor([7])
+META, META_NARROW = X.to("meta"), torch.ones(4, 7, device="meta")
+CODES, ABSMAX = torch.zeros(2, 300, dtype=torch.uint8), torch.ones(2, 2)
+FLAT, BITS, SCALE = torch.ones(20), torch.zeros(3, dtype=torch.uint8), torch.ones(1)
+HEADS, COS = torch.ones(2, 4, 6, 16), torch.ones(6, 8)
+Q, LAYOUT = torch.ones(2, 4, 64, 8), BlockLayout.dense(64, block=16)
+THREE_HEADS = BlockLayout.random(64, 1, block=16, num_heads=3, different_layout_per_head=True)
+PADDING, KEYS = torch.zeros(2, 64, dtype=torch.bool), torch.ones(1, 2, 50, 16)
+BUCKETS = torch.zeros(9, dtype=torch.int64)
+PLANE = BlockBias.relative(torch.ones(4, 2), BUCKETS.view(3, 3))
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
-softmax: Callable[..., Any] = functional.softmax_dropout
-add: Callable[..., Any] = functional.bias_dropout_add
-add_norm: Callable[..., Any] = functional.dropout_add_layer_norm
-given: Callable[..., Any] = functional.normalize_act
-norm: Callable[..., Any] = functional.batch_norm_act
-linear_norm: Callable[..., Any] = functional.linear_batch_norm_act
-
-BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
-    "width": (lambda: functional.layer_norm(X, [7]), "normalized_shape", r"\[4, 8\]"),
-    "no width": (lambda: functional.layer_norm(X, []), "normalized_shape", "last dimensions"),
-    "rank": (lambda: functional.layer_norm(X, [2, 4, 8]), "normalized_shape", "last dimensions"),
-    "not a shape": (lambda: functional.layer_norm(X, "ab"), "normalized_shape", "sequence of ints"),
-    "weight's size": (lambda: functional.layer_norm(X, [8], torch.ones(7)), "weight", r"\[8\]"),
-    "bias's size": (lambda: functional.layer_norm(X, [8], W, torch.ones(1)), "bias", r"\[8\]"),
-    "weight's dtype": (lambda: functional.layer_norm(X, [8], W.double()), "weight", "float32"),
-    "16-bit mix": (
-        lambda: functional.layer_norm(X.bfloat16(), [8], W.half(), B.half()),
-        "weight",
-        "bfloat16 or float32",
-    ),
-    "bias unlike weight": (
-        lambda: functional.layer_norm(X.bfloat16(), [8], W, B.bfloat16()),
-        "bias",
-        "the same",
-    ),
-    "device": (
-        lambda: functional.layer_norm(X, [8], W.to("meta")),
-        "weight",
-        "device of input, cpu",
-    ),
-    "negative eps": (lambda: functional.layer_norm(X, [8], W, B, -1e-5), "eps", ">= 0"),
-    "NaN eps": (lambda: functional.layer_norm(X, [8], W, B, torch.nan), "eps", ">= 0"),
-    "eps of another type": (lambda: functional.layer_norm(X, [8], W, B, "1"), "eps", ">= 0"),
-    "integers": (lambda: functional.layer_norm(X.int(), [8]), "input", "float32 or bfloat16"),
-    "complex": (
-        lambda: functional.layer_norm(X.to(torch.cfloat), [8]),
-        "input",
-        "float32 or bfloat16",
-    ),
-    "sparse": (
-        lambda: functional.layer_norm(X.to_sparse(), [8]),
-        "input",
-        "a dense or jagged tensor",
-    ),
-    "no tensor": (lambda: functional.layer_norm([[1.0]], [1]), "input", "a tensor"),  # type: ignore
-    "rms width": (lambda: functional.rms_norm(X, [7]), "normalized_shape", r"\[4, 8\]"),
-    "rms weight": (lambda: functional.rms_norm(X, [8], torch.ones(9)), "weight", r"\[8\]"),
-    "rms eps": (lambda: functional.rms_norm(X, [8], W, -1.0), "eps", ">= 0"),
-    "rms NaN eps": (lambda: functional.rms_norm(X, [8], W, torch.nan), "eps", ">= 0"),
-    "bias's length": (lambda: functional.bias_act(X, B[:1]), "bias", r"last size of input, \[8\]"),
-    "bias's type": (lambda: functional.bias_act(X, B.double()), "bias", "float32"),
-    "no dimensions": (lambda: functional.bias_act(X[0, 0], B[:1]), "input", r"\[\*, width\]"),
-    "activation": (
-        lambda: functional.bias_act(X, B, activation="elu"),
-        "activation",
-        "gelu or relu or silu or quick_gelu",
-    ),
-    "approximate": (lambda: functional.bias_act(X, B, approximate="erf"), "approximate", "tanh"),
-    "silu has no tanh": (
-        lambda: functional.gated_act(X, X, approximate="tanh"),
-        "approximate",
-        "none",
-    ),
-    "up's shape": (lambda: functional.gated_act(X, X[:1]), "up", r"shape of gate, \[4, 8\]"),
-    "up's dtype": (lambda: functional.gated_act(X, X.half()), "up", "float32"),
-    "weight's features": (lambda: functional.linear_act(X, torch.ones(3, 7)), "weight", ", 8]"),
-    "weight's rank": (lambda: functional.linear_act(X, W), "weight", "out_features, 8"),
-    "weight's precision": (
-        lambda: functional.linear_act(X, torch.ones(3, 8).half()),
-        "weight",
-        "float32",
-    ),
-    "linear's bias": (lambda: functional.linear_act(X, X, B), "bias", r"\[4\]"),
-    "linear's mix": (lambda: functional.linear_act(X, X, B[:4].half()), "bias", "float32"),
-    "linear's activation": (
-        lambda: functional.linear_act(X, X, activation="x"),
-        "activation",
-        "or",
-    ),
-    "second weight": (
-        lambda: functional.mlp(X, X, None, X, None),
-        "down_weight",
-        "out_features, 4",
-    ),
-    "first bias": (lambda: functional.mlp(X, X, B, X.t(), None), "up_bias", r"\[4\]"),
-    "up's weight": (lambda: functional.gated_mlp(X, X, X[:3], X.t()), "up_weight", r"\[4, 8\]"),
-    "down's weight": (lambda: functional.gated_mlp(X, X, X, X), "down_weight", "features, 4"),
-    "no scores": (lambda: softmax([[1.0]], p=0.5), "input", "a tensor"),
-    "scores of nothing": (lambda: softmax(torch.ones(())), "input", "at least one"),
-    "integer scores": (lambda: softmax(X.int()), "input", "float32 or bfloat16"),
-    "mask's size": (lambda: softmax(X, W[:7] > 0), "mask", r"broadcasts to input, \[4, 8\]"),
-    "mask's rank": (lambda: softmax(X, X[None] > 0), "mask", "broadcasts to input"),
-    "mask's dtype": (lambda: softmax(X, W.half()), "mask", "bool or float32"),
-    "mask's device": (lambda: softmax(X, W.to("meta")), "mask", "device of input"),
-    "no mask": (lambda: softmax(X, [1.0]), "mask", "a tensor"),
-    "p": (lambda: softmax(X, p=1.5), "p", "from 0 to 1"),
-    "NaN p": (lambda: softmax(X, p=torch.nan), "p", "from 0 to 1"),
-    "p of another type": (lambda: softmax(X, p="1"), "p", "from 0 to 1"),
-    "scale of another type": (lambda: softmax(X, scale="1"), "scale", "a number"),
-    "negative seed": (lambda: softmax(X, p=0.5, seed=-1), "seed", "an int from 0"),
-    "seed of another type": (lambda: softmax(X, p=0.5, seed=0.5), "seed", "an int from 0"),
-    "two seeds": (lambda: softmax(X, p=0.5, seed=torch.tensor([1, 2])), "seed", "one int64"),
-    "shard's rank": (lambda: softmax(X, p=0.5, shard=Shard([8], [0])), "shard", "2 of each"),
-    "shard outside": (lambda: softmax(X, p=0.5, shard=Shard([8, 8], [5, 0])), "shard", "fits into"),
-    "shard of columns": (
-        lambda: softmax(X, p=0.5, shard=Shard([4, 16], [0, 8])),
-        "shard",
-        "whole rows: 8 columns",
-    ),
-    "causal shard": (lambda: softmax(X, causal=True, shard=Shard([3, 8], [0, 0])), "shard", "fits"),
-    "residual's shape": (lambda: add(X, W, X[:1]), "residual", r"input's shape, \[4, 8\]"),
-    "residual's dtype": (lambda: add(X, W, X.double()), "residual", "float32"),
-    "residual's device": (lambda: add(X, W, X.to("meta")), "residual", "device of input"),
-    "no residual": (lambda: add(X, W, None), "residual", "a tensor"),
-    "added bias's size": (lambda: add(X, W[:1], X), "bias", r"last dimension, \[8\]"),
-    "added bias's rank": (lambda: add(X, X, X), "bias", r"last dimension, \[8\]"),
-    "added bias's dtype": (lambda: add(X, W.half(), X), "bias", "float32"),
-    "adding to nothing": (lambda: add(W[0], None, W[0]), "input", "at least one"),
-    "adding integers": (lambda: add(X.int(), None, X.int()), "input", "float32 or bfloat16"),
-    "adding p": (lambda: add(X, W, X, p=-0.1), "p", "from 0 to 1"),
-    "adding shard": (
-        lambda: add(X, W, X, p=0.5, shard=Shard([4, 8], [0, 1])),
-        "shard",
-        "fits into",
-    ),
-    "norm's x": (lambda: add_norm([[1.0]], None, W), "input", "a tensor"),
-    "norm's residual": (lambda: add_norm(X, X[0], W), "residual", r"input's shape, \[4, 8\]"),
-    "norm's stream": (lambda: add_norm(X, X.double(), W), "residual", "float32"),
-    "norm's weight": (lambda: add_norm(X, X, W[:7]), "weight", r"whose shape is \[4, 8\]"),
-    "norm's weight's dtype": (lambda: add_norm(X, X, W.double()), "weight", "float32"),
-    "norm's bias": (lambda: add_norm(X, X, W, B[:1]), "bias", r"normalized_shape, \[8\]"),
-    "norm's sizes": (
-        lambda: add_norm(X, X, None, normalized_shape=[7]),
-        "normalized_shape",
-        r"\[4, 8\]",
-    ),
-    "norm's eps": (lambda: add_norm(X, X, W, eps=-1.0), "eps", ">= 0"),
-    "norm's seed": (lambda: add_norm(X, X, W, p=0.5, seed=-1), "seed", "an int from 0"),
-    "norm's shard": (
-        lambda: add_norm(X, X, W, p=0.5, shard=Shard([4, 16], [0, 8])),
-        "shard",
-        r"whole rows: ending in \[8\]",
-    ),
-    "rms norm's eps": (
-        lambda: functional.dropout_add_rms_norm(X, X, W, eps=torch.nan),
-        "eps",
-        ">= 0",
-    ),
-    "given mean": (lambda: given(X, None, W), "mean", "a tensor"),
-    "given mean's size": (lambda: given(X, W[:7], W), "mean", r"last size of input, \[8\]"),
-    "given var's dtype": (lambda: given(X, W, W.half()), "var", "float32"),
-    "given weight's size": (lambda: given(X, W, W, W[:1]), "weight", r"last size of input, \[8\]"),
-    "given bias unlike weight": (
-        lambda: given(X.bfloat16(), W, W, W, B.bfloat16()),
-        "bias",
-        "that of weight",
-    ),
-    "given eps": (lambda: given(X, W, W, eps=-1.0), "eps", ">= 0"),
-    "given activation": (lambda: given(X, W, W, activation="elu"), "activation", "gelu or relu"),
-    "normalised integers": (lambda: given(X.int(), W, W), "input", "float32 or bfloat16"),
-    "evaluated without statistics": (lambda: norm(X, None, None), "running_mean", "both"),
-    "half of the statistics": (lambda: norm(X, W, None, training=True), "running_var", "both"),
-    "statistics' size": (
-        lambda: norm(X, W[:1], W, training=True),
-        "running_mean",
-        r"last size of input, \[8\]",
-    ),
-    "statistics' dtype": (
-        lambda: norm(X, W.double(), W.double(), training=True),
-        "running_mean",
-        "float32",
-    ),
-    "one row": (lambda: norm(X[:1], W, W, training=True), "input", "more than 1 value per channel"),
-    "no row": (lambda: norm(X[0, 0], W, W, training=True), "input", r"\[\*, width\]"),
-    "momentum": (lambda: norm(X, W, W, training=True, momentum="1"), "momentum", "a number"),
-    "process group": (
-        lambda: norm(X, W, W, training=True, process_group="world"),
-        "process_group",
-        "ProcessGroup",
-    ),
-    "normalised weight": (lambda: linear_norm(X, W, None, W, W), "weight", "out_features, 8"),
-    "normalised bias": (lambda: linear_norm(X, X, B, W, W), "bias", r"\[4\]"),
-    "features' statistics": (
-        lambda: linear_norm(X, X, None, W, W, training=True),
-        "running_mean",
-        r"rows of weight, \[4\]",
-    ),
-    "features' weight": (
-        lambda: linear_norm(X, X, None, W[:4], W[:4], W),
-        "bn_weight",
-        r"rows of weight, \[4\]",
-    ),
-    "one row of features": (
-        lambda: linear_norm(X[:1], X, None, W[:4], W[:4], training=True),
-        "input",
-        "more than 1 value per channel",
-    ),
-    "rms sparse": (
-        lambda: functional.rms_norm(X.to_sparse(), [8]),
-        "input",
-        "a dense or jagged tensor",
-    ),
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(functional, name) for name in functional.__all__},
+    "attention of few queries": functional.block_sparse_attention,
+    "BlockBias.relative": BlockBias.relative,
+    "BlockBias.with_table": BlockBias.relative(torch.ones(1, 2), BUCKETS).with_table,
 }
+# Arguments that a function accepts; each case changes some of them.
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "layer_norm": {"input": X, "normalized_shape": [8], "weight": W, "bias": W},
+    "rms_norm": {"input": X, "normalized_shape": [8], "weight": W},
+    "bias_act": {"input": X, "bias": W},
+    "gated_act": {"gate": X, "up": X},
+    "linear_act": {"input": X, "weight": X},
+    "linear_gelu": {"input": X, "weight": X},
+    "mlp": {"input": X, "up_weight": X, "up_bias": None, "down_weight": X.mT, "down_bias": None},
+    "gated_mlp": {"input": X, "gate_weight": X, "up_weight": X, "down_weight": X.mT},
+    "softmax_dropout": {"input": X},
+    "bias_dropout_add": {"input": X, "bias": W, "residual": X},
+    "dropout_add_layer_norm": {"input": X, "residual": X, "weight": W, "bias": W},
+    "dropout_add_rms_norm": {"input": X, "residual": X, "weight": W},
+    "normalize_act": {"input": X, "mean": W, "var": W},
+    "batch_norm_act": {
+        **{"input": X, "running_mean": W.clone(), "running_var": W.clone()},
+        "training": True,
+    },
+    "linear_batch_norm_act": {
+        **{"input": X, "weight": X, "bias": None},
+        **{"running_mean": W[:4].clone(), "running_var": W[:4].clone(), "training": True},
+    },
+    "quantize_8bit": {"input": ABSMAX},
+    "dequantize_8bit": {"codes": CODES, "absmax": ABSMAX},
+    "quantize_one_bit": {"input": FLAT},
+    "dequantize_one_bit": {"bits": BITS, "scale": SCALE, "shape": 20},
+    "average_one_bit": {"bits": BITS.view(1, 3), "scale": SCALE.view(1, 1), "size": 20},
+    "rotary_embedding": {"x": HEADS, "cos": COS, "sin": COS},
+    "rotary_embedding_qk": {"q": HEADS, "k": HEADS, "cos": COS, "sin": COS},
+    "rotary_embedding_packed_": {"qkv": torch.ones(6, 96), "cos": COS, "sin": COS, "heads": 2},
+    "block_sparse_attention": {"q": Q, "k": Q, "v": Q, "layout": LAYOUT},
+    "attention of few queries": {
+        **{"q": torch.ones(1, 4, 1, 16), "k": KEYS, "v": KEYS},
+        "layout": BlockLayout.dense((1, 50)),
+    },
+    "BlockBias.relative": {"table": torch.ones(1, 2), "bucket_of_distance": BUCKETS},
+    "BlockBias.with_table": {"table": torch.ones(1, 2)},
+}
+# The function, the arguments that are changed, and what the error says is accepted. It names the
+# first of the changed ones, and where two do not go together also the other one.
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("layer_norm", {"normalized_shape": [7]}, r"of input, whose shape is \[4, 8\]"),
+    ("layer_norm", {"normalized_shape": []}, "last dimensions"),
+    ("layer_norm", {"normalized_shape": [2, 4, 8]}, "last dimensions"),
+    ("layer_norm", {"normalized_shape": "ab"}, "sequence of ints"),
+    ("layer_norm", {"weight": W[:7]}, r"\[8\]"),
+    ("layer_norm", {"bias": W[:1]}, r"\[8\]"),
+    ("layer_norm", {"weight": W.double()}, r"float32.*\binput"),
+    ("layer_norm", {"weight": W.half(), "bias": W.half(), "input": X.bfloat16()}, "or float32"),
+    ("layer_norm", {"bias": W.bfloat16(), "input": X.bfloat16()}, "the same"),
+    ("layer_norm", {"weight": W.to("meta")}, "device of input, cpu"),
+    *[("layer_norm", {"eps": eps}, ">= 0") for eps in (-1e-5, torch.nan, "1")],
+    ("layer_norm", {"input": X.to_sparse()}, "a dense or jagged tensor"),
+    ("layer_norm", {"input": [[1.0]], "normalized_shape": [1]}, "a tensor"),
+    ("rms_norm", {"normalized_shape": [7]}, r"\[4, 8\]"),
+    ("rms_norm", {"weight": torch.ones(9)}, r"\[8\]"),
+    *[("rms_norm", {"eps": eps}, ">= 0") for eps in (-1.0, torch.nan)],
+    ("rms_norm", {"input": X.to_sparse()}, "a dense or jagged tensor"),
+    ("bias_act", {"bias": W[:1]}, r"last size of input, \[8\]"),
+    ("bias_act", {"bias": W.double()}, r"float32.*\binput"),
+    ("bias_act", {"bias": W.to("meta")}, "device of input"),
+    ("bias_act", {"input": X[0, 0], "bias": W[:1]}, r"\[\*, width\]"),
+    ("bias_act", {"activation": "elu"}, "gelu or relu or silu or quick_gelu"),
+    ("bias_act", {"approximate": "erf"}, "tanh"),
+    ("gated_act", {"approximate": "tanh"}, "none"),
+    ("gated_act", {"up": X[:1]}, r"shape of gate, \[4, 8\]"),
+    ("gated_act", {"up": X.half()}, r"float32.*\bgate"),
+    ("linear_act", {"weight": torch.ones(3, 7)}, r", 8\], to go with input"),
+    ("linear_act", {"weight": W}, "out_features, 8"),
+    ("linear_act", {"weight": X.half()}, r"float32.*\binput"),
+    ("linear_act", {"bias": W}, r"\[4\], as weight"),
+    ("linear_act", {"bias": W[:4].half()}, r"float32.*\bweight"),
+    ("linear_act", {"activation": "x"}, "or"),
+    ("mlp", {"down_weight": X}, r"out_features, 4\], to go with up_weight"),
+    ("mlp", {"up_bias": W}, r"\[4\]"),
+    ("gated_mlp", {"up_weight": X[:3]}, r"\[4, 8\]"),
+    ("gated_mlp", {"down_weight": X}, r"features, 4\], to go with gate_weight"),
+    ("softmax_dropout", {"input": [[1.0]], "p": 0.5}, "a tensor"),
+    ("softmax_dropout", {"input": torch.ones(())}, "at least one"),
+    ("softmax_dropout", {"mask": W[:7] > 0}, r"broadcasts to input, \[4, 8\]"),
+    ("softmax_dropout", {"mask": X[None] > 0}, "broadcasts to input"),
+    ("softmax_dropout", {"mask": W.half()}, "bool or float32, to go with input"),
+    ("softmax_dropout", {"mask": W.to("meta")}, "device of input"),
+    ("softmax_dropout", {"mask": [1.0]}, "a tensor"),
+    ("softmax_dropout", {"mask": torch.ones(3, 4, 8, requires_grad=True)}, "broadcasts"),
+    ("softmax_dropout", {"mask": torch.ones(5, requires_grad=True)}, "broadcasts"),
+    ("softmax_dropout", {"mask": W.double().requires_grad_()}, "float32"),
+    *[("softmax_dropout", {"p": p}, "from 0 to 1") for p in (1.5, torch.nan, "1")],
+    ("softmax_dropout", {"scale": "1"}, "a number"),
+    *[
+        ("softmax_dropout", {"scale": scale, "input": X.bfloat16()}, "that float32 holds")
+        for scale in (1e39, -1e300, torch.inf, torch.nan)
+    ],
+    *[
+        ("softmax_dropout", {"seed": seed, "p": 0.5}, "an int")
+        for seed in (-1, 0.5, True, numpy.bool_(True), numpy.complex64(1), numpy.zeros(1))
+    ],
+    ("softmax_dropout", {"seed": torch.tensor([1, 2]), "p": 0.5}, "one int64"),
+    ("softmax_dropout", {"shard": Shard([8], [0]), "p": 0.5}, "2 of each"),
+    ("softmax_dropout", {"shard": Shard([8, 8], [5, 0]), "p": 0.5}, "fits into"),
+    ("softmax_dropout", {"shard": Shard([4, 16], [0, 8]), "p": 0.5}, "whole rows: 8 columns"),
+    ("softmax_dropout", {"shard": Shard([3, 8], [0, 0]), "causal": True}, "fits"),
+    ("bias_dropout_add", {"residual": X[:1]}, r"input's shape, \[4, 8\]"),
+    ("bias_dropout_add", {"residual": X.double()}, r"float32.*\binput"),
+    ("bias_dropout_add", {"residual": X.to("meta")}, "device of input"),
+    ("bias_dropout_add", {"residual": None}, "a tensor"),
+    ("bias_dropout_add", {"bias": W[:1]}, r"last dimension, \[8\]"),
+    ("bias_dropout_add", {"bias": X}, r"last dimension, \[8\]"),
+    ("bias_dropout_add", {"bias": W.half()}, "float32"),
+    ("bias_dropout_add", {"input": W[0], "bias": None, "residual": W[0]}, "at least one"),
+    ("bias_dropout_add", {"input": X.int(), "residual": X.int()}, "float32 or bfloat16"),
+    ("bias_dropout_add", {"p": -0.1}, "from 0 to 1"),
+    ("bias_dropout_add", {"shard": Shard([4, 8], [0, 1]), "p": 0.5}, "fits into"),
+    ("dropout_add_layer_norm", {"input": [[1.0]], "residual": None, "bias": None}, "a tensor"),
+    ("dropout_add_layer_norm", {"residual": X[0]}, r"input's shape, \[4, 8\]"),
+    ("dropout_add_layer_norm", {"residual": X.double()}, "float32"),
+    ("dropout_add_layer_norm", {"weight": W[:7]}, r"whose shape is \[4, 8\]"),
+    ("dropout_add_layer_norm", {"weight": W.double()}, "float32"),
+    ("dropout_add_layer_norm", {"bias": W[:1]}, r"normalized_shape, \[8\]"),
+    ("dropout_add_layer_norm", {"normalized_shape": [7], "weight": None}, r"\[4, 8\]"),
+    ("dropout_add_layer_norm", {"eps": -1.0}, ">= 0"),
+    ("dropout_add_layer_norm", {"seed": -1, "p": 0.5}, "an int from 0"),
+    ("dropout_add_layer_norm", {"shard": Shard([4, 16], [0, 8]), "p": 0.5}, r"ending in \[8\]"),
+    *[
+        ("dropout_add_rms_norm", {"y_dtype": dtype, "input": x, "residual": x, "weight": None}, "")
+        for dtype, x in ((BF16, X), (F16, X.bfloat16()), (F32, X.double()), ("f", X))
+    ],
+    ("dropout_add_rms_norm", {"residual": X.double()}, r"float32.*\binput"),
+    ("dropout_add_rms_norm", {"eps": torch.nan}, ">= 0"),
+    ("normalize_act", {"mean": None}, "a tensor"),
+    ("normalize_act", {"mean": W[:7]}, r"last size of input, \[8\]"),
+    ("normalize_act", {"var": W.half()}, "float32"),
+    ("normalize_act", {"var": W.double()}, r"float32.*\binput"),
+    ("normalize_act", {"weight": W[:1]}, r"last size of input, \[8\]"),
+    ("normalize_act", {"bias": W.bfloat16(), "weight": W, "input": X.bfloat16()}, "that of weight"),
+    ("normalize_act", {"eps": -1.0}, ">= 0"),
+    ("normalize_act", {"activation": "elu"}, "gelu or relu"),
+    ("normalize_act", {"input": X.int()}, "float32 or bfloat16"),
+    ("batch_norm_act", {"running_mean": None, "running_var": None, "training": False}, ".*both"),
+    ("batch_norm_act", {"running_var": None}, "both"),
+    ("batch_norm_act", {"running_mean": W[:1]}, r"last size of input, \[8\]"),
+    ("batch_norm_act", {"running_mean": W.double(), "running_var": W.double()}, "float32"),
+    ("batch_norm_act", {"input": X[:1]}, "more than 1 value per channel"),
+    ("batch_norm_act", {"input": X[0, 0]}, r"\[\*, width\]"),
+    ("batch_norm_act", {"momentum": "1"}, "a number"),
+    ("batch_norm_act", {"process_group": "world"}, "ProcessGroup"),
+    ("linear_batch_norm_act", {"weight": W}, "out_features, 8"),
+    ("linear_batch_norm_act", {"bias": W}, r"\[4\]"),
+    ("linear_batch_norm_act", {"running_mean": W, "running_var": W}, r"rows of weight, \[4\]"),
+    ("linear_batch_norm_act", {"bn_weight": W}, r"rows of weight, \[4\]"),
+    ("linear_batch_norm_act", {"input": X[:1]}, "more than 1 value per channel"),
+    # Also where the input is the only tensor.
+    *[
+        (name, {"input": X.to(dtype)} | changed, "float32 or bfloat16")
+        for dtype in (torch.int32, torch.int64, torch.complex64, torch.bool)
+        for name, changed in (
+            *(("layer_norm", {}), ("layer_norm", {"weight": None, "bias": None})),
+            *(("rms_norm", {"weight": None}), ("softmax_dropout", {})),
+            *(("bias_act", {"bias": None, "activation": act}) for act in ("relu", "silu")),
+        )
+    ],
+    # The error of meta tensors is ours, not torch's that autocast lacks the device.
+    ("linear_act", {"weight": META_NARROW, "input": META}, r".*\binput"),
+    ("linear_gelu", {"weight": META_NARROW, "input": META}, r".*\binput"),
+    ("linear_act", {"bias": META[0], "weight": META, "input": META}, r".*\bweight"),
+    ("mlp", {"up_weight": META_NARROW, "input": META}, r".*\binput"),
+    ("mlp", {"down_weight": META, "up_weight": META, "input": META}, r".*\bup_weight"),
+    ("gated_mlp", {"gate_weight": META_NARROW, "input": META}, r".*\binput"),
+    ("linear_batch_norm_act", {"weight": META_NARROW, "input": META}, r".*\binput"),
+    # --- Quantisers ---
+    ("quantize_8bit", {"input": CODES}, "float32 or bfloat16"),
+    ("quantize_8bit", {"input": ABSMAX.to_sparse()}, "a dense tensor"),
+    ("quantize_8bit", {"input": [1.0]}, "a tensor"),
+    *[("quantize_8bit", {"signed": None, "input": X.to(d)}, "True or") for d in (F32, F64, BF16)],
+    ("dequantize_8bit", {"codes": ABSMAX}, "uint8"),
+    ("dequantize_8bit", {"absmax": ABSMAX[:, :1]}, r"\[2, 2\], for codes"),
+    ("dequantize_8bit", {"absmax": ABSMAX.double()}, "float32"),
+    ("dequantize_8bit", {"absmax": ABSMAX.to("meta")}, "device of codes"),
+    ("dequantize_8bit", {"dtype": torch.int8}, "float32 or"),
+    *[("dequantize_8bit", {"signed": None, "dtype": d}, "True or") for d in (F32, F64, BF16)],
+    ("quantize_one_bit", {"input": FLAT.int()}, "float32 or"),
+    ("quantize_one_bit", {"block": 12}, "multiple of 8"),
+    ("quantize_one_bit", {"error": FLAT[1:]}, r"\[20\]"),
+    ("quantize_one_bit", {"error": FLAT.half()}, "float32 or bfloat16"),
+    ("quantize_one_bit", {"error": FLAT.to("meta")}, "device of input"),
+    ("dequantize_one_bit", {"bits": BITS[1:]}, r"\[3\]"),
+    ("dequantize_one_bit", {"scale": SCALE, "block": 8}, r"\[3\]"),
+    ("dequantize_one_bit", {"dtype": torch.int8}, "float32 or"),
+    ("average_one_bit", {"bits": BITS, "scale": SCALE}, "workers"),
+    ("average_one_bit", {"size": -1}, ">= 0"),
+    ("average_one_bit", {"error": FLAT[1:]}, r"\[20\]"),
+    # --- Rotary embeddings ---
+    ("rotary_embedding", {"x": HEADS.int()}, "float32"),
+    ("rotary_embedding", {"cos": None}, "a tensor"),
+    ("rotary_embedding", {"sin": None}, "a tensor like cos"),
+    ("rotary_embedding", {"sin": COS[:, :3]}, r"\[6, 8\]"),
+    ("rotary_embedding", {"cos": COS[:5], "sin": COS[:5]}, "broadcasts"),
+    ("rotary_embedding", {"cos": COS.double(), "sin": COS.double()}, "float32"),
+    ("rotary_embedding", {"rotary_dim": None, "cos": COS.tile(3), "sin": COS.tile(3)}, "16"),
+    ("rotary_embedding", {"rotary_dim": 7}, "an even"),
+    ("rotary_embedding", {"cos": COS, "rotary_dim": 4}, "2 or 4"),
+    ("rotary_embedding", {"position_ids": torch.full((2, 6), 6)}, "from 0 to 5"),
+    ("rotary_embedding", {"position_ids": torch.full((2, 6), -1)}, "from 0 to 5"),
+    ("rotary_embedding", {"position_ids": torch.ones(2, 6)}, "int64"),
+    ("rotary_embedding", {"position_ids": torch.zeros(2, 5, dtype=torch.int64)}, "broadcasts"),
+    *[
+        ("rotary_embedding", {"cu_seqlens": torch.tensor(ends), "position_ids": at}, accepted)
+        for ends, at, accepted in (
+            *(([1, 6], None, "numbers"), ([0, 4, 3], None, "numbers"), ([0, 7], None, "numbers")),
+            ([0, 6], torch.zeros(6, dtype=torch.int64), "one of the two"),
+        )
+    ],
+    ("rotary_embedding", {"proportional": True, "interleaved": True}, "halves"),
+    ("rotary_embedding", {"seq_dim": 1}, "-2 or -3"),
+    ("rotary_embedding", {"norm_weight": W}, "both or neither"),
+    ("rotary_embedding", {"norm_weight": torch.ones(17), "norm_eps": 1e-6}, r"\[16\]"),
+    (
+        "rotary_embedding",
+        {"norm_weight": torch.ones(16), "norm_eps": 1e-6, "norm_across_heads": True},
+        r"\[64\]",
+    ),
+    ("rotary_embedding", {"norm_eps": -1.0}, ">= 0"),
+    ("rotary_embedding", {"norm_rounding": "all", "norm_eps": 1e-6}, "result"),
+    *[
+        ("rotary_embedding_qk", {"k": k}, "")
+        for k in (HEADS[:1], HEADS[:, :, :3], HEADS[..., :8], HEADS.double(), HEADS[0])
+    ],
+    *[
+        ("rotary_embedding_packed_", {"qkv": qkv}, "")
+        for qkv in (torch.ones(6, 95), torch.ones(96, 6).mT)
+    ],
+    ("rotary_embedding_packed_", {"heads": 0}, ""),
+    # --- Attention ---
+    ("block_sparse_attention", {"q": [1.0]}, "a tensor"),
+    ("block_sparse_attention", {"q": Q.int()}, "float32 or bfloat16"),
+    ("block_sparse_attention", {"q": Q[None], "k": Q[None], "v": Q[None]}, "left out"),
+    ("block_sparse_attention", {"layout": Q > 0}, "BlockLayout"),
+    ("block_sparse_attention", {"layout": LAYOUT, "q": Q[:, :, :63]}, "63 x 64"),
+    ("block_sparse_attention", {"layout": THREE_HEADS}, "4 or 1, and 4"),
+    ("block_sparse_attention", {"k": Q.half()}, "float32"),
+    ("block_sparse_attention", {"k": Q[..., :7]}, "fits q"),
+    ("block_sparse_attention", {"k": Q[:, :3], "v": Q[:, :3]}, "divides q's 4"),
+    ("block_sparse_attention", {"k": Q.to("meta")}, "device of q"),
+    ("block_sparse_attention", {"v": Q[:, :2]}, r"\[2, 4, 64, 8\]"),
+    ("block_sparse_attention", {"v": Q[:, :, :63]}, "any width"),
+    ("block_sparse_attention", {"scale": "1"}, "a number"),
+    ("block_sparse_attention", {"softcap": None}, "a number"),
+    ("block_sparse_attention", {"key_padding_mask": PADDING.float()}, "bool"),
+    ("block_sparse_attention", {"key_padding_mask": PADDING[:, :9]}, r"\[batch, keys\]"),
+    ("block_sparse_attention", {"alibi_slopes": torch.ones(3)}, r"\[heads\]"),
+    ("block_sparse_attention", {"sinks": torch.ones(3)}, r"\[heads\]"),
+    ("block_sparse_attention", {"dropout_p": 1.5}, "from 0 to 1"),
+    ("block_sparse_attention", {"seed": -1, "dropout_p": 0.5}, "an int"),
+    ("block_sparse_attention", {"shard": Shard([2, 4, 80, 9], [0] * 4)}, "end in 8"),
+    ("block_sparse_attention", {"shard": Shard([2, 4, 80, 8], [0, 0, 0, 2])}, "multiple of 8"),
+    *[
+        ("block_sparse_attention", {"bias": bias}, accepted)
+        for bias, accepted in (
+            *(([1.0], "BlockBias"), (torch.ones(()), "dimensions"), (torch.ones(64, 64) > 0, "f")),
+            *((torch.ones(64, 64).half(), "float"), (torch.ones(64, 63), "broadcasts")),
+            *((torch.ones(3, 64, 64), "2, 4, 64"), (torch.ones(1, 2, 4, 64, 64), "than q")),
+            (torch.ones(64, 64, device="meta"), "device of q"),
+            (BlockBias.relative(torch.ones(3, 2), BUCKETS), "4 heads or one"),
+        )
+    ],
+    (
+        "block_sparse_attention",
+        {
+            **{"bias": PLANE, "k": Q[:, :, :30], "v": Q[:, :, :30]},
+            "layout": BlockLayout.dense((64, 30), block=16),
+        },
+        "on a line",
+    ),
+    *[
+        ("attention of few queries", changed, "")
+        for changed in (
+            *({"q": torch.ones(1, 4, 1, 16).long()}, {"k": KEYS[..., :8]}, {"v": KEYS.half()}),
+            *({"k": k, "v": k} for k in (torch.ones(1, 3, 50, 16), KEYS[:, :0], KEYS.to_sparse())),
+            *({"layout": BlockLayout.dense((1, 51))}, {"layout": None}, {"causal": "yes"}),
+            *({"scale": torch.inf}, {"scale": torch.nan}),
+        )
+    ],
+    ("BlockBias.relative", {"table": torch.ones(2)}, "heads, buckets"),
+    ("BlockBias.relative", {"bucket_of_distance": BUCKETS[:8]}, "2 n - 1"),
+    ("BlockBias.relative", {"bucket_of_distance": BUCKETS + 2}, "below 2"),
+    ("BlockBias.relative", {"bucket_of_distance": BUCKETS.to("meta")}, "device of table"),
+    ("BlockBias.with_table", {"table": torch.ones(1, 3)}, "heads, 2"),
+]
+backends = pytest.mark.parametrize("backend", [None, "cpu", "eager"])
 
 
-@pytest.mark.parametrize("backend", [None, "cpu", "eager"])
-@pytest.mark.parametrize("case", BAD)
-def test_arguments_are_named(case: str, backend: str | None) -> None:
+@backends
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_the_cases_change_is_accepted(name: str, backend: str | None) -> None:
+    with torchweld.use_backend(backend):
+        FUNCTIONS[name](**ACCEPTED[name])
+
+
+@backends
+@pytest.mark.parametrize(
+    ("name", "changed", "accepted"), BAD, ids=[f"{name}, {next(iter(c))}" for name, c, _ in BAD]
+)
+def test_arguments_are_named(
+    name: str, changed: dict[str, Any], accepted: str, backend: str | None
+) -> None:
     """The automatic choice, the kernel and eager raise the same typed error."""
-    function, argument, accepted = BAD[case]
-    with torchweld.use_backend(backend), pytest.raises(torchweld.ArgumentError) as caught:
-        function()
-    assert caught.value.argument == argument
-    assert caught.match(accepted)
+    for grad in (True, False):
+        with (
+            torch.set_grad_enabled(grad),
+            torchweld.use_backend(backend),
+            pytest.raises(torchweld.ArgumentError) as caught,
+        ):
+            FUNCTIONS[name](**ACCEPTED[name] | changed)
+        assert caught.value.argument == next(iter(changed))
+        assert caught.match(f"accepted: .*{accepted}")
+
+
+# A module, the sizes that it is made of, and other arguments.
+CONSTRUCTORS: list[tuple[Callable[..., Any], tuple[int, ...], dict[str, Any]]] = [
+    (nn.SoftmaxDropout, (), {"p": 2}),
+    (nn.SoftmaxDropout, (), {"scale": 1e400}),
+    (nn.BiasDropoutAdd, (), {"p": -0.1}),
+    (nn.DropoutAddLayerNorm, (8,), {"p": torch.nan}),
+    (nn.DropoutAddRMSNorm, (8,), {"eps": -1.0}),
+    (nn.LinearAct, (8, 8), {"activation": "swish"}),
+    (nn.LinearGELU, (8, 8), {"approximate": "erf"}),
+    (nn.MLP, (8, 8), {"activation": "swish"}),
+    (nn.GatedMLP, (8, 8), {"activation": "swish"}),
+    (nn.GatedMLP, (8, 8), {"approximate": "tanh", "activation": "relu"}),
+    (nn.LinearBatchNormAct, (8, 8), {"activation": "swish"}),
+    (nn.LinearBatchNormAct, (8, 8), {"eps": -1.0}),
+    (nn.ReLU, (), {"inplace": True}),
+    (nn.SiLU, (), {"inplace": True}),
+    (nn.GELU, (), {"approximate": "erf"}),
+]
+
+
+@pytest.mark.parametrize(("module", "sizes", "changed"), CONSTRUCTORS)
+def test_constructors_refuse_the_arguments_that_calls_refuse(
+    module: Callable[..., Any], sizes: tuple[int, ...], changed: dict[str, Any]
+) -> None:
+    with pytest.raises(torchweld.ArgumentError) as caught:
+        module(*sizes, **changed)
+    # An MLP is made of a LinearAct, which refuses.
+    named = "LinearAct" if module is nn.MLP else module.__name__
+    assert (caught.value.function, caught.value.argument) == (named, next(iter(changed)))
 
 
 def test_a_quantized_tensor_is_named() -> None:
@@ -252,13 +402,13 @@ def test_kernels_refuse_by_themselves() -> None:
     ops = torch.ops.torchweld
     statistics, softmax_grads = torch.ones(4), ops.softmax_dropout_backward.cpu
     given_grads = ops.normalize_act_backward.cpu
-    f32, add_grads = torch.float32, ops.bias_dropout_add_backward.cpu
+    add_grads = ops.bias_dropout_add_backward.cpu
 
     def norm_grads(
         z: torch.Tensor,
         rstd: torch.Tensor,
         grad: torch.Tensor,
-        dtype: torch.dtype = f32,
+        dtype: torch.dtype = F32,
         backend: str = "cpu",
     ) -> Any:
         needs = (True, True, True)
@@ -299,7 +449,7 @@ def test_kernels_refuse_by_themselves() -> None:
         lambda: ops.rms_norm_backward.cpu(X.double(), X, [8], W, 1e-5, statistics, True),
         lambda: ops.rms_norm_backward.cpu(torch.ones(4, 7), X, [8], W, 1e-5, statistics, True),
         lambda: ops.layer_norm_backward.cpu(
-            X, X, [8], W, B, 1e-5, torch.ones(5), statistics, True, True
+            X, X, [8], W, W, 1e-5, torch.ones(5), statistics, True, True
         ),
         lambda: ops.softmax_dropout.cpu(X, W[:7], 1.0, False, 0.0, None, [], []),
         lambda: ops.softmax_dropout.cpu(X, W.half(), 1.0, False, 0.0, None, [], []),
@@ -318,8 +468,8 @@ def test_kernels_refuse_by_themselves() -> None:
         lambda: ops.bias_dropout_add.cpu(X, W, X.half(), 0.0, None, [], []),
         lambda: ops.bias_dropout_add.cpu(X[0, 0], None, X[0, 0], 0.0, None, [], []),
         lambda: ops.bias_dropout_add.cpu(X, W, X, 0.5, None, [], []),
-        lambda: add_grads(X, W[:7], 0.0, None, [], [], f32, True, True),
-        lambda: add_grads(X.half(), W, 0.0, None, [], [], f32, True, True),
+        lambda: add_grads(X, W[:7], 0.0, None, [], [], F32, True, True),
+        lambda: add_grads(X.half(), W, 0.0, None, [], [], F32, True, True),
         lambda: add_grads(X, W, 0.0, None, [], [], torch.int32, True, True),
         lambda: ops.dropout_add_rms_norm.cpu(X, X[0], [8], W, 0.0, 1e-5, None, [], [], False),
         lambda: ops.dropout_add_rms_norm.cpu(X, X.half(), [8], W, 0.0, 1e-5, None, [], [], False),
@@ -331,7 +481,7 @@ def test_kernels_refuse_by_themselves() -> None:
         lambda: norm_grads(X.half(), statistics, X.half()),
         lambda: ops.layer_norm.triton(X, [7], None, None, 1e-5),
         lambda: ops.layer_norm.triton(X, [8], torch.ones(7), None, 1e-5),
-        lambda: ops.layer_norm.triton(X.half(), [8], W, B.half(), 1e-5),
+        lambda: ops.layer_norm.triton(X.half(), [8], W, W.half(), 1e-5),
         lambda: ops.layer_norm.triton(X, [8], None, None, -1.0),
         lambda: ops.rms_norm_backward.triton(X, X, [8], W, 1e-5, torch.ones(3), True),
         lambda: ops.rms_norm_backward.triton(X[:3], X, [8], W, 1e-5, statistics, True),
@@ -348,6 +498,17 @@ def test_kernels_refuse_by_themselves() -> None:
         lambda: norm_grads(X, statistics, X[:3], backend="triton"),
         lambda: norm_grads(X, statistics[:3], X, backend="triton"),
         lambda: norm_grads(X.half(), statistics, X.half(), backend="triton"),
+        lambda: ops.quantize_8bit.cpu(CODES, True),
+        lambda: ops.quantize_8bit.cpu(ABSMAX.double(), True),
+        lambda: ops.dequantize_8bit.cpu(CODES, ABSMAX[:1], True, F32),
+        lambda: ops.dequantize_8bit.cpu(ABSMAX, ABSMAX, True, F32),
+        lambda: ops.dequantize_8bit.cpu(CODES, ABSMAX, True, torch.int32),
+        lambda: ops.dequantize_8bit.cpu(CODES, ABSMAX, True, F64),
+        lambda: ops.quantize_one_bit.cpu(FLAT, None, FLAT[1:].clone(), 24),
+        lambda: ops.quantize_one_bit.cpu(FLAT, None, FLAT.clone(), 12),
+        lambda: ops.quantize_one_bit.cpu(FLAT.double(), None, FLAT.clone(), 24),
+        lambda: ops.average_one_bit.cpu(BITS, SCALE, None, FLAT.clone(), 20, 24),
+        lambda: ops.dequantize_one_bit.cpu(BITS, SCALE, [30], 32, F32),
     ]
     for function in bad:
         with pytest.raises((RuntimeError, ValueError)):

@@ -1,4 +1,7 @@
-"""Masks and biases as functions, against FlexAttention in eager and SDPA with a dense bias."""
+"""Masks and biases as functions, against FlexAttention in eager and SDPA with a dense bias.
+
+Layouts come from its masks, and go back to them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import torchweld
 from torchweld import functional
@@ -136,6 +139,8 @@ BIASES: dict[str, tuple[Mask, str, dict[str, Any] | None]] = {
 assert len(MASKS) + len(BIASES) == 40
 
 
+# Blocks of queries and keys; ours are squares of 16, 32, 64 or 128.
+FLEX_SIZES: list[Any] = [32, 128, (32, 16), 48, 64, (64, 128), 16]
 UNTRACED = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
 SDPA: Callable[..., Any] = torch.nn.functional.scaled_dot_product_attention
 
@@ -161,6 +166,21 @@ def _inputs() -> list[torch.Tensor]:
     ]
 
 
+def _assert_goes_back(layout: BlockLayout, seen: torch.Tensor) -> BlockMask:
+    """The mask that comes back has the layout's tokens, blocks and number of blocks."""
+    assert torch.equal(layout.to_mask().expand_as(seen), seen)
+    back = layout.to_block_mask()
+    assert isinstance(back, BlockMask)
+    assert (layout.block, layout.block) == back.BLOCK_SIZE
+    b, h, q, k = _grid()
+    found = back.mask_mod(b[: layout.batch], h[:, : layout.heads], q, k)
+    assert torch.equal(found.expand_as(seen), seen)
+    again = BlockLayout.from_block_mask(back)
+    assert torch.equal(again.to_mask(), layout.to_mask())
+    assert again.count == layout.count
+    return back
+
+
 @pytest.mark.parametrize("name", [*MASKS, *BIASES])
 def test_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results as FlexAttention's, with its own mask and with ours; gradients as SDPA's."""
@@ -168,11 +188,11 @@ def test_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mask = MASKS[of_mask]
     sizes = {"batch_size": BATCH, "num_heads": HEADS}
     layout = BlockLayout.from_mask_fn(mask, (QUERIES, KEYS), block=16, **sizes)
-    theirs = create_block_mask(mask, BATCH, HEADS, QUERIES, KEYS, "cpu", BLOCK_SIZE=32)
-    taken = BlockLayout.from_block_mask(theirs, block=16, **sizes)
+    size = FLEX_SIZES[[*MASKS, *BIASES].index(name) % len(FLEX_SIZES)]
+    theirs = create_block_mask(mask, BATCH, HEADS, QUERIES, KEYS, "cpu", BLOCK_SIZE=size)
     seen = mask(*_grid()).expand(BATCH, HEADS, QUERIES, KEYS)
-    for found in (layout, taken):
-        assert torch.equal(found.to_mask().expand_as(seen), seen)
+    _assert_goes_back(BlockLayout.from_block_mask(theirs, **sizes), seen)
+    ours = _assert_goes_back(layout, seen)
     zeros = torch.zeros(BATCH, HEADS, QUERIES, KEYS)
     numbers = zeros if add is None else add(*_grid()) + zeros
     given = {"bias": numbers} if given is None else given
@@ -182,7 +202,7 @@ def test_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     score = None if add is None else lambda z, b, h, q, k: z + add(b, h, q, k)
     # Dynamo need not trace each mask for two results: test_queries_that_see_nothing lets it.
     monkeypatch.setattr(torch.nn.attention.flex_attention, UNTRACED, True)
-    for block_mask in (theirs, layout.to_block_mask()):
+    for block_mask in (theirs, ours):
         flex = _flex(q, k, v, score, block_mask)
         torch.testing.assert_close(y, flex, rtol=2e-5, atol=2e-5)
     wide = [x.double() for x in (q, k, v)]
@@ -211,3 +231,24 @@ def test_queries_that_see_nothing(name: str) -> None:
     assert not y[:, :, 3::7].any()
     for grad in torch.autograd.grad(y.sin().sum(), [q, k, v]):
         assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "heads"),
+    [("prefix by row", BATCH, None), ("windows by head", None, HEADS), ("causal", None, None)],
+)
+def test_masks_of_one_row_or_head(name: str, batch: int | None, heads: int | None) -> None:
+    theirs = create_block_mask(MASKS[name], batch, heads, QUERIES, KEYS, "cpu", BLOCK_SIZE=32)
+    layout = BlockLayout.from_block_mask(theirs)
+    assert (layout.batch, layout.heads) == (batch or 1, heads or 1)
+    _assert_goes_back(layout, MASKS[name](*_grid()).expand(BATCH, HEADS, QUERIES, KEYS))
+    fine = BlockLayout.from_block_mask(theirs, block=16)
+    assert fine.block == 16
+    assert torch.equal(fine.to_mask(), layout.to_mask())
+
+
+def test_layouts_of_nothing_and_of_everything() -> None:
+    sizes = (BATCH, HEADS, QUERIES, KEYS)
+    _assert_goes_back(BlockLayout.dense((QUERIES, KEYS), block=32), torch.ones(sizes).bool())
+    nothing = create_block_mask(lambda b, h, q, k: q < 0, None, None, QUERIES, KEYS, "cpu")
+    _assert_goes_back(BlockLayout.from_block_mask(nothing), torch.zeros(sizes).bool())

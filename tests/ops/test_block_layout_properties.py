@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.functional import scaled_dot_product_attention
 
 import torchweld
+from exact_attention import assert_as_exact, attend_exactly, draw
 from torchweld.functional import block_sparse_attention
 from torchweld.sparse import BlockLayout
 from torchweld.sparse.lists import pack, token_mask, unpack
@@ -199,29 +199,34 @@ def test_rows_and_columns_describe_one_set(
         _check_lists(*layout.lists, block)
         assert torch.equal(_columns_mask(layout), mask)
         assert layout.count == len(layout.blocks().number) == (layout.kinds() > 0).sum()
-    _assert_gradients(layout, mask)
-
-
-def _assert_gradients(layout: BlockLayout, mask: Mask) -> None:
-    """Equal to attention with the mask, in float64."""
-    q = torch.randn(BATCH, HEADS, layout.queries, 8, requires_grad=True)
-    k, v = (torch.randn(BATCH, HEADS, layout.keys, 8, requires_grad=True) for _ in range(2))
-    grad = torch.randn(q.shape)
-    none = ~mask.any(-1, keepdim=True)
     with torchweld.use_backend("cpu"):
-        y = block_sparse_attention(q, k, v, layout)
-    seen = (mask | none).expand(BATCH, HEADS, -1, -1)
-    expected = scaled_dot_product_attention(q.double(), k.double(), v.double(), seen)
-    expected = expected.masked_fill(none, 0)
-    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-5)
-    found = torch.autograd.grad(y, (q, k, v), grad)
-    wanted = torch.autograd.grad(expected, (q, k, v), grad.double())
-    for gradient, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-5)
+        _assert_gradients(layout, mask)
+
+
+def _assert_gradients(layout: BlockLayout, mask: Mask, **options: Any) -> None:
+    """Equal to attention with the mask, in float64."""
+    lengths = (layout.queries, layout.keys, layout.keys)
+    leaves = [draw(BATCH, HEADS, length, 8, seed=at) for at, length in enumerate(lengths)]
+    y = block_sparse_attention(*leaves, layout, **options)
+    assert_as_exact(y, attend_exactly(*leaves, mask), leaves)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
-@pytest.mark.parametrize("leading", [(), (1,), (1, 1), (2,), (2, 3)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_attention_over_a_layout_is_attention_with_its_mask(
+    name: str, causal: bool, backend: str
+) -> None:
+    torch.manual_seed(0)
+    block = (16, 32, 64, 128)[[*BUILDERS].index(name) % 4]
+    layout = BUILDERS[name]((200, 200), block, "bidirectional")
+    mask = layout.to_mask()
+    with torchweld.use_backend(backend):
+        _assert_gradients(layout, mask.tril() if causal else mask, causal=causal)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+@pytest.mark.parametrize("leading", [(), (1,), (1, 1), (2,), (2, 2)])
 def test_scores_that_are_no_numbers_exclude_blocks(leading: tuple[int, ...], backend: str) -> None:
     """Among the best of a row, in all heads together and in each: neither row nor column."""
     torch.manual_seed(0)
@@ -233,15 +238,8 @@ def test_scores_that_are_no_numbers_exclude_blocks(leading: tuple[int, ...], bac
     best = torch.zeros_like(scores, dtype=torch.bool)
     best.scatter_(-1, numbers.topk(2).indices, True).logical_and_(numbers > -torch.inf)
     assert torch.equal(layout.kinds() > 0, best.view(layout.kinds().shape))
-    shape = (2, 3 if len(leading) == 2 else 2, 64, 8)
-    q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
     with torchweld.use_backend(backend):
-        y = block_sparse_attention(q, k, v, layout)
-    expected = scaled_dot_product_attention(q, k, v, layout.to_mask())
-    torch.testing.assert_close(y, expected)
-    found, wanted = (torch.autograd.grad(z.square().sum(), (q, k, v)) for z in (y, expected))
-    for gradient, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-5)
+        _assert_gradients(layout, layout.to_mask())
 
 
 @given(

@@ -228,6 +228,57 @@ def test_a_mask_function_takes_memory_for_its_blocks(width: int, monkeypatch: An
     assert peak < 20 * 2**12 + 160 * made[0].count + 2**16 < 2048**2
 
 
+# --- Packed rows ---------------------------------------------------------------------------------
+
+
+@given(
+    rows=st.lists(
+        st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=4),
+        min_size=1,
+        max_size=3,
+    ),
+    causal=st.sampled_from([False, True, "top_left"]),
+    window=st.sampled_from([None, (10, -1), (-1, 3), (20, 5), (0, 0)]),
+    block=st.sampled_from([16, 64]),
+    beyond=st.integers(0, 40),
+    flat=st.booleans(),
+)
+def test_packed_rows(
+    rows: list[list[tuple[int, int]]],
+    causal: Any,
+    window: Any,
+    block: int,
+    beyond: int,
+    flat: bool,
+) -> None:
+    """Property: token by token as written out, with padding that neither sees nor is seen."""
+    rows = rows[:1] if flat else rows
+    most = max(len(row) for row in rows)
+    ends = torch.zeros(2, len(rows), most + 1, dtype=torch.int32)
+    for i, row in enumerate(rows):
+        each = torch.tensor(row + [(0, 0)] * (most - len(row)))
+        ends[:, i, 1:] = each.cumsum(0).T
+    lengths = [int(x.max()) + beyond for x in ends]
+    expected = torch.zeros(len(rows), 1, *lengths, dtype=torch.bool)
+    for i in range(len(rows)):
+        for n in range(most):
+            (q0, q1), (k0, k1) = (x[i, n : n + 2].tolist() for x in ends)
+            query, key = torch.arange(q1 - q0)[:, None], torch.arange(k1 - k0)
+            away = key - query - (0 if causal == "top_left" else (k1 - k0) - (q1 - q0))
+            seen = torch.ones(away.shape, dtype=torch.bool)
+            if causal:
+                seen &= away <= 0
+            if window is not None:
+                seen &= (window[0] < 0) | (away >= -window[0])
+                seen &= (window[1] < 0) | (away <= window[1])
+            expected[i, 0, q0:q1, k0:k1] = seen
+    given = ends[:, 0] if flat else ends
+    layout = BlockLayout.documents(
+        *given, block=block, causal=causal, window_size=window, seq_len=tuple(lengths)
+    )
+    assert torch.equal(layout.to_mask(), expected)
+
+
 # --- From blocks and from scores ------------------------------------------------------------------
 
 

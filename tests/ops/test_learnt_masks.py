@@ -61,15 +61,6 @@ def _check(
     assert (grad_mask - exact_mask).square().mean().sqrt() <= tolerance
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_learnt_mask_is_checked(grad: bool) -> None:
-    x = torch.randn(2, 5, 7)
-    with torch.set_grad_enabled(grad):
-        for mask in (torch.randn(3, 2, 5, 7), torch.randn(5), torch.randn(7).double()):
-            with pytest.raises(torchweld.ArgumentError, match="mask"):
-                functional.softmax_dropout(x, mask.requires_grad_())
-
-
 def test_a_learnt_mask_compiles_and_has_second_derivatives() -> None:
     x = torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True)
     mask = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)

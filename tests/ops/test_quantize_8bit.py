@@ -201,44 +201,9 @@ def test_torchs_machinery(backend: str) -> None:
         torch.library.opcheck(ops.dequantize_8bit.cpu, (codes, absmax, True, torch.bfloat16))
 
 
-CODES, ABSMAX = torch.zeros(2, 300, dtype=torch.uint8), torch.ones(2, 2)
-BAD = {
-    "integers": (lambda: quantize_8bit(CODES), "input", "float32 or bfloat16"),
-    "sparse": (lambda: quantize_8bit(ABSMAX.to_sparse()), "input", "dense"),
-    "no tensor": (lambda: quantize_8bit([1.0]), "input", "a tensor"),  # type: ignore[arg-type]
-    "codes": (lambda: dequantize_8bit(ABSMAX, ABSMAX), "codes", "uint8"),
-    "blocks": (lambda: dequantize_8bit(CODES, ABSMAX[:, :1]), "absmax", r"\[2, 2\]"),
-    "absmax": (lambda: dequantize_8bit(CODES, ABSMAX.double()), "absmax", "float32"),
-    "device": (lambda: dequantize_8bit(CODES, ABSMAX.to("meta")), "absmax", "device of codes"),
-    "dtype": (lambda: dequantize_8bit(CODES, ABSMAX, dtype=torch.int8), "dtype", "float32 or"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_arguments_are_named(case: str) -> None:
-    function, argument, accepted = BAD[case]
-    with pytest.raises(torchweld.ArgumentError, match=accepted) as caught:
-        function()
-    assert caught.value.argument == argument
-
-
-def test_kernels_refuse_by_themselves() -> None:
-    ops = torch.ops.torchweld
-    for call in (
-        lambda: ops.quantize_8bit.cpu(CODES, True),
-        lambda: ops.quantize_8bit.cpu(ABSMAX.double(), True),
-        lambda: ops.dequantize_8bit.cpu(CODES, ABSMAX[:1], True, torch.float32),
-        lambda: ops.dequantize_8bit.cpu(ABSMAX, ABSMAX, True, torch.float32),
-        lambda: ops.dequantize_8bit.cpu(CODES, ABSMAX, True, torch.int32),
-        lambda: ops.dequantize_8bit.cpu(CODES, ABSMAX, True, torch.float64),
-    ):
-        with pytest.raises(RuntimeError):
-            call()
-
-
 def test_a_backend_without_a_kernel_says_so() -> None:
     with torchweld.use_backend("triton"), pytest.raises(torchweld.BackendError, match="no triton"):
-        quantize_8bit(ABSMAX)
+        quantize_8bit(torch.ones(2, 2))
 
 
 @SIGNED

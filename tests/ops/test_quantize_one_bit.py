@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import selection
-import torchweld
 from torchweld.functional import average_one_bit, dequantize_one_bit, quantize_one_bit
 from torchweld.ops.quantize_one_bit import quantize_into
 
@@ -163,44 +162,3 @@ def test_a_compiled_graph_has_the_same() -> None:
     compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
     for found, expected in zip(compiled(*given), there_and_back(*given), strict=True):
         assert torch.equal(found, expected)
-
-
-X, BITS, SCALE = torch.ones(20), torch.zeros(3, dtype=torch.uint8), torch.ones(1)
-BAD = {
-    "ints": (lambda: quantize_one_bit(X.int()), "input", "float32 or"),
-    "block": (lambda: quantize_one_bit(X, block=12), "block", "multiple of 8"),
-    "error's shape": (lambda: quantize_one_bit(X, X[1:]), "error", r"\[20\]"),
-    "error's dtype": (lambda: quantize_one_bit(X, X.half()), "error", "float32 or bfloat16"),
-    "error's device": (lambda: quantize_one_bit(X, X.to("meta")), "error", "device of input"),
-    "bits": (lambda: dequantize_one_bit(BITS[1:], SCALE, 20), "bits", r"\[3\]"),
-    "scale": (lambda: dequantize_one_bit(BITS, SCALE, 20, block=8), "scale", r"\[3\]"),
-    "dtype": (lambda: dequantize_one_bit(BITS, SCALE, 20, dtype=torch.int8), "dtype", "float32 or"),
-    "workers": (lambda: average_one_bit(BITS, SCALE, size=20), "bits", "workers"),
-    "size": (lambda: average_one_bit(BITS.view(1, 3), SCALE.view(1, 1), size=-1), "size", ">= 0"),
-    "mean's error": (
-        lambda: average_one_bit(BITS.view(1, 3), SCALE.view(1, 1), X[1:], size=20),
-        "error",
-        r"\[20\]",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_arguments_are_named(case: str) -> None:
-    function, argument, accepted = BAD[case]
-    with pytest.raises(torchweld.ArgumentError, match=accepted) as caught:
-        function()
-    assert caught.value.argument == argument
-
-
-def test_kernels_refuse_by_themselves() -> None:
-    ops = torch.ops.torchweld
-    for call in (
-        lambda: ops.quantize_one_bit.cpu(X, None, X[1:].clone(), 24),
-        lambda: ops.quantize_one_bit.cpu(X, None, X.clone(), 12),
-        lambda: ops.quantize_one_bit.cpu(X.double(), None, X.clone(), 24),
-        lambda: ops.average_one_bit.cpu(BITS, SCALE, None, X.clone(), 20, 24),
-        lambda: ops.dequantize_one_bit.cpu(BITS, SCALE, [30], 32, torch.float32),
-    ):
-        with pytest.raises(RuntimeError):
-            call()

@@ -143,19 +143,13 @@ def test_a_packed_projection_in_place(key_heads: int, how: dict[str, Any]) -> No
     assert torch.autograd.gradgradcheck(run, small, fast_mode=True)
 
 
-def test_what_a_packed_projection_refuses() -> None:
-    """Also a result that something else has saved: autograd says so."""
+def test_a_packed_projection_that_something_needs_is_refused() -> None:
+    """A leaf, and a result that something else has saved: autograd says so."""
     qkv, tables = torch.randn(S, 6 * D, dtype=torch.float64), (HALF.cos(), HALF.sin())
-    packed = functional.rotary_embedding_packed_
-    for message, wrong, heads in (
-        ("qkv is a leaf that requires grad", qkv.clone().requires_grad_(), 2),
-        ("qkv is of shape", qkv[:, :-1], 2),
-        ("qkv is of shape", qkv.t(), 2),
-        ("heads is 0", qkv, 0),
-    ):
-        with pytest.raises(torchweld.ArgumentError, match=message):
-            packed(wrong, *tables, heads=heads)
-    saved = (qkv.clone().requires_grad_() * 1).sin()
+    packed, leaf = functional.rotary_embedding_packed_, qkv.requires_grad_()
+    with pytest.raises(torchweld.ArgumentError, match="qkv is a leaf that requires grad"):
+        packed(leaf, *tables, heads=2)
+    saved = (leaf * 1).sin()
     y = saved.sin()
     packed(saved, *tables, heads=2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -172,11 +166,6 @@ def test_documents_by_their_offsets() -> None:
         torch.testing.assert_close(found, _halves(X[0], HALF[positions]).transpose(0, 1))
         q, _ = rotary_embedding_qk(X, X, HALF.cos(), HALF.sin(), cu_seqlens=offsets)
         torch.testing.assert_close(q, _halves(X, HALF[positions]))
-    for wrong in ([1, 6], [0, 4, 3], [0, 7]):
-        with pytest.raises(torchweld.ArgumentError, match=r"cu_seqlens is .*; accepted: numbers"):
-            rotary_embedding(X, HALF.cos(), HALF.sin(), cu_seqlens=torch.tensor(wrong))
-    with pytest.raises(torchweld.ArgumentError, match="given with position_ids"):
-        rotary_embedding(X, HALF.cos(), HALF.sin(), positions, cu_seqlens=offsets)
 
 
 @given(
@@ -354,58 +343,3 @@ def test_empty_batches_have_gradients() -> None:
     rotary_embedding(x, cos, cos, norm_weight=weight, norm_eps=1e-6).sum().backward()
     assert weight.grad is not None
     assert not weight.grad.any()
-
-
-# --- What is refused ------------------------------------------------------------------------------
-
-F = X.float()
-COS = HALF.cos().float()
-BAD: dict[str, tuple[dict[str, Any], str, str]] = {
-    "no table": ({"cos": None}, "cos", "a tensor"),
-    "no sine": ({"sin": None}, "sin", "None with a real cos"),
-    "another sine": ({"sin": COS[:, :3]}, "sin", r"\[6, 8\]"),
-    "a table of another length": ({"cos": COS[:5], "sin": COS[:5]}, "cos", "broadcasts"),
-    "a wide table": ({"cos": COS.repeat(1, 3), "sin": COS.repeat(1, 3)}, "rotary_dim", "16"),
-    "a table of 64 bits": ({"cos": COS.double(), "sin": COS.double()}, "cos", "float32"),
-    "an odd part": ({"rotary_dim": 7}, "rotary_dim", "even"),
-    "another part": ({"rotary_dim": 4}, "cos", "2 or 4"),
-    "positions behind the table": ({"position_ids": torch.full((B, S), 6)}, "position_ids", "6 at"),
-    "negative positions": ({"position_ids": torch.full((B, S), -1)}, "position_ids", "-1 at"),
-    "positions of floats": ({"position_ids": torch.ones(B, S)}, "position_ids", "int64"),
-    "positions of another shape": (
-        {"position_ids": torch.zeros(B, S - 1, dtype=torch.int64)},
-        "position_ids",
-        "broadcasts",
-    ),
-    "proportional pairs": ({"proportional": True, "interleaved": True}, "proportional", "halves"),
-    "a dimension of tokens": ({"seq_dim": 1}, "seq_dim", "-2 or -3"),
-    "a weight without eps": ({"norm_weight": torch.ones(D)}, "norm_weight", "norm_eps"),
-    "a weight of another size": (
-        {"norm_weight": torch.ones(D + 1), "norm_eps": 1e-6},
-        "norm_weight",
-        r"\[16\]",
-    ),
-    "a weight of all heads": (
-        {"norm_weight": torch.ones(D), "norm_eps": 1e-6, "norm_across_heads": True},
-        "norm_weight",
-        r"\[64\]",
-    ),
-    "a negative eps": ({"norm_eps": -1.0}, "norm_eps", ">= 0"),
-    "a rounding": ({"norm_eps": 1e-6, "norm_rounding": "all"}, "norm_rounding", "result"),
-    "integers": ({"x": F.int()}, "x", "float32"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_named(name: str) -> None:
-    changed, argument, words = BAD[name]
-    given_arguments: dict[str, Any] = {"x": F, "cos": COS, "sin": COS} | changed
-    with pytest.raises(torchweld.ArgumentError, match=words) as raised:
-        functional.rotary_embedding(**given_arguments)
-    assert raised.value.argument == argument
-
-
-def test_keys_must_fit() -> None:
-    for k in (F[:1], F[:, :, :3], F[..., :8], F.double(), F[0]):
-        with pytest.raises(torchweld.ArgumentError, match=r"\bk\b"):
-            rotary_embedding_qk(F, k, COS, COS)

@@ -141,10 +141,3 @@ def test_numbers_of_a_wide_y(wide: bool, backend: str) -> None:
     tolerance = {"rtol": 1e-6, "atol": 4e-6} if wide else {"rtol": 2**-8, "atol": 2**-8}
     torch.testing.assert_close(y.double(), exact, **tolerance)
     assert (y.dtype, z.dtype) == (F32 if wide else BF16, BF16)
-
-
-def test_y_dtype_is_checked() -> None:
-    x = torch.ones(4, 8)
-    for dtype, given in ((BF16, x), (torch.float16, x.bfloat16()), (F32, x.double()), ("f", x)):
-        with pytest.raises(torchweld.ArgumentError, match="y_dtype"):
-            functional.dropout_add_layer_norm(given, given, None, y_dtype=dtype)  # type: ignore[arg-type]

@@ -295,6 +295,22 @@ def test_schema_and_implementation_agree(target: Target) -> None:
         torch.testing.assert_close(call(op, *changed), expected)
 
 
+def test_nodes_have_the_ops_name(op: Op) -> None:
+    """In grad_fn, in the profiler, and in the output of anomaly detection."""
+    inputs = materialize(CASES[op.name].samples[0], torch.float32)
+    seen: set[str] = set()
+
+    def function(*given: Any) -> Any:
+        found = call(op, *given)
+        seen.update(result.grad_fn.name() for result in as_tuple(found))
+        return found
+
+    with torchweld.use_backend("cpu"), torch.profiler.profile(acc_events=True) as profile:
+        run(op, inputs, function)
+    assert seen == {f"{op.name}_cpuBackward"}
+    assert any(f"{op.name}_cpuBackward" in event.key for event in profile.key_averages())
+
+
 def test_a_tensor_that_left_a_transform() -> None:
     """Its wrapper of torch.func.grad is dead, and autograd records calls with it as with others."""
     left: list[torch.Tensor] = []

@@ -110,7 +110,7 @@ def ring_attention(
     if layout.heads * shared == shard.sizes[1]:
         layout = _for_query_heads(layout, shared)
     _check_shard(shard, sizes, layout)
-    p, seed = draw_seed(name, "q", q, dropout_p, training, seed)
+    p, seed = draw_seed(name, "q", q, dropout_p, training, seed, "dropout_p")
     seed = None if seed is None else seed.to(q.device)  # once, and not at each step of the ring
     if checks.autocasts(q.device.type) and q.dtype != torch.float64:
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))

@@ -102,7 +102,7 @@ def _inputs(
     return_lse: bool = False,
 ) -> Sequence[Any]:
     name = OP.name
-    p, seed = draw_seed(name, "q", q, dropout_p, training, seed)
+    p, seed = draw_seed(name, "q", q, dropout_p, training, seed, "dropout_p")
     whole, offset = split_shard(shard)
     for argument, value in (("q", q), ("k", k)):
         if not isinstance(value, torch.Tensor) or value.ndim == 0:
