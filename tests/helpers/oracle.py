@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -168,6 +168,19 @@ def sample_inputs(
         materialize(arguments, dtype, device, param_dtype=param_dtype, seed=seed)
         for seed, arguments in enumerate(CASES[op.name].samples)
     ]
+
+
+def assert_same_bits_on_any_threads(function: Callable[[], Iterable[torch.Tensor]]) -> None:
+    """Run twice on one thread, then on more: only the shape may decide how work is split."""
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(list(function()))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def takes_several_trailing_dimensions(op: Op) -> bool:

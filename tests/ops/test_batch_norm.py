@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import selection
 import torchweld
 from conftest import PLACES
-from oracle import exact, incoming, run
+from oracle import assert_same_bits_on_any_threads, exact, incoming, run
 from torchweld.bench.cases import CASES
 from torchweld.dispatch.call import call
 from torchweld.nn import LinearBatchNormAct
@@ -139,39 +139,14 @@ def test_special_values_spoil_only_their_column(special: float) -> None:
 @pytest.mark.parametrize("seam", [WHOLE, LAYER], ids=str)
 def test_bitwise_the_same(seam: Any) -> None:
     """At any thread count. The bits of the GEMM are torch's."""
-    threads = torch.get_num_threads()
     sample = next(s for s in CASES[seam.name].samples if s[0].shape[0] == 256)
     inputs = materialize(sample, torch.float32)
     if seam is LAYER:
         inputs[0], inputs[1] = inputs[0].round(), inputs[1].round()  # sums are exact in any order
-    try:
-        found = []
-        for count in (1, 1, 2, 3):
-            torch.set_num_threads(count)
-            found.append(run(seam, inputs))
-    finally:
-        torch.set_num_threads(threads)
-    for name in ("y", "grad_bn_weight", "grad_bn_bias") if seam is LAYER else found[0]:
-        assert all(torch.equal(found[0][name], other[name]) for other in found[1:]), name
-
-
-@pytest.mark.parametrize("layout", ["transposed", "padded", "expanded"])
-def test_layouts(layout: str) -> None:
-    plain = _step(24, 31)
-    change: Callable[[torch.Tensor], torch.Tensor] = {
-        "transposed": lambda t: t.t().contiguous().t(),
-        "padded": lambda t: torch.nn.functional.pad(t, (3, 5), value=torch.nan)[..., 3:-5],
-        "expanded": lambda t: t[:1].expand_as(t),
-    }[layout]
-    for at in range(5):
-        inputs = list(plain)
-        inputs[at] = change(inputs[at])
-        if layout == "expanded" and at in (1, 2):
-            continue  # these views cannot be written to
-        packed = [t.contiguous() if isinstance(t, torch.Tensor) else t for t in inputs]
-        expected = run(WHOLE, packed)
-        for name, value in run(WHOLE, inputs).items():
-            assert torch.equal(value, expected[name]), (at, name)
+    gemms = ("grad_input", "grad_weight", "grad_bias") if seam is LAYER else ()
+    assert_same_bits_on_any_threads(
+        lambda: [value for name, value in run(seam, inputs).items() if name not in gemms]
+    )
 
 
 # --- The linear layer's bias, and relu ------------------------------------------------------------
@@ -334,9 +309,6 @@ def test_state_dicts_and_conversions() -> None:
     assert not twin.training
     x = torch.randn(9, 67)
     torch.testing.assert_close(twin(x), torch.relu(other[1](other[0](x))))
-    assert torch.equal(copy.deepcopy(twin)(x), twin(x))
-    program = torch.export.export(twin, (x,))
-    torch.testing.assert_close(program.module()(x), twin(x))
 
 
 def test_a_frozen_norm_in_a_trained_layer() -> None:

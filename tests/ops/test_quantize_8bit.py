@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torchweld
+from oracle import assert_same_bits_on_any_threads
 from torchweld.functional import dequantize_8bit, quantize_8bit
 from torchweld.ops.quantize_8bit import (
     BLOCK,
@@ -173,16 +174,9 @@ def test_views_and_the_memory_around_them() -> None:
     assert torch.equal(dequantize_8bit(wide[:, ::2], absmax), dequantize_8bit(codes, absmax))
 
 
-def test_the_same_bits_at_any_thread_count(backend: str) -> None:
+def test_the_same_bits_at_any_number_of_threads() -> None:
     x = torch.randn(300, 1000)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        first = quantize_8bit(x)
-        torch.set_num_threads(3)
-        assert all(map(torch.equal, first, quantize_8bit(x)))
-    finally:
-        torch.set_num_threads(threads)
+    assert_same_bits_on_any_threads(lambda: quantize_8bit(x))
 
 
 def test_torchs_machinery(backend: str) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import selection
+from oracle import assert_same_bits_on_any_threads
 from torchweld.functional import average_one_bit, dequantize_one_bit, quantize_one_bit
 from torchweld.ops.quantize_one_bit import quantize_into
 
@@ -142,14 +143,7 @@ def test_non_finite_values_mark_their_block(bad: float) -> None:
 
 def test_the_same_bits_at_any_number_of_threads() -> None:
     x, error = _drawn(9 * PIECE + 77), _drawn(9 * PIECE + 77, 1)
-    expected, threads = quantize_one_bit(x, error), torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            for one, other in zip(quantize_one_bit(x, error), expected, strict=True):
-                assert torch.equal(one, other)
-    finally:
-        torch.set_num_threads(threads)
+    assert_same_bits_on_any_threads(lambda: quantize_one_bit(x, error))
 
 
 def test_a_compiled_graph_has_the_same() -> None:

@@ -16,6 +16,7 @@ from torchweld.registry import Op, materialize
 WIDTH, STEPS, BROKEN = 64, 8, 3
 
 
+@pytest.mark.targets(composites=True)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_op_under_autocast(op: Op, dtype: torch.dtype) -> None:
     """From float32 inputs: eager's dtypes of results and gradients, and no larger error."""
