@@ -13,10 +13,12 @@ Layouts are ignored: whether they fit, the compiler says.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import threading
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -448,3 +450,26 @@ def start(launch: Any, options: dict[str, Any]) -> None:
     run(module, function.__name__, launch.grid, *given, *(options[name] for name in names))
     for view, values in back:
         view.copy_(torch.from_numpy(values))
+
+
+# --- Planted faults ---
+
+
+def plant(source: str, fault: Sequence[Any], folder: Path, name: str = "planted") -> Any:
+    """The module of a source with a fault: a text, what replaces it, and how often it stands."""
+    before, after, count = (*fault, 1)[:3]
+    assert source.count(before) == count, before
+    path = folder / "planted.py"
+    path.write_text(source.replace(before, after))
+    spec: Any = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def is_found(measure: Callable[[], float], allowed: float) -> bool:
+    """Whether a fault breaks the protocol, or makes an error larger than is allowed."""
+    try:
+        return measure() > allowed
+    except (ProtocolError, TypeError, AttributeError):
+        return True

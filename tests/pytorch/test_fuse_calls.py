@@ -338,6 +338,16 @@ class TimmsSwiGLU(nn.Module):
         return self.drop2(self.fc2(self.norm(x)))
 
 
+class DropsLaterFirst(TimmsSwiGLU):
+    """The dropout that comes first in the forward is registered last."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__(p)
+        first = self.drop1
+        del self.drop1
+        self.drop1 = first
+
+
 class TimmsGlu(nn.Module):
     """timm's: one layer for both, the gate last."""
 
@@ -372,6 +382,7 @@ class DropsLast(Gated):
         (LlamasFeedForward, ["gated_act (silu)"]),
         (GatedByTanh, ["gated_act (gelu by tanh)"]),
         *((lambda p=p: TimmsSwiGLU(p), ["gated_act (silu)"]) for p in (0.0, 0.3)),
+        *((lambda p=p: DropsLaterFirst(p), ["gated_act (silu)"]) for p in (0.0, 0.3)),
         *((lambda p=p: TimmsGlu(p), ["gated_act (sigmoid)"]) for p in (0.0, 0.3)),
         *((lambda p=p: DropsLast(p), ["gated_act (silu)"]) for p in (0.0, 0.3)),
         # The parts of a gated MLP with a norm in it, and no gate where both halves are activated.
@@ -390,8 +401,8 @@ def test_the_most_copied_code(make: Callable[[], nn.Module], becomes: list[str])
 
     def run_with(p: float) -> list[torch.Tensor]:
         before = [part.p for part in dropouts]
-        for part in dropouts:
-            part.p = p
+        for at, part in enumerate(dropouts):
+            part.p = p / (1 + at)  # in the other order they would drop others
         found = run(model, x)
         for part, own in zip(dropouts, before, strict=True):
             part.p = own

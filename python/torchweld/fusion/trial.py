@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -96,15 +97,16 @@ def _why_not_same_runs(
 
     `once` runs evaluation only. It accepts inputs that the original refuses.
     """
-    # Try a dropout of probability zero with another probability: the user may set one later.
-    has_zero = any(p == 0 for p in map(_read_dropout, twins.original.modules()))
-    some = 0.25 if has_zero else None
+    # Dropouts of probability zero, or of equal ones, get others: the user may set them later.
+    own = [p for p in map(_read_dropout, twins.original.modules()) if p is not None]
+    some = 0.25 if 0 in own or len(set(own)) < len(own) else None
     runs = ((True, 0.0), (True, 1.0), (False, 1.0)) if drops else ((True, some), (False, None))
     for training, p in runs[-1:] if once else runs:
-        for part in (part for twin in twins for part in twin.modules()):
-            part.training = training
+        for twin in twins:
+            for part in twin.modules():
+                part.training = training
             if p is not None:
-                _set_dropout(part, p)
+                _set_dropouts(twin, p)
         with nullcontext() if cast is None else torch.autocast(device.type, cast):
             try:
                 expected = probe.run(twins.original, inputs, dtype)
@@ -150,11 +152,14 @@ def _read_dropout(module: torch.nn.Module) -> float | None:
     return module.p if isinstance(module, torch.nn.modules.dropout._DropoutNd) else None
 
 
-def _set_dropout(module: torch.nn.Module, p: float) -> None:
-    if isinstance(module, torch.nn.modules.dropout._DropoutNd):
-        module.p = p
-    elif isinstance(module, torch.nn.MultiheadAttention):
-        module.dropout = p
+def _set_dropouts(module: torch.nn.Module, p: float) -> None:
+    """Give each dropout a probability of its own, unless all or none is dropped."""
+    of_each = itertools.repeat(p) if p in (0, 1) else (p / n for n in itertools.count(1))
+    for part in module.modules():
+        if isinstance(part, torch.nn.modules.dropout._DropoutNd):
+            part.p = next(of_each)
+        elif isinstance(part, torch.nn.MultiheadAttention):
+            part.dropout = next(of_each)
 
 
 def _why_not_same_results(
