@@ -118,7 +118,7 @@ def _fake_forward(op: Op) -> Callable[..., Any]:
         devices = {value.device for value in inputs if isinstance(value, torch.Tensor)}
         if len(devices) > 1:
             raise RuntimeError(f"{op.name}: arguments are on several devices: {devices}")
-        return _bare_if_single(op.fake(*inputs))
+        return _bare_if_single(op.make_fakes(*inputs))
 
     return fake
 

@@ -131,11 +131,6 @@ def _check_bias_act(x: Any, bias: Any, *kind: Any) -> None:
     check(name, *kind)
 
 
-def _fake_bias_act(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    _check_bias_act(x, *rest)
-    return (torch.empty_like(x, memory_format=torch.contiguous_format),)
-
-
 BIAS_ACT = Op(
     name="bias_act",
     forward="(Tensor input, Tensor? bias, str activation, str approximate) -> (Tensor y)",
@@ -143,7 +138,6 @@ BIAS_ACT = Op(
     " bool need_bias) -> (Tensor grad_input, Tensor grad_bias)",
     reference=_bias_act,
     check=_check_bias_act,
-    fake=_fake_bias_act,
     sources=SOURCES,
     sharding=ELEMENTS,
     sized=lambda leading, row: (
@@ -202,11 +196,6 @@ def _check_gated_act(gate: Any, up: Any, *kind: Any) -> None:
     check(name, *kind)
 
 
-def _fake_gated_act(gate: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    _check_gated_act(gate, *rest)
-    return (torch.empty_like(gate, memory_format=torch.contiguous_format),)
-
-
 GATED_ACT = Op(
     name="gated_act",
     forward="(Tensor gate, Tensor up, str activation, str approximate) -> (Tensor y)",
@@ -214,7 +203,6 @@ GATED_ACT = Op(
     " -> (Tensor grad_gate, Tensor grad_up)",
     reference=_gated_act,
     check=_check_gated_act,
-    fake=_fake_gated_act,
     sources=SOURCES,
     sharding=ELEMENTS,
     sized=lambda leading, row: (*[activation_spec(*leading, *row)] * 2, "silu", "none"),

@@ -222,11 +222,6 @@ def _check_normalize_act(
     _check(NORMALIZE_ACT, x, eps, kind, *pairs)
 
 
-def _fake_normalize_act(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    _check_normalize_act(x, *rest)
-    return (torch.empty_like(x, memory_format=torch.contiguous_format),)
-
-
 NORMALIZE_ACT = Op(
     name="normalize_act",
     forward="(Tensor input, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, float eps,"
@@ -236,7 +231,6 @@ NORMALIZE_ACT = Op(
     " need_bias) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
     reference=_normalize_act,
     check=_check_normalize_act,
-    fake=_fake_normalize_act,
     sources=SOURCES,
     sharding=ELEMENTS,
     sized=lambda leading, row: _size(leading, row, 1e-5),

@@ -64,8 +64,7 @@ def dequantize_8bit(
         accepted = f"{list(scales_shape(codes.shape))}, for codes of shape {list(codes.shape)}"
         raise ArgumentError("dequantize_8bit", "absmax", f"of shape {list(absmax.shape)}", accepted)
     if dtype not in _FLOATS:
-        names = " or ".join(str(kind).removeprefix("torch.") for kind in _FLOATS)
-        raise ArgumentError("dequantize_8bit", "dtype", dtype, names)
+        raise ArgumentError("dequantize_8bit", "dtype", dtype, checks.names(_FLOATS))
     with torch.no_grad():
         dequantize = dequantize_reference if dtype == torch.float64 else _DEQUANTIZE.run
         return dequantize(codes, absmax, signed, dtype)

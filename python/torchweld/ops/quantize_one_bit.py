@@ -181,18 +181,6 @@ def quantize_into(
     return quantize(x, error, new_error, block)
 
 
-def mean_into(
-    bits: torch.Tensor,
-    scale: torch.Tensor,
-    error: torch.Tensor | None,
-    new_error: torch.Tensor,
-    size: int,
-    block: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """average_one_bit, writing the new error."""
-    return _MEAN.run(bits, scale, error, new_error, size, block)
-
-
 # --- Reference and fakes ------------------------------------------------------------------------
 
 
@@ -248,7 +236,7 @@ def mean_reference(
     size: int,
     block: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """mean_into in eager torch."""
+    """average_one_bit in eager torch, without checks, writing the new error."""
     total = torch.zeros(size, dtype=torch.float32, device=bits.device)
     for values in dequantize_reference(bits, scale, [size], block, torch.float32):
         total = total + values  # in this order, as the kernels do
@@ -319,6 +307,7 @@ _MEAN = BareOp(
     reference=mean_reference,
     sample=_take_few_to_mean,
 )
+mean_into = _MEAN.run  # average_one_bit without checks, writing the new error
 _DEQUANTIZE = BareOp(
     "dequantize_one_bit",
     "(Tensor bits, Tensor scale, int[] sizes, int block, ScalarType dtype) -> Tensor",

@@ -61,7 +61,7 @@ def flops(op: Op, inputs: Sequence[Any], direction: str) -> int:
 def results(op: Op, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
     """The forward's results by name, on meta."""
     shapes = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in inputs]
-    return dict(zip(op.forward_signature.results, op.fake(*shapes), strict=True))
+    return dict(zip(op.forward_signature.results, op.make_fakes(*shapes), strict=True))
 
 
 def count_per_element(forward: int, backward: int) -> Callable[..., tuple[int, int]]:

@@ -52,8 +52,8 @@ class Op(Differentiable):
     reference: Callable[..., Any]
     # Raises ArgumentError if the arguments are not acceptable. Called only after a failure.
     check: Callable[..., None]
-    # The forward's outputs as empty tensors.
-    fake: Callable[..., tuple[torch.Tensor, ...]]
+    # The forward's outputs as empty tensors. None: one that is like the first argument.
+    fake: Callable[..., tuple[torch.Tensor, ...]] | None = None
     # Which dimensions of the arguments may be sharded over devices.
     sharding: Rows
     # Backend -> the files with its kernels, from the repository's root; what they include or import
@@ -118,6 +118,13 @@ class Op(Differentiable):
     def stand_in(self) -> tuple[Any, ...]:
         """Stand-in arguments for a compiled graph."""
         return self.arguments_while_compiling or self.sized((4096,), (1024,))
+
+    def make_fakes(self, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        """The forward's outputs as empty tensors."""
+        if self.fake is not None:
+            return self.fake(*inputs)
+        self.check(*inputs)
+        return (torch.empty_like(inputs[0], memory_format=torch.contiguous_format),)
 
     def take_sample(self, inputs: Sequence[Any], rows: int) -> Sequence[Any]:
         """Cut the arguments to about `rows` rows."""
