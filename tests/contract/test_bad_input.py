@@ -72,6 +72,18 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "BlockBias.relative": {"table": torch.ones(1, 2), "bucket_of_distance": BUCKETS},
     "BlockBias.with_table": {"table": torch.ones(1, 2)},
 }
+# Calls whose input is the only tensor.
+ALONE: list[tuple[str, dict[str, Any]]] = [
+    *(("layer_norm", {"weight": None, "bias": None}), ("rms_norm", {"weight": None})),
+    *(("softmax_dropout", {}), ("bias_act", {"bias": None, "activation": "relu"})),
+    ("bias_act", {"bias": None, "activation": "silu"}),
+]
+FEW: list[dict[str, Any]] = [
+    *({"q": torch.ones(1, 4, 1, 16).long()}, {"k": KEYS[..., :8]}, {"v": KEYS.half()}),
+    *({"k": k, "v": k} for k in (torch.ones(1, 3, 50, 16), KEYS[:, :0], KEYS.to_sparse())),
+    *({"layout": BlockLayout.dense((1, 51))}, {"layout": None}, {"causal": "yes"}),
+    *({"scale": torch.inf}, {"scale": torch.nan}),
+]
 # The function, the arguments that are changed, and what the error says is accepted. It names the
 # first of the changed ones, and where two do not go together also the other one.
 BAD: list[tuple[str, dict[str, Any], str]] = [
@@ -185,15 +197,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("linear_batch_norm_act", {"running_mean": W, "running_var": W}, r"rows of weight, \[4\]"),
     ("linear_batch_norm_act", {"bn_weight": W}, r"rows of weight, \[4\]"),
     ("linear_batch_norm_act", {"input": X[:1]}, "more than 1 value per channel"),
-    # Also where the input is the only tensor.
+    ("layer_norm", {"input": X.int()}, "float32 or bfloat16"),
     *[
         (name, {"input": X.to(dtype)} | changed, "float32 or bfloat16")
         for dtype in (torch.int32, torch.int64, torch.complex64, torch.bool)
-        for name, changed in (
-            *(("layer_norm", {}), ("layer_norm", {"weight": None, "bias": None})),
-            *(("rms_norm", {"weight": None}), ("softmax_dropout", {})),
-            *(("bias_act", {"bias": None, "activation": act}) for act in ("relu", "silu")),
-        )
+        for name, changed in ALONE
     ],
     # The error of meta tensors is ours, not torch's that autocast lacks the device.
     ("linear_act", {"weight": META_NARROW, "input": META}, r".*\binput"),
@@ -307,15 +315,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         },
         "on a line",
     ),
-    *[
-        ("attention of few queries", changed, "")
-        for changed in (
-            *({"q": torch.ones(1, 4, 1, 16).long()}, {"k": KEYS[..., :8]}, {"v": KEYS.half()}),
-            *({"k": k, "v": k} for k in (torch.ones(1, 3, 50, 16), KEYS[:, :0], KEYS.to_sparse())),
-            *({"layout": BlockLayout.dense((1, 51))}, {"layout": None}, {"causal": "yes"}),
-            *({"scale": torch.inf}, {"scale": torch.nan}),
-        )
-    ],
+    *[("attention of few queries", changed, "") for changed in FEW],
     ("BlockBias.relative", {"table": torch.ones(2)}, "heads, buckets"),
     ("BlockBias.relative", {"bucket_of_distance": BUCKETS[:8]}, "2 n - 1"),
     ("BlockBias.relative", {"bucket_of_distance": BUCKETS + 2}, "below 2"),

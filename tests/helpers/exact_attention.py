@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,14 +15,13 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
 
 
 def attend_exactly(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    qkv: Sequence[torch.Tensor],
     mask: torch.Tensor,
     bias: torch.Tensor | None = None,
     softcap: float = 0,
 ) -> torch.Tensor:
     """Zeros where nothing is seen; heads may share keys, and a batch too."""
+    q, k, v = qkv
     group = q.shape[1] // k.shape[1]
     q, k, v = q.double(), k.double(), v.double()
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))

@@ -53,7 +53,7 @@ def test_values_of_another_width(width: int, deep: int, backend: str) -> None:
         y, lse = attention(q, k, v, layout, return_lse=True)
         assert y.shape == (2, 4, 70, deep)
         assert lse.shape == (2, 4, 70)
-        assert_as_exact(y, attend_exactly(q, k, v, layout.to_mask()), [q, k, v])
+        assert_as_exact(y, attend_exactly((q, k, v), layout.to_mask()), [q, k, v])
 
 
 # Biases that broadcast in all ways, of odd strides.
@@ -79,7 +79,7 @@ def test_dense_biases(name: str, backend: str) -> None:
     q, k, v = draw(2, 4, 60, 16), draw(2, 2, 75, 16, seed=1), draw(2, 2, 75, 8, seed=2)
     bias = DENSE[name]()
     found = attention(q, k, v, layout, bias=bias, softcap=3.0)
-    wanted = attend_exactly(q, k, v, layout.to_mask(), bias, 3.0)
+    wanted = attend_exactly((q, k, v), layout.to_mask(), bias, 3.0)
     assert_as_exact(found, wanted, [q, k, v, bias])
 
 
@@ -95,7 +95,7 @@ def test_biases_by_distance(places: tuple[int, ...], heads: int, backend: str) -
     bias = BlockBias.relative(table, buckets)
     pairs = _pairs(table, buckets, 60, 75)
     found = attention(q, k, v, layout, bias=bias)
-    assert_as_exact(found, attend_exactly(q, k, v, layout.to_mask(), pairs), [q, k, v, table])
+    assert_as_exact(found, attend_exactly((q, k, v), layout.to_mask(), pairs), [q, k, v, table])
 
 
 def _dense_shape(kind: str, batch: int, heads: int, queries: int, keys: int) -> tuple[int, ...]:
@@ -200,7 +200,7 @@ def test_random_biases(
         q, k, v = q.detach(), k.detach(), v.detach()
     with torchweld.use_backend("cpu"):
         found = attention(q, k, v, layout, bias=bias, causal=causal)
-    assert_as_exact(found, attend_exactly(q, k, v, mask, pairs), leaves)
+    assert_as_exact(found, attend_exactly((q, k, v), mask, pairs), leaves)
 
 
 @pytest.mark.parametrize("kind", ["dense", "line", "plane"])
@@ -253,7 +253,7 @@ def test_tables_of_16_bit_models(dtype: torch.dtype) -> None:
             assert y.dtype == dtype
             pairs = dense if given is dense else _pairs(table, torch.arange(9), 40, 40)
             unit = torch.finfo(dtype).eps
-            assert_as_exact(y, attend_exactly(q, k, v, layout.to_mask(), pairs), [leaf], 8 * unit)
+            assert_as_exact(y, attend_exactly((q, k, v), layout.to_mask(), pairs), [leaf], 8 * unit)
 
 
 Q, LAYOUT = torch.ones(2, 4, 64, 8), BlockLayout.dense(64, block=16)

@@ -208,7 +208,7 @@ def _assert_gradients(layout: BlockLayout, mask: Mask, **options: Any) -> None:
     lengths = (layout.queries, layout.keys, layout.keys)
     leaves = [draw(BATCH, HEADS, length, 8, seed=at) for at, length in enumerate(lengths)]
     y = block_sparse_attention(*leaves, layout, **options)
-    assert_as_exact(y, attend_exactly(*leaves, mask), leaves)
+    assert_as_exact(y, attend_exactly(leaves, mask), leaves)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "eager"])

@@ -79,7 +79,7 @@ def test_random_layouts_lengths_heads_and_groups(
     inputs = _drawn(*shapes)
     with torchweld.use_backend("cpu"):
         y = attention(*inputs, layout, causal=causal, key_padding_mask=padding)
-    assert_as_exact(y, attend_exactly(*inputs, mask), inputs)
+    assert_as_exact(y, attend_exactly(inputs, mask), inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -202,7 +202,7 @@ def test_layers_of_one_length_do_not_mix(compiled: bool) -> None:
     inputs = _drawn(*[(1, 2, 96, 16)] * 3)
     wanted, *keys_and_values = inputs
     for layout in layouts:
-        wanted = wanted + attend_exactly(wanted, *keys_and_values, layout.to_mask())
+        wanted = wanted + attend_exactly((wanted, *keys_and_values), layout.to_mask())
     torch._dynamo.reset()
     function = torch.compile(layers, fullgraph=True, backend="aot_eager") if compiled else layers
     with torchweld.use_backend("cpu"):
@@ -269,7 +269,7 @@ def test_slopes_and_soft_capping(backend: str) -> None:
     layout = BlockLayout.dense((40, 70), block=16)
     y = attention(q, k, v, layout, alibi_slopes=slopes, softcap=2.0)
     bias, every = -slopes[..., None, None] * distance, torch.ones(40, 70, dtype=torch.bool)
-    assert_as_exact(y, attend_exactly(q, k, v, every, bias, 2.0), [q, k, v])
+    assert_as_exact(y, attend_exactly((q, k, v), every, bias, 2.0), [q, k, v])
 
 
 @pytest.mark.parametrize("given_", [torch.float32, torch.bfloat16], ids=str)
@@ -322,7 +322,7 @@ def test_one_sequence_of_keys_serves_the_batch(backend: str) -> None:
     layout = BlockLayout.sliding_window((40, 50), block=16)
     mask = layout.to_mask() & ~padding
     y = attention(q, k, v, layout, key_padding_mask=padding)
-    assert_as_exact(y, attend_exactly(q, k, v, mask), [q, k, v])
+    assert_as_exact(y, attend_exactly((q, k, v), mask), [q, k, v])
 
 
 class _ChoosesItsBlocks(torch.nn.Module):
@@ -362,7 +362,7 @@ def test_a_layout_from_scores_in_a_compiled_model(heads: int | None, mode: str) 
 
             patch.setattr(BlockLayout, "from_scores", noted)
             model(*given)
-        return attend_exactly(*given, layouts[-1].causal().to_mask())
+        return attend_exactly(given, layouts[-1].causal().to_mask())
 
     with torchweld.use_backend("cpu"):
         if mode == "training":
