@@ -31,7 +31,7 @@ from hypothesis import HealthCheck, settings
 
 import interpreting
 import torchweld
-from selection import EMULATED, GPU, KERNELS, PLACES, Target, choose_targets
+from selection import EMULATED, GPU, KERNELS, PLACES, TRITON, Target, choose_targets
 from torchweld.dispatch import way
 from torchweld.dispatch.engine.judge import is_out_of_memory
 from torchweld.optim._base import FusedOptimizer
@@ -123,6 +123,20 @@ def running_at(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with torchweld.use_backend(backend):
         yield
     way.forget()  # a backend serves other devices now
+
+
+@pytest.fixture
+def kernels() -> Iterator[None]:
+    """The CPU's kernels serve small inputs too."""
+    with torchweld.use_backend("cpu"):
+        yield
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton is selected by name, on a GPU or in its interpreter."""
+    with running_at(TRITON, monkeypatch):
+        yield
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 
 from oracle import LEAST_POOL
@@ -113,6 +114,13 @@ def _places() -> dict[str, tuple[str, str, str | None]]:
 
 
 PLACES = _places()
+# Where Triton's kernels run here, and the marks of a file that only tests them.
+TRITON = "gpu-triton" if GPU else "interpreter"
+TRITON_DEVICE = PLACES[TRITON][1]
+of_triton = [
+    pytest.mark.skipif(PLACES[TRITON][2] is not None, reason=str(PLACES[TRITON][2])),
+    pytest.mark.usefixtures("triton"),
+]
 # A composite has no kernel of its own. Most of its tests are in tests/ops/test_seams.py. The tests
 # of its ops cover the interpreter, the emulator, and backends with kernels for only some of the
 # samples.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,11 +22,7 @@ WHOLE, LAYER = OPS["batch_norm_act"], OPS["linear_batch_norm_act"]
 EITHER = ("cpu", "eager")
 
 
-@pytest.fixture(autouse=True)
-def _kernels() -> Iterator[None]:
-    """Use kernels for small inputs too."""
-    with torchweld.use_backend("cpu"):
-        yield
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def _step(*shape: int, dtype: torch.dtype = torch.float32, **kwargs: Any) -> list[Any]:

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import PLACES, running_at
 from oracle import exact, incoming, run
+from selection import TRITON_DEVICE as DEVICE
+from selection import of_triton
 from torchweld import BackendError, random
 from torchweld.bench.cases import CASES
 from torchweld.dispatch.autograd import as_tuple
@@ -27,9 +28,7 @@ from torchweld.registry import TensorSpec, materialize
 from torchweld.sparse import BlockLayout
 from watched import watched
 
-PLACE = "gpu-triton" if torch.cuda.is_available() else "interpreter"
-DEVICE = PLACES[PLACE][1]
-pytestmark = pytest.mark.skipif(PLACES[PLACE][2] is not None, reason=str(PLACES[PLACE][2]))
+pytestmark = of_triton
 
 SAMPLES = CASES[OP.name].samples
 FEW = [i for i, sample in enumerate(SAMPLES) if sample[0].shape[-3:][0] < 1000]
@@ -47,12 +46,6 @@ def _few_heads(sample: tuple[Any, ...]) -> list[Any]:
 
     heads = sample[0].shape[-3:][0]
     return [take(value) if heads == 20 else value for value in sample]
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with running_at(PLACE, monkeypatch):
-        yield
 
 
 @pytest.mark.parametrize(

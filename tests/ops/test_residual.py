@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,11 +18,7 @@ from torchweld.registry import OPS, materialize
 NORMS = ("dropout_add_layer_norm", "dropout_add_rms_norm")
 
 
-@pytest.fixture(autouse=True)
-def _kernels() -> Iterator[None]:
-    """Use kernels for small inputs too."""
-    with torchweld.use_backend("cpu"):
-        yield
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def _drawn(name: str, dtype: torch.dtype = torch.float32, dropping: bool = True) -> list[Any]:

@@ -5,37 +5,27 @@ They serve only some of the op's samples, so that the contract leaves them out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import torchweld
-from conftest import PLACES, running_at
 from oracle import exact, incoming, sample_inputs
+from selection import TRITON_DEVICE as DEVICE
+from selection import of_triton
 from torchweld.bench.cases import CASES
 from torchweld.functional import rotary_embedding, rotary_embedding_qk
 from torchweld.ops.rotary.op import OP
 from watched import watched
 
-PLACE = "gpu-triton" if torch.cuda.is_available() else "interpreter"
-DEVICE = PLACES[PLACE][1]
-pytestmark = [
-    pytest.mark.skipif(PLACES[PLACE][2] is not None, reason=str(PLACES[PLACE][2])),
-]
+pytestmark = of_triton
 
 SERVED = [
     at for at, given in enumerate(CASES[OP.name].samples) if OP.why_refused("triton", given) is None
 ]
 # Keys with fewer heads; proportional pairs with an angle a column; interleaved pairs with a norm.
 TELLING = (6, 10, 11)
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with running_at(PLACE, monkeypatch):
-        yield
 
 
 def _assert_bounded(inputs: Any) -> None:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import torchweld
-from conftest import PLACES, running_at
+from selection import TRITON_DEVICE as DEVICE
+from selection import of_triton
 from torchweld.ops.optimizer import orthogonal
 
 triton = pytest.importorskip("triton")
 tl = triton.language
 symmetric = pytest.importorskip("torchweld.triton_kernels.symmetric")
 
-PLACE = "gpu-triton" if torch.cuda.is_available() else "interpreter"
-DEVICE = PLACES[PLACE][1]
-pytestmark = pytest.mark.skipif(PLACES[PLACE][2] is not None, reason=str(PLACES[PLACE][2]))
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with running_at(PLACE, monkeypatch):
-        yield
+pytestmark = of_triton
 
 
 def _random(*shape: int) -> torch.Tensor:

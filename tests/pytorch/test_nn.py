@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,11 +18,7 @@ WITH_RESIDUAL = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _kernels() -> Iterator[None]:
-    """The kernels serve small inputs too."""
-    with torchweld.use_backend("cpu"):
-        yield
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
