@@ -298,65 +298,50 @@ X, W, B = torch.randn(6, 8), torch.rand(8) + 0.5, torch.randn(8)
 SQUARE = torch.randn(8, 8)
 IDENTITY = {"activation": "identity"}
 STATS = {"running_mean": B, "running_var": W}
-# Torch's function, ours, the call site that both take unchanged, and the extra arguments that only
-# ours or only torch's needs.
-CALLS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "layer_norm": (
-        theirs.layer_norm,
-        functional.layer_norm,
-        {"input": X, "normalized_shape": [8], "weight": W, "bias": B, "eps": 1e-3},
-        {},
-        {},
+# The call site that both functions take unchanged, and the arguments that only ours or only torch's
+# needs.
+CALLS: list[tuple[Any, Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    (
+        *(theirs.layer_norm, functional.layer_norm),
+        *({"input": X, "normalized_shape": [8], "weight": W, "bias": B, "eps": 1e-3}, {}, {}),
     ),
-    "layer_norm of defaults": (
-        theirs.layer_norm,
-        functional.layer_norm,
-        {"normalized_shape": (8,), "input": X},
-        {},
-        {},
+    (
+        *(theirs.layer_norm, functional.layer_norm),
+        *({"normalized_shape": (8,), "input": X}, {}, {}),
     ),
-    "rms_norm": (
-        theirs.rms_norm,
-        functional.rms_norm,
-        {"input": X, "normalized_shape": [8], "weight": W, "eps": 1e-3},
-        {},
-        {},
+    (
+        *(theirs.rms_norm, functional.rms_norm),
+        *({"input": X, "normalized_shape": [8], "weight": W, "eps": 1e-3}, {}, {}),
     ),
-    "batch_norm": (
-        theirs.batch_norm,
-        functional.batch_norm_act,
+    (
+        *(theirs.batch_norm, functional.batch_norm_act),
         {"input": X, **STATS, "weight": W, "bias": B, "training": False, "eps": 1e-3},
-        IDENTITY,
-        {},
+        *(IDENTITY, {}),
     ),
-    "linear": (
-        theirs.linear,
-        functional.linear_act,
-        {"input": X, "weight": SQUARE, "bias": B},
-        IDENTITY,
-        {},
+    (
+        *(theirs.linear, functional.linear_act),
+        *({"input": X, "weight": SQUARE, "bias": B}, IDENTITY, {}),
     ),
-    "softmax": (theirs.softmax, functional.softmax_dropout, {"input": X}, {}, {"dim": -1}),
-    "dropout": (
-        theirs.dropout,
-        functional.bias_dropout_add,
-        {"input": X, "p": 0.5, "training": False},
-        {"bias": None, "residual": torch.zeros_like(X)},
-        {},
+    (theirs.softmax, functional.softmax_dropout, {"input": X}, {}, {"dim": -1}),
+    (
+        *(theirs.dropout, functional.bias_dropout_add),
+        *({"input": X, "p": 0.5, "training": False}, {"bias": None, "residual": 0 * X}, {}),
     ),
-    "gelu": (
-        theirs.gelu,
-        functional.bias_act,
-        {"input": X, "approximate": "tanh"},
-        {"activation": "gelu"},
-        {},
+    (
+        *(theirs.gelu, functional.bias_act),
+        *({"input": X, "approximate": "tanh"}, {"activation": "gelu"}, {}),
     ),
-}
+]
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_by_keyword_works_unchanged(name: str) -> None:
-    torchs, ours, call, only_ours, only_torchs = CALLS[name]
+@pytest.mark.parametrize(("torchs", "ours", "call", "only_ours", "only_torchs"), CALLS)
+def test_a_call_by_keyword_works_unchanged(
+    torchs: Any,
+    ours: Any,
+    call: dict[str, Any],
+    only_ours: dict[str, Any],
+    only_torchs: dict[str, Any],
+) -> None:
     expected = torchs(**call, **only_torchs)
     torch.testing.assert_close(ours(**call, **only_ours), expected, rtol=1e-5, atol=1e-5)
     for backend in ("cpu", "eager"):
@@ -365,38 +350,31 @@ def test_a_call_by_keyword_works_unchanged(name: str) -> None:
 
 
 _SIZES = {"in_features": 8, "out_features": 8, "bias": True, "device": "cpu", "dtype": X.dtype}
-# Torch's module, ours, and the arguments that both are made and called with.
-BUILT: dict[str, tuple[Any, Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
-    "LayerNorm": (torch.nn.LayerNorm, nn.LayerNorm, (8, 1e-3), {}, {}),
-    "RMSNorm": (torch.nn.RMSNorm, nn.RMSNorm, (8, 1e-3), {}, {}),
-    "DropoutAddLayerNorm": (torch.nn.LayerNorm, nn.DropoutAddLayerNorm, (8, 1e-3), {}, {}),
-    "DropoutAddLayerNorm by place": (
-        torch.nn.LayerNorm,
-        nn.DropoutAddLayerNorm,
-        (8, 1e-3, True, False, "cpu", torch.float32),
-        {},
-        {},
-    ),
-    "DropoutAddRMSNorm": (torch.nn.RMSNorm, nn.DropoutAddRMSNorm, (8, 1e-3), {}, {}),
-    "Linear": (torch.nn.Linear, nn.LinearAct, (), _SIZES, IDENTITY),
-    "Linear by place": (
-        torch.nn.Linear,
-        nn.LinearAct,
-        (8, 8, False, "cpu", torch.float32),
-        {},
-        IDENTITY,
-    ),
-    "GELU": (torch.nn.GELU, nn.GELU, (), {"approximate": "tanh"}, {}),
-    "ReLU": (torch.nn.ReLU, nn.ReLU, (), {"inplace": False}, {}),
-    "SiLU": (torch.nn.SiLU, nn.SiLU, (), {"inplace": False}, {}),
-    "Sigmoid": (torch.nn.Sigmoid, nn.Sigmoid, (), {}, {}),
-    "Tanh": (torch.nn.Tanh, nn.Tanh, (), {}, {}),
-}
+# The arguments that torch's module and ours both are made with, and those of only ours.
+BUILT: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = [
+    (torch.nn.LayerNorm, nn.LayerNorm, (8, 1e-3), {}, {}),
+    (torch.nn.RMSNorm, nn.RMSNorm, (8, 1e-3), {}, {}),
+    (torch.nn.LayerNorm, nn.DropoutAddLayerNorm, (8, 1e-3), {}, {}),
+    (torch.nn.LayerNorm, nn.DropoutAddLayerNorm, (8, 1e-3, True, False, "cpu", X.dtype), {}, {}),
+    (torch.nn.RMSNorm, nn.DropoutAddRMSNorm, (8, 1e-3), {}, {}),
+    (torch.nn.Linear, nn.LinearAct, (), _SIZES, IDENTITY),
+    (torch.nn.Linear, nn.LinearAct, (8, 8, False, "cpu", X.dtype), {}, IDENTITY),
+    (torch.nn.GELU, nn.GELU, (), {"approximate": "tanh"}, {}),
+    (torch.nn.ReLU, nn.ReLU, (), {"inplace": False}, {}),
+    (torch.nn.SiLU, nn.SiLU, (), {"inplace": False}, {}),
+    (torch.nn.Sigmoid, nn.Sigmoid, (), {}, {}),
+    (torch.nn.Tanh, nn.Tanh, (), {}, {}),
+]
 
 
-@pytest.mark.parametrize("name", BUILT)
-def test_a_module_is_made_and_called_as_torchs(name: str) -> None:
-    torchs, ours, by_place, call, only_ours = BUILT[name]
+@pytest.mark.parametrize(("torchs", "ours", "by_place", "call", "only_ours"), BUILT)
+def test_a_module_is_made_and_called_as_torchs(
+    torchs: Any,
+    ours: Any,
+    by_place: tuple[Any, ...],
+    call: dict[str, Any],
+    only_ours: dict[str, Any],
+) -> None:
     reference, module = torchs(*by_place, **call), ours(*by_place, **call, **only_ours)
     module.load_state_dict(reference.state_dict())
     argument = next(iter(_signature(type(reference).forward)))  # x in RMSNorm

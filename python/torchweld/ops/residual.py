@@ -220,21 +220,11 @@ def dropout_add_rms_norm(
         x, stream = dropout_add_rms_norm(x, stream, weight, p=0.1, return_residual=True)
 
     Args:
-        input: [*, *normalized_shape]; float32, bfloat16, float16 (or float64).
-        residual: of input's shape; of input's dtype, or float32 and 16 bits in either order; None:
-            zeros.
+        input, residual, normalized_shape: as in `dropout_add_layer_norm`.
         weight: of normalized_shape, in input's dtype, or float32 and 16 bits in either order.
-        normalized_shape: the last dimensions of input, which are normalised; None: weight's shape,
-            or without a weight the last dimension.
         eps: added to the mean square, >= 0; None: as in rms_norm.
-        return_residual: return (y, z).
-        y_dtype: dtype of y: input's, or float32 for 16-bit input; None: input's, or under autocast
-            torch's norm's: float32 on CUDA and with a float32 residual.
-        p: probability that an element of input is dropped if training is true.
-        training: False drops nothing.
-        seed: what to drop, see torchweld.random; None draws one from torch's generator.
-        shard: the place of input in a larger tensor, sharded only in dimensions before
-            normalized_shape.
+        return_residual, y_dtype: as in `dropout_add_layer_norm`.
+        p, training, seed, shard: as in `dropout_add_layer_norm`.
 
     Returns:
         y; z, of the wider of input's and residual's dtypes.

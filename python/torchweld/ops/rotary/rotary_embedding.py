@@ -136,20 +136,11 @@ def rotary_embedding_qk(
     Args:
         q: as x of `rotary_embedding`.
         k: like q; it may have another number of heads.
-        cos: as in `rotary_embedding`.
-        sin: like cos.
-        position_ids: as in `rotary_embedding`.
-        interleaved: as in `rotary_embedding`.
-        rotary_dim: as in `rotary_embedding`.
-        proportional: as in `rotary_embedding`.
-        seq_dim: as in `rotary_embedding`.
-        q_norm_weight: norm_weight of the queries.
-        k_norm_weight: norm_weight of the keys.
-        norm_eps: as in `rotary_embedding`, of both norms.
-        norm_plus_one: as in `rotary_embedding`.
-        norm_rounding: as in `rotary_embedding`.
-        norm_across_heads: as in `rotary_embedding`.
-        cu_seqlens: as in `rotary_embedding`.
+        cos, sin, position_ids, cu_seqlens: as in `rotary_embedding`.
+        interleaved, rotary_dim, proportional, seq_dim: as in `rotary_embedding`.
+        q_norm_weight, k_norm_weight: norm_weight of the queries and of the keys.
+        norm_eps, norm_plus_one, norm_rounding, norm_across_heads: as in `rotary_embedding`, of both
+            norms.
 
     Returns:
         The rotated queries and keys.
