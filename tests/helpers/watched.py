@@ -15,7 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oracle import Results, run
+from oracle import Results, exact, incoming, run
+from torchweld.bench.cases import CASES
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.registry import Op
 
@@ -42,6 +43,24 @@ def watched(op: Op, backend: str, inputs: list[Any]) -> Results:
             assert not value.isnan().any(), f"{name} has elements that nothing wrote"
     calls.check()
     return results
+
+
+def assert_right_if_watched(
+    op: Op, backend: str, inputs: list[Any], *, sums_weights: bool = False
+) -> None:
+    """Errors within 16 roundings of the sum of terms, of a kernel that the contract leaves out.
+
+    A subnormal weight is off by at most half of the smallest subnormal number.
+    """
+    oracle = exact(op, inputs)
+    grads = {f"grad_{name}": incoming(oracle[name]) for name in op.public}
+    terms = CASES[op.name].terms(*inputs, **grads)
+    info = torch.finfo(inputs[0].dtype)
+    unit = info.eps / 2
+    weights = grads[f"grad_{op.public[0]}"].abs().sum().item() if sums_weights else 1
+    for name, value in watched(op, backend, inputs).items():
+        bound = 16 * unit * terms[name] + info.smallest_normal * unit * weights
+        assert torch.all((value - oracle[name]).abs() <= bound), name
 
 
 def _inside_buffers(inputs: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:

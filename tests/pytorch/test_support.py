@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ X, STREAM = torch.randn(8192, 64), torch.randn(8192, 64)
 MODULES: dict[str, Callable[[], torch.nn.Module]] = {
     "LayerNorm": lambda: nn.LayerNorm(64),
     "RMSNorm": lambda: nn.RMSNorm(64),
+    "GELU": lambda: nn.GELU(),
     "LinearGELU": lambda: nn.LinearGELU(64, 64),
     "MLP": lambda: nn.MLP(64, 64),
     "GatedMLP": lambda: nn.GatedMLP(64, 64),
@@ -64,9 +66,15 @@ def test_the_table_names_tests_that_there_are() -> None:
 
 @every_module
 def test_fx(name: str) -> None:
-    """Nodes are the public functions; the graph can be copied and pickled with the module."""
+    """Nodes are the public functions; the graph can be copied and pickled, as the module can.
+
+    torch.fx keeps annotations in its graph, and pickles no annotation that is a string.
+    """
     module, given = _made(name)
     traced = torch.fx.symbolic_trace(module)
+    for some in (traced, module):
+        for copied in (copy.deepcopy(some), pickle.loads(pickle.dumps(some))):
+            assert torch.equal(copied(*given), module(*given))
     functions = {getattr(functional, n) for n in functional.__all__}
     assert any(node.target in functions for node in traced.graph.nodes)
     assert torch.equal(traced(*given), module(*given))
