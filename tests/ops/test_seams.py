@@ -58,27 +58,6 @@ def test_recomputation_compiles() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@every_seam
-def test_functorch_gets_the_reference_and_a_named_backend_refuses(seam: Composite) -> None:
-    inputs = seams.inputs_of(seam)
-    x = torch.randn(3, *inputs[0].shape)
-    tangent = torch.randn_like(x[0])
-
-    def batched(function: Callable[..., Any]) -> torch.Tensor:
-        return torch.func.vmap(lambda x: function(x, *inputs[1:]))(x)
-
-    def forward_mode(function: Callable[..., Any]) -> torch.Tensor:
-        return torch.func.jvp(lambda x: function(x, *inputs[1:]), (x[0],), (tangent,))[1]
-
-    for transform in (batched, forward_mode):
-        with pytest.raises(torchweld.BackendError, match=r"torch\.func"):
-            transform(lambda *given: call(seam, *given))
-        with torchweld.use_backend(None):
-            found = transform(lambda *given: call(seam, *given))
-        assert torch.equal(found, transform(seam.reference))
-        assert found.any()
-
-
 def test_explain() -> None:
     x, weight, bias = seams.inputs_of(LINEAR, 16384)[:3]
     with torchweld.use_backend(None):
