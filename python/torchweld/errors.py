@@ -2,6 +2,10 @@
 
 import difflib
 import re
+import textwrap
+
+# Characters of a value in a message: a tensor in a list's place has thousands.
+_LONGEST = 200
 
 
 class ArgumentError(ValueError, RuntimeError):
@@ -12,8 +16,9 @@ class ArgumentError(ValueError, RuntimeError):
     """
 
     def __init__(self, function: str, argument: str, got: object, accepted: str) -> None:
+        given = textwrap.shorten(str(got), _LONGEST)
         super().__init__(
-            f"{function}: {argument} is {got}; accepted: {accepted}{_suggest(str(got), accepted)}"
+            f"{function}: {argument} is {given}; accepted: {accepted}{_suggest(given, accepted)}"
         )
         self.function = function
         self.argument = argument

@@ -544,3 +544,12 @@ def test_a_misspelt_name_is_answered(given: str, suggested: str | None) -> None:
         torchweld.functional.bias_act(torch.ones(4), activation=given)
     said = f"; did you mean {suggested!r}?"
     assert str(caught.value).endswith(said if suggested else "identity")
+
+
+def test_a_long_value_is_shortened() -> None:
+    """A tensor in the place of a list has thousands of numbers."""
+    with pytest.raises(
+        torchweld.ArgumentError, match=r"normalized_shape is \[1, 1.*\[\.\.\.\];"
+    ) as caught:
+        functional.rms_norm(torch.ones(4, 5000), torch.ones(5000))
+    assert len(str(caught.value)) < 400
