@@ -133,25 +133,25 @@ FAULTS = [
         "csrc/core/rules/lion.h",
         "(ahead < 0 ? step : zero)",
         "(ahead <= 0 ? step : zero)",
-        f"{OPTIM}/test_optim.py {OPTIM}/test_optim_rules.py tests/contract/test_absent_lanes.py",
+        f"{OPTIM}/test_optim_published.py tests/contract/test_absent_lanes.py",
     ),
     Fault(
         "csrc/core/rules/lion.h",
         "m[0] = m[0] * beta2 + g * rate2",
         "m[0] = m[0] * beta1 + g * rate1",
-        f"{OPTIM}/test_optim.py",
+        f"{OPTIM}/test_optim_published.py",
     ),
     Fault(
         "csrc/core/rules/lamb.h",
         "(s.grad_averaging ? 1 - s.beta1 : 1)",
         "(1 - s.beta1)",
-        f"{OPTIM}/test_optim_adaptive.py {OPTIM}/test_optim_rules.py",
+        f"{OPTIM}/test_optim_published.py {OPTIM}/test_optim_rules.py",
     ),
     Fault(
         "csrc/core/rules/lamb.h",
         "(s.bias_correction ? 1 / (1",
         "(true ? 1 / (1",
-        f"{OPTIM}/test_optim_adaptive.py {OPTIM}/test_optim_rules.py",
+        f"{OPTIM}/test_optim_published.py {OPTIM}/test_optim_rules.py",
     ),
     # --- Triton kernels ---
     Fault(
@@ -310,8 +310,8 @@ FAULTS = [
     ),
     # --- Optimizers ---
     Fault(
-        "python/torchweld/ops/optimizer/batch.py",
-        "torch.autograd.graph.increment_version(tensors)",
+        "python/torchweld/ops/optimizer/rule.py",
+        "torch.autograd.graph.increment_version(batch.list_written())",
         "pass",
         f"{OPTIM}/test_optim_habits.py",
     ),
@@ -319,25 +319,25 @@ FAULTS = [
         "python/torchweld/optim/_base.py",
         "factor = -one if factor is None else -factor",
         "factor = -one",
-        f"{OPTIM}/test_optim.py {OPTIM}/test_optim_habits.py",
+        f"{OPTIM}/test_optim_gradients.py",
     ),
     Fault(
         "python/torchweld/optim/_base.py",
         "return clip if factor is None else clip * factor",
         "return clip",
-        f"{OPTIM}/test_optim.py {OPTIM}/test_optim_habits.py",
+        f"{OPTIM}/test_optim_gradients.py",
     ),
     Fault(
         "python/torchweld/optim/_base.py",
         "factor = torch.where(found_inf.to(factor.device) == 0, factor, 1)",
         "pass",
-        f"{OPTIM}/test_optim_inputs.py {OPTIM}/test_optim.py",
+        f"{OPTIM}/test_optim_gradients.py",
     ),
     Fault(
         "python/torchweld/optim/_base.py",
         "(norm + 1e-6)",
         "(norm + 1e-2)",
-        f"{OPTIM}/test_optim.py {OPTIM}/test_optim_habits.py",
+        f"{OPTIM}/test_optim_gradients.py",
     ),
     Fault(
         "python/torchweld/optim/_base.py",
@@ -373,7 +373,7 @@ FAULTS = [
         "python/torchweld/optim/_base.py",
         "states[key] = {name: _hide(name, value)",
         "states[key] = {name: value",
-        f"{OPTIM}/test_optim_checkpoints.py {OPTIM}/test_optim.py",
+        f"{OPTIM}/test_optim_checkpoints.py",
     ),
 ]
 

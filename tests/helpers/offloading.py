@@ -107,6 +107,20 @@ def offloaded(make: Make, **arguments: Any) -> Make:
     return lambda params: optim.Offload(make(params), **settings)
 
 
+def take_steps(model: nn.Module, optimizer: Any, *seeds: int, micro: int = 1) -> None:
+    for seed in seeds:
+        backward(model, seed, micro)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+ADAMW: dict[str, Any] = {"lr": 1e-2, "master_weights": True}
+
+
+def adamw(params: Any, **settings: Any) -> Any:
+    return optim.AdamW(params, **ADAMW, **settings)
+
+
 def values(model: nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 

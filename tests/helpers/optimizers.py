@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, get_type_hints
 
 import torch
 
 import selection
+import torchweld
 from torchweld import optim
 from torchweld.bench.steps import find_class
 from torchweld.ops.optimizer.reference import read_param
@@ -38,6 +39,14 @@ def draw_grads(params: list[torch.Tensor], seed: int, scale: float = 0.1) -> Non
         p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.device, p.dtype)
 
 
+def draw_steps(steps: int, shapes: Any = SHAPES) -> Iterator[list[torch.Tensor]]:
+    """The gradients of each step of `run`."""
+    params = draw(shapes=shapes)
+    for seed in range(steps):
+        draw_grads(params, seed)
+        yield [p.grad for p in params if p.grad is not None]
+
+
 def draw_grads_by_row(params: list[torch.Tensor], seed: int) -> None:
     """Rows of different scales: zeros, subnormal, large, and with a non-finite element."""
     draw_grads(params, seed)
@@ -49,51 +58,110 @@ def draw_grads_by_row(params: list[torch.Tensor], seed: int) -> None:
         p.grad[11::31, -1] = torch.inf
 
 
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def run(
-    make: Callable[[list[torch.Tensor]], Optimizer],
+    make: Callable[[list[torch.Tensor]], Any],
     steps: int = 6,
     dtype: torch.dtype = torch.float32,
     shapes: Any = SHAPES,
     device: str = "cpu",
-) -> tuple[list[torch.Tensor], Optimizer]:
+    *,
+    grads: Callable[[list[torch.Tensor], int], None] = draw_grads,
+    backend: str | None = None,
+    count: int | None = None,
+) -> tuple[list[torch.Tensor], Any]:
+    """Parameters after some steps, and their optimizer. `count` is the number of threads."""
     params = draw(dtype, shapes, device)
     optimizer = make(params)
-    for seed in range(steps):
-        draw_grads(params, seed)
-        optimizer.step()
+    with contextlib.ExitStack() as stack:
+        if backend is not None:
+            stack.enter_context(torchweld.use_backend(backend))
+        if count is not None:
+            stack.enter_context(threads(count))
+        for seed in range(steps):
+            grads(params, seed)
+            optimizer.step()
     return params, optimizer
 
 
-def lamb_in_float64(
-    exact: list[torch.Tensor], of_steps: list[list[torch.Tensor]], lr: float, settings: Any
-) -> tuple[list[torch.Tensor], float]:
-    """The paper's algorithm with Apex's and DeepSpeed's variants, and the largest update."""
-    exact = list(exact)
-    beta1, beta2 = settings.get("betas", (0.9, 0.999))
-    eps, decay = settings.get("eps", 1e-6), settings.get("weight_decay", 0.0)
-    ms, vs = ([torch.zeros_like(p) for p in exact] for _ in range(2))
-    largest = 1.0
-    for t, grads in enumerate(of_steps, start=1):
+def run_bits(*arguments: Any, **named: Any) -> list[torch.Tensor]:
+    """The parameters and states after `run` with these arguments."""
+    return snapshot(*run(*arguments, **named))
+
+
+class Room:
+    """Copies of tensors at this offset in larger memory, which is full of sevens."""
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+        self.buffers: list[torch.Tensor] = []
+        self._counts: list[int] = []
+
+    def place(self, t: torch.Tensor) -> torch.Tensor:
+        buffer = torch.full((t.numel() + self.offset + 5,), 7, dtype=t.dtype, device=t.device)
+        self.buffers.append(buffer)
+        self._counts.append(t.numel())
+        return buffer[self.offset : self.offset + t.numel()].view(t.shape).copy_(t.detach())
+
+    def assert_untouched(self) -> None:
+        for buffer, count in zip(self.buffers, self._counts, strict=True):
+            assert (buffer[: self.offset] == 7).all()
+            assert (buffer[self.offset + count :] == 7).all()
+
+
+# --- The papers' algorithms ---
+
+# The parameter after a step, from the parameter, its gradient, the step's number, what the
+# algorithm keeps, and settings.
+Algorithm = Callable[[Any, Any, int, dict[str, Any], dict[str, Any]], torch.Tensor]
+
+
+def in_float64(
+    algorithm: Algorithm,
+    start: list[torch.Tensor],
+    of_steps: Iterable[list[torch.Tensor]],
+    settings: dict[str, Any],
+) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+    """The parameters after all steps, and what the algorithm keeps of each."""
+    exact = [p.detach().double() for p in start]
+    kept: list[dict[str, Any]] = [{} for _ in exact]
+    for t, of_step in enumerate(of_steps, start=1):
+        grads = [g.detach().double() for g in of_step]
         if limit := settings.get("max_grad_norm"):
             norm = torch.cat([g.flatten() for g in grads]).norm()
             grads = [g * min(1.0, limit / (norm + 1e-6)) for g in grads]
-        for i, (p, g) in enumerate(zip(exact, grads, strict=True)):
-            g = -g if settings.get("maximize") else g
-            ms[i] = beta1 * ms[i] + (1 - beta1 if settings.get("grad_averaging", True) else 1) * g
-            vs[i] = beta2 * vs[i] + (1 - beta2) * g * g
-            m, v = ms[i], vs[i]
-            if settings.get("bias_correction", True):
-                m, v = m / (1 - beta1**t), v / (1 - beta2**t)
-            u = m / (v.sqrt() + eps) + decay * p
-            ratio = p.norm() / u.norm() if p.norm() > 0 and u.norm() > 0 else torch.tensor(1.0)
-            if clip := settings.get("trust_clip"):
-                ratio = ratio.clamp(*clip)
-            if decay == 0 and not settings.get("always_adapt", True):
-                ratio = torch.tensor(1.0)
-            exact[i] = p - lr * ratio * u
-            if u.numel():
-                largest = max(largest, (lr * ratio * u).abs().max().item())
-    return exact, largest
+        if settings.get("maximize"):
+            grads = [-g for g in grads]
+        for i, g in enumerate(grads):
+            exact[i] = algorithm(exact[i], g, t, kept[i], settings)
+    return exact, kept
+
+
+def lamb(p: Any, g: Any, t: int, kept: dict[str, Any], s: dict[str, Any]) -> torch.Tensor:
+    """The paper's algorithm with Apex's and DeepSpeed's variants."""
+    (beta1, beta2), decay = s.get("betas", (0.9, 0.999)), s.get("weight_decay", 0.0)
+    rate = 1 - beta1 if s.get("grad_averaging", True) else 1
+    m = kept["m"] = beta1 * kept.get("m", 0) + rate * g
+    v = kept["v"] = beta2 * kept.get("v", 0) + (1 - beta2) * g * g
+    if s.get("bias_correction", True):
+        m, v = m / (1 - beta1**t), v / (1 - beta2**t)
+    u = m / (v.sqrt() + s.get("eps", 1e-6)) + decay * p
+    ratio = p.norm() / u.norm() if p.norm() > 0 and u.norm() > 0 else torch.tensor(1.0)
+    if clip := s.get("trust_clip"):
+        ratio = ratio.clamp(*clip)
+    if decay == 0 and not s.get("always_adapt", True):
+        ratio = torch.tensor(1.0)
+    found: torch.Tensor = p - s["lr"] * ratio * u
+    return found
 
 
 def snapshot(params: list[torch.Tensor], optimizer: Optimizer) -> list[torch.Tensor]:
@@ -104,23 +172,6 @@ def snapshot(params: list[torch.Tensor], optimizer: Optimizer) -> list[torch.Ten
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def assert_a_saved_run_goes_on(
-    make: Callable[[list[torch.Tensor]], Optimizer], dtype: torch.dtype, folder: Path
-) -> Optimizer:
-    """Resume from a file, with the bits of an uninterrupted run; returns the optimizer."""
-    a, first = run(make, dtype=dtype)
-    torch.save([first.state_dict(), a], folder / "saved.pt")
-    state, b = torch.load(folder / "saved.pt", weights_only=True)
-    second = make(b)
-    second.load_state_dict(state)
-    for seed in (20, 21):
-        for params, optimizer in ((a, first), (b, second)):
-            draw_grads(params, seed)
-            optimizer.step()
-    assert same(snapshot(a, first), snapshot(b, second))
-    return second
 
 
 def assert_same_but_for_ties(
@@ -143,15 +194,16 @@ def assert_same_but_for_ties(
             torch.testing.assert_close(p, e, rtol=8 * u, atol=8 * U * 0.1)
 
 
+# How parameters are stored: `maker` takes stochastic rounding as a kind of masters.
 CODECS = [
     (dtype, state_dtype, masters)
     for dtype, state_dtype, masters in itertools.product(
         [torch.float32, torch.bfloat16, torch.float16],
         [torch.float32, torch.bfloat16, "8bit"],
-        [False, True, "remainder", "remainder8"],
+        [False, True, "remainder", "remainder8", "rounded"],
     )
     # With other dtypes both kinds of remainders are float32 masters, or none.
-    if masters != "remainder8" or dtype == torch.bfloat16
+    if masters not in ("remainder8", "rounded") or dtype == torch.bfloat16
 ]
 
 
@@ -202,6 +254,8 @@ def _list_parts(combination: tuple[Any, ...]) -> set[Any]:
     rule, dtype, state_dtype, masters = combination
     kind, settings = RULES[rule]
     parts = {(rule, dtype, state_dtype), (rule, str(masters))}
+    if masters == "rounded":
+        parts.add((rule, state_dtype, masters))
     if kind is not optim.SGD or "momentum" in settings:
         parts.add((dtype, state_dtype, str(masters)))
     return parts
@@ -234,9 +288,19 @@ for _rule in EVERY_RULE.values():
         BY_RULE[_rule.name] = functools.partial(_kind, **_decay)
 
 
+# All rules with settings, and Adafactor's two.
+KINDS: list[tuple[Any, dict[str, Any]]] = [
+    *RULES,
+    (optim.LARS, {"clip": True}),
+    (optim.Adafactor, {}),
+    (optim.TransformersAdafactor, {"relative_step": False, "lr": 1e-2}),
+]
+
+
 def maker(
     kind: Any, settings: dict[str, Any], state_dtype: Any = torch.float32, masters: Any = False
 ) -> Callable[[list[torch.Tensor]], Optimizer]:
     """Make optimizers that store every matrix this way, even small ones."""
-    stored = {"state_dtype": state_dtype, "master_weights": masters, "min_quantized_size": 0}
+    kept = {"stochastic_rounding": True} if masters == "rounded" else {"master_weights": masters}
+    stored = {"state_dtype": state_dtype, "min_quantized_size": 0} | kept
     return lambda params: kind(params, **{"lr": 1e-2} | stored | settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 
 import torchweld
 from offloading import (
+    ADAMW,
     REPLACERS,
     UNCOUNTED,
     WRITERS,
     SimulatedTransfers,
+    adamw,
     assert_alike,
     assert_same_run,
     backward,
@@ -23,12 +26,12 @@ from offloading import (
     offloaded,
     run_with,
     small_model,
+    take_steps,
     train,
     values,
 )
 from torchweld import optim
 
-ADAMW = {"lr": 1e-2, "master_weights": True}
 SETTINGS: dict[str, tuple[Any, torch.dtype, dict[str, Any]]] = {
     "AdamW, masters": (optim.AdamW, torch.bfloat16, ADAMW),
     "AdamW, remainders, 8 bits": (
@@ -57,60 +60,34 @@ SETTINGS: dict[str, tuple[Any, torch.dtype, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("clip", [None, 1e-2, 1e3])
 @pytest.mark.parametrize("micro", [1, 4])
-@pytest.mark.parametrize("placement", ["cpu", "auto", "cuda"])
-def test_placement_clipping_and_accumulation(placement: str, micro: int, clip: Any) -> None:
-    """With "auto" the device has room for half of the states."""
-    transfers = SimulatedTransfers(capacity=500_000)
-
-    def make(params: Any) -> Any:
-        return optim.AdamW(params, **ADAMW, max_grad_norm=clip)
-
-    expected = train(make, micro=micro)
-    found = train(
-        lambda params: offloaded(
-            lambda params: optim.AdamW(params, **ADAMW),
-            placement=placement,
-            clip_norm=clip,
-            transfers=transfers,
-        )(params),
-        micro=micro,
+@pytest.mark.parametrize(
+    ("placement", "release"), [("cpu", False), ("auto", False), ("cuda", False), ("auto", True)]
+)
+def test_placement_clipping_and_accumulation(
+    placement: str, release: bool, micro: int, clip: Any
+) -> None:
+    """With "auto" the device has room for half of the states, and keeps only their gradients."""
+    expected = train(partial(adamw, max_grad_norm=clip), micro=micro)
+    make = offloaded(
+        adamw,
+        placement=placement,
+        release_gradients=release,
+        clip_norm=clip,
+        transfers=SimulatedTransfers(capacity=440_000 if release else 500_000),
     )
-    assert_same_run(found[:2], expected[:2])
-    homes = {bucket.home for bucket in found[1]._store.buckets}
+    model, optimizer, sent = train(make, micro=micro)
+    assert_same_run((model, optimizer), expected[:2])
+    buckets = optimizer._store.buckets
+    homes = {bucket.home for bucket in buckets}
     assert homes == {"auto": {"cpu", "cuda"}, "cpu": {"cpu"}, "cuda": {"cuda"}}[placement]
-    assert (found[2] > 0) == (placement != "cuda")
-    if clip is not None:
-        assert torch.equal(found[1].grad_norm, expected[1].grad_norm)
-
-
-@pytest.mark.parametrize("clip", [None, 1e-2, 1e3])
-@pytest.mark.parametrize("micro", [1, 4])
-def test_auto_with_released_gradients(micro: int, clip: Any) -> None:
-    """The device keeps the gradients of the buckets that step there, and no others."""
-    transfers = SimulatedTransfers(capacity=440_000)
-    expected = train(lambda params: optim.AdamW(params, **ADAMW, max_grad_norm=clip), micro=micro)
-    model, optimizer, _ = found = train(
-        offloaded(
-            lambda params: optim.AdamW(params, **ADAMW),
-            placement="auto",
-            release_gradients=True,
-            clip_norm=clip,
-            transfers=transfers,
-        ),
-        micro=micro,
-    )
-    assert_same_run(found[:2], expected[:2])
+    assert (sent > 0) == (placement != "cuda")
     if clip is not None:
         assert torch.equal(optimizer.grad_norm, expected[1].grad_norm)
-    buckets = optimizer._store.buckets
-    stays = [bucket.home == "cuda" for bucket in buckets]
-    assert any(stays)
-    assert not all(stays)
-    backward(model, 9)
-    held = [m.param.grad is not None for bucket in buckets for m in bucket.members]
-    assert micro > 1 or held == [  # with more passes, gradients wait for the last one
-        bucket.home == "cuda" for bucket in buckets for _ in bucket.members
-    ]
+    if release and micro == 1:  # with more passes, gradients wait for the last one
+        backward(model, 9)
+        for bucket in buckets:
+            held = [m.param.grad is not None for m in bucket.members]
+            assert held == [bucket.home == "cuda"] * len(held)
 
 
 def test_a_grad_scaler_needs_all_gradients_on_the_device() -> None:
@@ -134,9 +111,7 @@ def test_a_grad_scaler_needs_all_gradients_on_the_device() -> None:
 def test_rules_and_codecs(name: str, release: bool) -> None:
     kind, dtype, settings = SETTINGS[name]
 
-    def make(params: Any) -> Any:
-        return kind(params, **settings)
-
+    make = partial(kind, **settings)
     expected = train(make, dtype, steps=5, micro=2)
     found = train(offloaded(make, release_gradients=release), dtype, steps=5, micro=2)
     assert_same_run(found[:2], expected[:2])
@@ -155,9 +130,7 @@ def test_passes_that_nothing_announced(release: bool, clip: Any) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    def make(params: Any) -> Any:
-        return optim.AdamW(params, **ADAMW, max_grad_norm=clip)
-
+    make = partial(adamw, max_grad_norm=clip)
     assert_alike(make, go, release_gradients=release)
 
 
@@ -181,16 +154,14 @@ def test_gradients_and_parameters_that_others_write() -> None:
             optimizer.zero_grad()
         return written
 
-    assert assert_alike(lambda params: optim.AdamW(params, lr=1e-2), go) > 0
+    assert assert_alike(partial(optim.AdamW, lr=1e-2), go) > 0
 
 
 @pytest.mark.parametrize("writer", [*WRITERS, *REPLACERS])
 def test_every_counted_write_is_honoured(writer: str) -> None:
     """Between backward and step, and after a step."""
 
-    def make(params: Any) -> Any:
-        return optim.AdamW(params, lr=1e-2)
-
+    make = partial(optim.AdamW, lr=1e-2)
     write = (WRITERS | REPLACERS)[writer]
     found = run_with(write, offloaded(make))
     assert_same_run(found[:2], run_with(write, make)[:2])
@@ -201,9 +172,7 @@ def test_every_counted_write_is_honoured(writer: str) -> None:
 def test_uncounted_writes_need_the_switch(writer: str) -> None:
     """As the first lines of the docs say: lost by default, honoured with trust_versions=False."""
 
-    def make(params: Any) -> Any:
-        return optim.AdamW(params, lr=1e-2)
-
+    make = partial(optim.AdamW, lr=1e-2)
     write = UNCOUNTED[writer]
     expected = run_with(write, make)
     assert_same_run(run_with(write, offloaded(make, trust_versions=False))[:2], expected[:2])
@@ -235,9 +204,7 @@ def test_grad_scaler(unscales: str) -> None:
             optimizer.zero_grad()
         return sent
 
-    def make(params: Any) -> Any:
-        return optim.AdamW(params, **ADAMW, max_grad_norm=1e3 if unscales == "no" else None)
-
+    make = partial(adamw, max_grad_norm=1e3 if unscales == "no" else None)
     sent = assert_alike(make, go, lambda: small_model(torch.float32))
     assert len(grads[0]) == 12 * 8
     pairs = zip(*grads, strict=True)
@@ -277,10 +244,12 @@ def test_groups_schedulers_and_closures() -> None:
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, "8bit"])
 def test_checkpoints_go_both_ways(state_dtype: Any, tmp_path: Path) -> None:
-    def make(params: Any) -> Any:
-        return optim.AdamW(params, **ADAMW, state_dtype=state_dtype, min_quantized_size=0)
-
-    makers = {"ours": offloaded(make), "given": make, "auto": offloaded(make, placement="auto")}
+    make = partial(adamw, state_dtype=state_dtype, min_quantized_size=0)
+    makers: dict[str, Any] = {
+        "ours": offloaded(make),
+        "given": make,
+        "auto": offloaded(make, placement="auto"),
+    }
     for saver in makers:
         model, optimizer, _ = train(makers[saver])
         torch.save([model.state_dict(), optimizer.state_dict()], tmp_path / "saved.pt")
@@ -292,10 +261,7 @@ def test_checkpoints_go_both_ways(state_dtype: Any, tmp_path: Path) -> None:
                 one = makers[goes_on](list(other.parameters()))
                 one.load_state_dict(state)
                 other.load_state_dict(weights)
-                for step in (7, 8):
-                    backward(other, step)
-                    one.step()
-                    one.zero_grad()
+                take_steps(other, one, 7, 8)
                 runs.append((other, one))
             assert_same_run(runs[1], runs[0])
 
@@ -329,11 +295,8 @@ def _with_hooks(optimizer: Any, seen: list[tuple[str, Any]], prefix: str) -> Any
 def test_hooks_on_states_run_as_on_torch_optimizers() -> None:
     """Also the original optimizer's hooks, inside Offload's."""
 
-    def make(params: Any) -> Any:
-        return optim.AdamW(params, **ADAMW)
-
     runs: list[list[str]] = []
-    for maker in (torch.optim.AdamW, make, offloaded(make)):
+    for maker in (torch.optim.AdamW, adamw, offloaded(adamw)):
         model, optimizer, _ = train(maker)
         seen: list[tuple[str, Any]] = []
         _with_hooks(optimizer, seen, "")
@@ -350,7 +313,7 @@ def test_hooks_on_states_run_as_on_torch_optimizers() -> None:
     assert runs[0] == ["before saving", "after saving", "before loading", "after loading"]
     # Both optimizers' hooks, around one state.
     seen = []
-    given = _with_hooks(make(list(small_model().parameters())), seen, "given, ")
+    given = _with_hooks(adamw(list(small_model().parameters())), seen, "given, ")
     both = _with_hooks(offloaded(lambda _: given)([]), seen, "")
     both.load_state_dict(saved := both.state_dict())
     assert {"note", "given, note"} <= saved.keys()
@@ -361,40 +324,26 @@ def test_hooks_on_states_run_as_on_torch_optimizers() -> None:
 
 
 def test_states_on_the_given_optimizer_come_along_and_go_back() -> None:
-    def make(params: Any) -> Any:
-        return optim.AdamW(params, **ADAMW)
-
-    expected, runs = train(make, steps=6), []
-    model, given, _ = train(make, steps=2)
+    expected = train(adamw, steps=6)
+    model, given, _ = train(adamw, steps=2)
     offload = offloaded(lambda _: given)([])
-    for step in (2, 3):
-        backward(model, step)
-        offload.step()
-        offload.zero_grad()
+    take_steps(model, offload, 2, 3)
     assert all(offload.state[p] is given.state[p] for p in model.parameters())
     offload.close()
-    for step in (4, 5):
-        backward(model, step)
-        given.step()
-        given.zero_grad()
-    runs.append((model, given))
-    assert_same_run(runs[0], expected[:2])
+    take_steps(model, given, 4, 5)
+    assert_same_run((model, given), expected[:2])
 
 
 def test_refresh_masters() -> None:
     def go(model: Any, optimizer: Any) -> None:
-        for step in range(3):
-            backward(model, step)
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(model, optimizer, 0, 1, 2)
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(2)
         optimizer.refresh_masters()
-        backward(model, 9)
-        optimizer.step()
+        take_steps(model, optimizer, 9)
 
-    assert_alike(lambda params: optim.AdamW(params, **ADAMW), go)
+    assert_alike(adamw, go)
 
 
 @pytest.mark.parametrize(
@@ -463,8 +412,6 @@ def test_odd_parameters(release: bool) -> None:
         states = optimizer.state_dict()["state"].values()
         strides.append([[v.stride() for v in state.values()] for state in states])
 
-    def make(params: Any) -> Any:
-        return optim.SGD(params, lr=1e-2, momentum=0.9)
-
+    make = partial(optim.SGD, lr=1e-2, momentum=0.9)
     assert_alike(make, go, _Odd, release_gradients=release, bucket_bytes=500)
     assert strides[0] == strides[1]

@@ -12,12 +12,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import torchweld
-from offloading import SimulatedTransfers, assert_same_run
+from offloading import SimulatedTransfers, adamw, assert_same_run
 from torchweld import optim
 from torchweld.optim.offload import _activations
 from torchweld.optim.offload._policy import MARGIN
 
-ADAMW = {"lr": 1e-2, "master_weights": True}
 LAYERS, ROWS, WIDTH = 6, 64, 32
 ONE = ROWS * WIDTH * 2  # bytes of one activation
 SAVED = [ONE] * (2 * LAYERS + 1)  # the input of each linear layer and each GELU, and the last
@@ -69,7 +68,7 @@ def data(seed: int, rows: int = ROWS) -> torch.Tensor:
 
 def offload_of(model: nn.Module, **arguments: Any) -> optim.Offload:
     settings = {"bucket_bytes": ONE, "threads": 1, "transfers": SimulatedTransfers()} | arguments
-    return optim.Offload(optim.AdamW(model.parameters(), **ADAMW), **settings)
+    return optim.Offload(adamw(model.parameters()), **settings)
 
 
 def saving(optimizer: Any) -> Any:
@@ -95,8 +94,27 @@ def run(optimizer_of: Any, steps: int = 6, micro: int = 1, recomputes: bool = Fa
     return model, optimizer
 
 
+def assert_alike(go: Any, **arguments: Any) -> Any:
+    """The same calls with the optimizer and with its offloaded version, which is returned."""
+    runs = []
+    for make in (given, lambda model: offload_of(model, **arguments)):
+        model = Deep()
+        optimizer = make(model)
+        go(model, optimizer)
+        runs.append((model, optimizer))
+    assert_same_run(runs[1], runs[0])
+    return runs[1][1]
+
+
+def take_steps(model: Any, optimizer: Any, *seeds: int) -> None:
+    for seed in seeds:
+        forward(model, optimizer, seed).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def given(model: nn.Module, clip: float | None = None) -> Any:
-    return optim.AdamW(model.parameters(), **ADAMW, max_grad_norm=clip)
+    return adamw(model.parameters(), max_grad_norm=clip)
 
 
 @pytest.mark.parametrize("clip", [None, 1e-2])
@@ -187,35 +205,31 @@ def test_auto_follows_the_pressure() -> None:
 
     "cpu" needs the parameters, the gradients and two activations; others use the rest, then less.
     """
-    model = Deep()
-    fixed = 2 * sum(p.nbytes for p in model.parameters())
+    fixed = 2 * sum(p.nbytes for p in Deep().parameters())
     most = sum(SAVED)
     capacity = int((fixed + 2 * ONE + most) / MARGIN)
     others = [0]
     transfers = SimulatedTransfers(capacity, lambda: others[0])
-    optimizer = offload_of(model, placement="auto", transfers=transfers)
     pressure = [most, *range(most, 0, -2 * ONE), 0, 0, 0, ONE, 2 * ONE, 4 * ONE, 6 * ONE, most]
-    kept = []
-    for step, others[0] in enumerate(pressure):
-        if step == len(pressure) - 1:
-            optimizer.relieve()  # it came at once
-        loss = forward(model, optimizer, step)
-        kept.append(model.alive())
-        loss.backward()
-        del loss
-        optimizer.step()
-        optimizer.zero_grad()
+    kept: list[int] = []
+
+    def go(model: Deep, optimizer: Any) -> None:
+        kept.clear()
+        for step, others[0] in enumerate(pressure):
+            if step == len(pressure) - 1 and isinstance(optimizer, optim.Offload):
+                optimizer.relieve()  # it came at once
+            loss = forward(model, optimizer, step)
+            kept.append(model.alive())
+            loss.backward()
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_alike(go, placement="auto", transfers=transfers)
     assert kept[0] == kept[1] == 0
     assert max(kept) == most
     assert 0 < kept[-2] < most
     assert kept[-1] == 0
-    reference = Deep()
-    theirs = given(reference)
-    for step in range(len(pressure)):
-        forward(reference, theirs, step).backward()
-        theirs.step()
-        theirs.zero_grad()
-    assert_same_run((model, optimizer), (reference, theirs))
 
 
 # --- What fails -----------------------------------------------------------------------------------
@@ -223,9 +237,9 @@ def test_auto_follows_the_pressure() -> None:
 
 def test_an_exception_in_the_backward() -> None:
     """A failed backward frees its activations, and the next step is unaffected, bit for bit."""
-    runs = []
-    for make in (given, offload_of):
-        model, optimizer = run(make, steps=2)
+
+    def go(model: Deep, optimizer: Any) -> None:
+        take_steps(model, optimizer, 0, 1)
         model.fails = True
         loss = forward(model, optimizer, 8)
         with pytest.raises(_BrokenError):
@@ -233,27 +247,24 @@ def test_an_exception_in_the_backward() -> None:
         del loss
         model.fails = False
         optimizer.zero_grad()
-        if make is offload_of:
+        if isinstance(optimizer, optim.Offload):
             assert optimizer.memory()["device"]["activations"] == 0
             assert optimizer._activations._buffers.are_free()
-        forward(model, optimizer, 9).backward()
-        optimizer.step()
-        runs.append((model, optimizer))
-    assert_same_run(runs[1], runs[0])
+        take_steps(model, optimizer, 9)
+
+    assert_alike(go)
 
 
 def test_a_gradient_is_missing() -> None:
-    runs = []
-    for make in (given, offload_of):
-        model, optimizer = run(make, steps=2)
-        for step in range(3):
-            forward(model, optimizer, 8 + step).backward()
-            if step == 0:
-                model.layers[3].weight.grad = None
-            optimizer.step()
-            optimizer.zero_grad()
-        runs.append((model, optimizer))
-    assert_same_run(runs[1], runs[0])
+    def go(model: Any, optimizer: Any) -> None:
+        take_steps(model, optimizer, 0, 1)
+        forward(model, optimizer, 8).backward()
+        model.layers[3].weight.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        take_steps(model, optimizer, 9, 10)
+
+    assert_alike(go)
 
 
 @pytest.mark.parametrize("fails", ["memory", "lock"])
@@ -272,23 +283,26 @@ def test_no_room_on_the_host(fails: str, monkeypatch: pytest.MonkeyPatch) -> Non
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     transfers = Full()
-    model = Deep()
-    optimizer = offload_of(model, transfers=transfers)
-    pinned = len(transfers.pinned)
-    with monkeypatch.context() as patched:
-        transfers.is_full = fails == "lock"
-        if fails == "memory":
-            patched.setattr(_activations.torch, "empty", exhausted)
-        with pytest.raises(MemoryError, match=r"no room for activations \(\d+ bytes\)"):
-            forward(model, optimizer, 0)
-    transfers.is_full = False
-    assert optimizer._activations._buffers.are_free()
-    reference = Deep()
-    theirs = given(reference)
-    for a, b in ((model, optimizer), (reference, theirs)):
-        forward(a, b, 1).backward()
-        b.step()
-    assert_same_run((model, optimizer), (reference, theirs))
+
+    def go(model: Deep, optimizer: Any) -> None:
+        if isinstance(optimizer, optim.Offload):
+            fail(model, optimizer)
+        take_steps(model, optimizer, 1)
+
+    def fail(model: Deep, optimizer: optim.Offload) -> None:
+        nonlocal pinned
+        pinned = len(transfers.pinned)
+        with monkeypatch.context() as patched:
+            transfers.is_full = fails == "lock"
+            if fails == "memory":
+                patched.setattr(_activations.torch, "empty", exhausted)
+            with pytest.raises(MemoryError, match=r"no room for activations \(\d+ bytes\)"):
+                forward(model, optimizer, 0)
+        transfers.is_full = False
+        assert optimizer._activations._buffers.are_free()
+
+    pinned = 0
+    assert_alike(go, transfers=transfers)
 
 
 @pytest.mark.parametrize("placement", ["cuda", "cpu"])

@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from offloading import (
     SimulatedTransfers,
+    adamw,
     assert_alike,
     assert_same_run,
     backward,
@@ -23,6 +25,7 @@ from offloading import (
     loss_of,
     offloaded,
     small_model,
+    take_steps,
     train,
     values,
 )
@@ -34,19 +37,6 @@ from torchweld.optim.offload._machine import (
     Worker,
     count_default_threads,
 )
-
-ADAMW = {"lr": 1e-2, "master_weights": True}
-
-
-def make(params: Any) -> Any:
-    return optim.AdamW(params, **ADAMW)
-
-
-def take_steps(model: Any, optimizer: Any, *seeds: int) -> None:
-    for seed in seeds:
-        backward(model, seed)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def test_an_overflow() -> None:
@@ -61,7 +51,7 @@ def test_an_overflow() -> None:
             same = [torch.equal(a, b) for a, b in zip(values(model), before, strict=True)]
             assert same == [step == 4] * len(same)
 
-    assert_alike(make, go)
+    assert_alike(adamw, go)
 
 
 @settings(max_examples=15, deadline=None)
@@ -107,16 +97,12 @@ def test_any_order_of_calls(calls: list[str], release: bool, placement: str) -> 
                 optimizer.refresh_masters()
 
     assert_alike(
-        lambda params: make_clipped(params, None if release else 10.0),
+        partial(adamw, max_grad_norm=None if release else 10.0),
         go,
         release_gradients=release,
         placement=placement,
         transfers=SimulatedTransfers(capacity=500_000),
     )
-
-
-def make_clipped(params: Any, norm: float | None) -> Any:
-    return optim.AdamW(params, **ADAMW, max_grad_norm=norm)
 
 
 class _BrokenError(Exception):
@@ -152,7 +138,7 @@ def test_an_exception_in_the_backward(clears: bool) -> None:
         take_steps(model, optimizer, 9)
         return sent
 
-    assert assert_alike(make, go) > 0
+    assert assert_alike(adamw, go) > 0
 
 
 def test_a_gradient_is_missing() -> None:
@@ -168,14 +154,14 @@ def test_a_gradient_is_missing() -> None:
         optimizer.zero_grad()
         take_steps(model, optimizer, 9, 10, 11)
 
-    assert_alike(make, go)
+    assert_alike(adamw, go)
 
 
 def test_no_room_for_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first step, after some states: nothing has stepped, and the step can be repeated."""
 
     model = small_model()
-    optimizer = offloaded(make, release_gradients=True)(list(model.parameters()))
+    optimizer = offloaded(adamw, release_gradients=True)(list(model.parameters()))
     backward(model, 0)
     new_state, made = Codec.new_state, []
 
@@ -193,7 +179,7 @@ def test_no_room_for_states(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(a, b) for a, b in zip(values(model), before, strict=True))
     optimizer.step()
     optimizer.zero_grad()
-    expected = train(make, steps=2)
+    expected = train(adamw, steps=2)
     backward(model, 1)
     optimizer.step()
     assert_same_run((model, optimizer), expected[:2])
@@ -209,8 +195,8 @@ def test_no_room_for_buffers() -> None:
             super().pin(buffer)
 
     transfers = Full()
-    model, given, _ = train(make)
-    expected = train(make, steps=5)
+    model, given, _ = train(adamw)
+    expected = train(adamw, steps=5)
     with pytest.raises(MemoryError, match="pinned"):
         optim.Offload(given, transfers=transfers, bucket_bytes=1000)
     assert not transfers.pinned
@@ -236,7 +222,7 @@ def test_a_bucket_that_fails_leaves_the_others_stepped(monkeypatch: pytest.Monke
     """The host and the device have the same parameters afterwards, and a later step steps all."""
     run = Bucket.run
     model = small_model()
-    optimizer = offloaded(make)(list(model.parameters()))
+    optimizer = offloaded(adamw)(list(model.parameters()))
     take_steps(model, optimizer, 0, 1)
 
     def fail(bucket: Any, *numbers: Any) -> None:
@@ -263,7 +249,7 @@ def test_a_bucket_that_fails_leaves_the_others_stepped(monkeypatch: pytest.Monke
 
 def test_no_copies_or_pickles() -> None:
     """A thread and hooks cannot be copied: an error instead of an optimizer without attributes."""
-    optimizer = train(offloaded(make), steps=1)[1]
+    optimizer = train(offloaded(adamw), steps=1)[1]
     for copies in (copy.deepcopy, pickle.dumps):
         with pytest.raises(ArgumentError, match="its state_dict"):
             copies(optimizer)
@@ -292,7 +278,7 @@ def _outcome_in_a_child(action: Any) -> int:
 @pytest.mark.parametrize("has_gradients", [False, True])
 def test_a_forked_process_has_no_thread(has_gradients: bool) -> None:
     """step() raises an error there instead of waiting; reading states works."""
-    model, optimizer, _ = train(offloaded(make), steps=3)
+    model, optimizer, _ = train(offloaded(adamw), steps=3)
     if has_gradients:
         backward(model, 3)
     actions = [optimizer.step, optimizer.zero_grad, optimizer.state_dict]
@@ -301,7 +287,7 @@ def test_a_forked_process_has_no_thread(has_gradients: bool) -> None:
     if not has_gradients:
         backward(model, 3)
     optimizer.step()
-    assert_same_run((model, optimizer), train(make, steps=4)[:2])
+    assert_same_run((model, optimizer), train(adamw, steps=4)[:2])
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["step", "step in a function"])
@@ -310,7 +296,7 @@ def test_a_compiled_step_is_left_out_of_graphs(whole: bool) -> None:
 
     torch.compiler.reset()
     model = small_model()
-    optimizer = offloaded(make)(list(model.parameters()))
+    optimizer = offloaded(adamw)(list(model.parameters()))
 
     sent = 0
 
@@ -334,6 +320,6 @@ def test_a_compiled_step_is_left_out_of_graphs(whole: bool) -> None:
             count()
             compiled()
             optimizer.zero_grad()
-    expected = train(offloaded(make))
+    expected = train(offloaded(adamw))
     assert_same_run((model, optimizer), expected[:2])
     assert sent == expected[2] > 0

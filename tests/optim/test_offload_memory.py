@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import mmap
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from offloading import SimulatedTransfers, assert_same_run, backward, offloaded, small_model, train
+from offloading import (
+    SimulatedTransfers,
+    adamw,
+    assert_same_run,
+    backward,
+    offloaded,
+    small_model,
+    train,
+)
 from torchweld import optim
 from torchweld.optim.offload._policy import MARGIN
 
@@ -34,9 +43,7 @@ def matrix(dtype: torch.dtype) -> nn.Linear:
 def after_a_backward(dtype: torch.dtype, codec: Any, **arguments: Any) -> Any:
     """After two steps, with the third one's gradients on the host."""
     model = matrix(dtype)
-    optimizer = offloaded(lambda params: optim.AdamW(params, **codec), **arguments)(
-        list(model.parameters())
-    )
+    optimizer = offloaded(partial(optim.AdamW, **codec), **arguments)(list(model.parameters()))
     for step in range(3):
         model(torch.ones(2, 1024, dtype=dtype)).float().square().mean().backward()
         if step < 2:
@@ -100,16 +107,13 @@ def test_auto_follows_the_pressure() -> None:
     The device raises an error on a lack of memory. The others' use grows by less than the margin
     per step, except where everything leaves.
     """
-    codec = {"lr": 1e-2, "master_weights": True}
     capacity = 800_000
     pressure = [0, 0, 0, 60_000, 120_000, 180_000, 240_000, 300_000, 400_000, 480_000]
     pressure += [480_000, 100_000, 0, 0, 0, 0]
     others = [0]
     transfers = SimulatedTransfers(capacity, lambda: others[0])
     model = small_model()
-    optimizer = offloaded(
-        lambda params: optim.AdamW(params, **codec), placement="auto", transfers=transfers
-    )(list(model.parameters()))
+    optimizer = offloaded(adamw, placement="auto", transfers=transfers)(list(model.parameters()))
     on_device = []
     for step, others[0] in enumerate(pressure):
         backward(model, step)
@@ -122,7 +126,7 @@ def test_auto_follows_the_pressure() -> None:
         assert on_device[-1] + 2 * params + seen <= max(MARGIN * capacity, 2 * params + seen)
     assert on_device[0] > on_device[7] > on_device[10] == 0
     assert on_device[-1] == on_device[0]
-    expected = train(lambda params: optim.AdamW(params, **codec), steps=len(pressure))
+    expected = train(adamw, steps=len(pressure))
     assert_same_run((model, optimizer), expected[:2])
 
 
@@ -144,7 +148,7 @@ def test_auto_charges_what_a_phase_uses(release: bool) -> None:
         needed += 3 * 2 * size
     transfers = SimulatedTransfers(int(needed / MARGIN) + 8, lambda: others[0])
     optimizer = offloaded(
-        lambda ps: optim.AdamW(ps, master_weights=True),
+        partial(optim.AdamW, master_weights=True),
         placement="auto",
         release_gradients=release,
         transfers=transfers,
@@ -169,14 +173,11 @@ def test_auto_charges_what_a_phase_uses(release: bool) -> None:
 
 
 def test_relieve_takes_all_to_the_host() -> None:
-    codec = {"lr": 1e-2, "master_weights": True}
-    model, optimizer, _ = train(
-        offloaded(lambda params: optim.AdamW(params, **codec), placement="auto")
-    )
+    model, optimizer, _ = train(offloaded(adamw, placement="auto"))
     assert optimizer.memory()["device"]["states"] > 0
     backward(model, 4)
     optimizer.relieve()
     assert optimizer.memory()["device"]["states"] == 0
     optimizer.step()
-    expected = train(lambda params: optim.AdamW(params, **codec), steps=5)
+    expected = train(adamw, steps=5)
     assert_same_run((model, optimizer), expected[:2])

@@ -1,4 +1,4 @@
-"""Inputs that torch's optimizers take: defaults, sparse, wrapped and lazy tensors, groups."""
+"""Inputs that torch's optimizers take: defaults, wrapped tensors, shared memory, groups."""
 
 from __future__ import annotations
 
@@ -15,17 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchweld
-from optimizers import RULES, U, draw, draw_grads, maker, same, snapshot
+from optimizers import KINDS, draw, draw_grads, maker, same, snapshot
 from torchweld import optim
 from torchweld.optim import _rounding_offsets, _sharded_blocks
 from torchweld.optim._caching import cache_tensors
 
-KINDS: list[tuple[Any, dict[str, Any]]] = [
-    *RULES,
-    (optim.LARS, {"clip": True}),
-    (optim.Adafactor, {}),
-    (optim.TransformersAdafactor, {"relative_step": False}),
-]
 BF16 = torch.bfloat16
 
 
@@ -104,142 +98,7 @@ print(p.sum().item() / p.numel())
     assert abs(float(ran.stdout) - 0.8) < 1e-6
 
 
-# --- Gradients --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"maximize": True}]
-)
-def test_sparse_gradients(settings: dict[str, Any]) -> None:
-    """SGD takes an embedding's, with torch's result; others reject it, as torch's do."""
-    torch.manual_seed(0)
-    embedding, linear = torch.nn.Embedding(40, 16, sparse=True), torch.nn.Linear(16, 3)
-    params = [*embedding.parameters(), *linear.parameters()]
-    others = [p.detach().clone().requires_grad_() for p in params]
-    theirs = torch.optim.SGD(params, lr=0.1, **settings)
-    ours = optim.SGD(others, lr=0.1, **settings)
-    for step in range(3):
-        theirs.zero_grad()
-        linear(embedding(torch.tensor([1, 5, 5, step]))).square().sum().backward()
-        assert embedding.weight.grad.is_sparse
-        for p, q in zip(others, params, strict=True):
-            p.grad = q.grad
-        theirs.step()
-        ours.step()
-        for p, q in zip(others, params, strict=True):
-            # Each step rounds a parameter once on either side, and a momentum some times.
-            assert ((p - q).abs() <= (step + 1) * 2 * U * q.abs() + 10 * U * 0.1 * 10).all()
-    clipped = optim.SGD(params, lr=0.1, max_grad_norm=1e-3)
-    clipped.step()
-    norms = [p.grad.to_dense().norm() if p.grad.is_sparse else p.grad.norm() for p in params]
-    torch.testing.assert_close(clipped.grad_norm, torch.stack(norms).norm())
-    for kind in (optim.AdamW, optim.Lion, optim.LAMB, optim.LARS, optim.Adafactor):
-        with pytest.raises(torchweld.ArgumentError, match="sparse"):
-            kind(params).step()
-
-
-@pytest.mark.parametrize(("kind", "settings"), KINDS, ids=str)
-def test_gradients_of_another_dtype(kind: Any, settings: dict[str, Any], backend: str) -> None:
-    """p.grad_dtype: a float32 gradient of a bfloat16 parameter is used to the last bit."""
-    if not hasattr(torch.Tensor, "grad_dtype"):
-        pytest.skip("this torch has no grad_dtype")
-    p = torch.linspace(-1, 1, 600).view(6, 100).to(BF16).requires_grad_()
-    p.grad_dtype = torch.float32
-    g = torch.randn(6, 100, generator=torch.Generator().manual_seed(0))
-    other = draw(BF16, [(6, 100)])[0]
-    wide = p.detach().float().requires_grad_()
-    masters = {"master_weights": True}
-    make = maker(kind, settings | masters)
-    optimizer = _stepped(make, [p, other], [g, g.to(BF16)], 1)
-    _stepped(make, [wide, torch.zeros(1, requires_grad=True)], [g, torch.zeros(1)], 1)
-    torch.testing.assert_close(optimizer.state[p]["master"], wide, rtol=1e-6, atol=1e-7)
-    assert torch.equal(p, optimizer.state[p]["master"].to(BF16))
-
-
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_lazily_conjugated_and_negated_tensors(name: str, backend: str) -> None:
-    found = []
-    for module in (optim, torch.optim):
-        torch.manual_seed(0)
-        p = torch.randn(9, dtype=torch.complex64).requires_grad_()
-        negated = torch._neg_view(torch.randn(9)).requires_grad_()
-        p.grad = torch.randn(9, dtype=torch.complex64).conj()
-        if module is torch.optim:  # whose AdamW takes none
-            p.grad = p.grad.resolve_conj()
-        negated.grad = torch._neg_view(torch.randn(9))
-        assert negated.is_neg()
-        assert negated.grad.is_neg()
-        optimizer = getattr(module, name)([p, negated], lr=0.1)
-        optimizer.step()
-        optimizer.step()
-        found.append([p.detach(), negated.detach()])
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_a_scaled_gradient_is_left_unscaled(backend: str) -> None:
-    """After scaler.step, as torch's fused steps leave it; unchanged if the step was skipped."""
-    scale = 1024.0
-    for found in (0.0, 1.0):
-        left = []
-        for make in (
-            lambda p: optim.AdamW(p, max_grad_norm=1e9),
-            lambda p: torch.optim.AdamW(p, fused=True),
-        ):
-            params = draw(shapes=[(33, 70), (5,)])
-            for p in params:
-                p.grad = torch.full_like(p, 3 * scale)
-            optimizer: Any = make(params)
-            optimizer.grad_scale = torch.tensor(scale)
-            optimizer.found_inf = torch.tensor(found)
-            optimizer.step()
-            left.append([p.grad for p in params])
-        assert same(*left)
-        assert (left[0][0] == (3 * scale if found else 3)).all()
-    embedding = torch.nn.Embedding(9, 4, sparse=True)
-    embedding(torch.tensor([1])).sum().backward()
-    optimizer = optim.SGD(embedding.parameters(), lr=0.1)
-    optimizer.grad_scale = torch.tensor(2.0)
-    optimizer.step()
-    assert embedding.weight.grad.to_dense().sum() == 2
-
-
-def test_what_a_scaler_sets() -> None:
-    """Numbers of one element in any shape; others are refused before anything is written."""
-    runs = []
-    for shape in ((), (1,), (1, 1)):
-        params = draw(shapes=[(33, 70), (5,)])
-        draw_grads(params, 0)
-        optimizer: Any = optim.AdamW(params, max_grad_norm=1.0)
-        optimizer.grad_scale = torch.full(shape, 4.0)
-        optimizer.found_inf = torch.zeros(shape)
-        optimizer.step()
-        runs.append([t for p in params for t in (p, p.grad)])
-    assert same(runs[0], runs[1])
-    assert same(runs[0], runs[2])
-    params = draw(shapes=[(5,)])
-    draw_grads(params, 0)
-    held: list[Any] = [params[0], params[0].grad]
-    before = [t.detach().clone() for t in held]
-    optimizer = optim.AdamW(params)
-    optimizer.grad_scale = torch.ones(2)
-    with pytest.raises(torchweld.ArgumentError, match=r"grad_scale is of \[2\]"):
-        optimizer.step()
-    held = [params[0], params[0].grad]
-    assert same(held, before)
-
-
-@pytest.mark.parametrize("offloads", [False, True])
-def test_a_scaler_without_any_gradient(offloads: bool) -> None:
-    """It sets 0 for found_inf, no tensor: no parameter steps."""
-    params = draw(shapes=[(5,)])
-    before = params[0].detach().clone()
-    optimizer: Any = optim.AdamW(params)
-    optimizer = optim.Offload(optimizer, threads=1) if offloads else optimizer
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    scaler.step(optimizer)
-    assert torch.equal(params[0], before)
+# --- Groups and states ------------------------------------------------------------------------
 
 
 def test_a_group_listed_twice() -> None:
@@ -416,25 +275,6 @@ def test_a_step_is_linear_in_its_groups(monkeypatch: pytest.MonkeyPatch) -> None
     # The first step of Adam's is lr long.
     lengths = torch.stack([p.detach().abs().mean() for p in params])
     torch.testing.assert_close(lengths, 1e-3 * torch.arange(1, 51), rtol=1e-3, atol=0)
-
-
-P = [torch.zeros(4, 4)]
-
-
-def test_bitsandbytes_lamb() -> None:
-    """Its defaults: eps is 1e-8, and a step no longer than max_unorm = 1 times the tensor."""
-    optimizer = optim.LAMB8bit(P, max_unorm=1.0)
-    assert optimizer.param_groups[0]["eps"] == 1e-8
-    p = draw(shapes=[(64, 128)])[0]
-    before = p.detach().clone()
-    draw_grads([p], 0, scale=100.0)
-    optim.LAMB8bit([p], lr=1.0, max_unorm=1.0).step()
-    assert (p.detach() - before).norm() <= (1 + 1e-5) * before.norm()
-
-
-def test_a_group_that_is_no_dict() -> None:
-    with pytest.raises(TypeError, match="must be a dict"):
-        optim.AdamW(P).add_param_group(P)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mode", [FakeTensorMode, torch.inference_mode])

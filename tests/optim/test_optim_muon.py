@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 import selection
 import torchweld
-from optimizers import U, draw, draw_grads, same, snapshot
+from optimizers import U, draw, draw_grads, draw_steps, in_float64, run, run_bits, same
 from torchweld import optim
 from torchweld.ops.optimizer import orthogonal
 from torchweld.ops.optimizer.orthogonal import QUINTIC, orthogonalize, polar_express
@@ -31,42 +30,18 @@ def _polar_of(x: torch.Tensor, coefficients: Any) -> torch.Tensor:
     return u * s @ vt
 
 
-def _steps_in_float64(
-    start: list[torch.Tensor],
-    algorithm: str,
-    steps: int,
-    lr: float,
-    nesterov: bool,
-    moonlight: bool,
-) -> list[torch.Tensor]:
-    """The algorithm of the paper, with torch's average of gradients."""
-    params = [p.detach().double() for p in start]
-    buffers = [torch.zeros_like(p) for p in params]
-    grads = draw(shapes=[p.shape for p in start])
-    for seed in range(steps):
-        draw_grads(grads, seed)
-        for i, (p, g) in enumerate(zip(params, [g.grad for g in grads], strict=True)):
-            assert g is not None
-            buffers[i] = 0.95 * buffers[i] + 0.05 * g.double()
-            u = 0.05 * g.double() + 0.95 * buffers[i] if nesterov else buffers[i]
-            rows, columns = p.shape
-            ratio = 0.2 * max(rows, columns) ** 0.5 if moonlight else max(1, rows / columns) ** 0.5
-            params[i] = p * (1 - lr * 0.1) - lr * ratio * _polar_of(u, COEFFICIENTS[algorithm])
-    return params
-
-
 @functools.cache
 def _fifty_steps_in_float64(algorithm: str, nesterov: bool, moonlight: bool) -> list[torch.Tensor]:
-    return _steps_in_float64(draw(shapes=SHAPES), algorithm, 50, 0.02, nesterov, moonlight)
+    """The algorithm of the paper, with torch's average of gradients."""
 
+    def step(p: Any, g: Any, t: int, kept: dict[str, Any], s: dict[str, Any]) -> torch.Tensor:
+        m = kept["m"] = 0.95 * kept.get("m", 0) + 0.05 * g
+        u = 0.05 * g + 0.95 * m if nesterov else m
+        rows, columns = p.shape
+        ratio = 0.2 * max(rows, columns) ** 0.5 if moonlight else max(1, rows / columns) ** 0.5
+        return p * (1 - 0.02 * 0.1) - 0.02 * ratio * _polar_of(u, COEFFICIENTS[algorithm])
 
-def _train(kind: Any, steps: int, shapes: Any = SHAPES, **settings: Any) -> Any:
-    params = draw(shapes=shapes)
-    optimizer = kind(params, lr=0.02, **settings)
-    for seed in range(steps):
-        draw_grads(params, seed)
-        optimizer.step()
-    return params, optimizer
+    return in_float64(step, draw(shapes=SHAPES), draw_steps(50, SHAPES), {})[0]
 
 
 @pytest.mark.parametrize("algorithm", COEFFICIENTS)
@@ -83,12 +58,14 @@ def test_fifty_steps_beside_float64_and_torch(
         errors = [(p.double() - e).flatten() for p, e in zip(params, exact, strict=True)]
         return torch.cat(errors).square().mean().sqrt().item()
 
-    narrow, _ = _train(optim.Muon, 50, algorithm=algorithm, **settings)
+    own = settings | {"algorithm": algorithm}
+    narrow, _ = run(lambda p: optim.Muon(p, 0.02, **own), 50, shapes=SHAPES)
     if algorithm != "polar_express" and nesterov:  # else torch's overwrites its momentum in bf16
-        theirs, _ = _train(torch.optim.Muon, 50, **settings)
+        theirs, _ = run(lambda p: torch.optim.Muon(p, 0.02, **settings), 50, shapes=SHAPES)
         # Errors of Gram matrices are multiplied by the squares of the later steps' factors.
         assert off(narrow) <= (1.1 if algorithm == "standard" else 3) * off(theirs)
-    wide, _ = _train(optim.Muon, 50, algorithm=algorithm, ns_dtype=torch.float32, **settings)
+    own["ns_dtype"] = torch.float32
+    wide, _ = run(lambda p: optim.Muon(p, 0.02, **own), 50, shapes=SHAPES)
     # Fifty steps of at most 0.02 * 2 a matrix of unit rows. A product's roundings grow by the slope
     # at zero, 485 for five steps of Jordan's, on the smallest singular values only.
     assert off(wide) <= 50**0.5 * 0.02 * 2 * 485 * 4 * U
@@ -165,50 +142,9 @@ def test_bits_do_not_depend_on_the_batch(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_codecs_have_the_references_bits(state_dtype: Any, masters: Any, dtype: Any) -> None:
     """The kernel and the eager reference, with both halves of the step."""
-    results = []
-    for name in ("cpu", "eager"):
-        params = draw(dtype, shapes=(*SHAPES, (3, 8, 10)))
-        with torchweld.use_backend(name):
-            optimizer = optim.Muon(
-                *(params, 0.02),
-                state_dtype=state_dtype,
-                master_weights=masters,
-                min_quantized_size=0,
-            )
-            for seed in range(4):
-                draw_grads(params, seed)
-                optimizer.step()
-        results.append(snapshot(params, optimizer))
-    assert same(*results)
-
-
-def test_states_are_torchs_both_ways() -> None:
-    ours, mine = _train(optim.Muon, 3)
-    theirs = [p.detach().clone().requires_grad_() for p in ours]
-    peer = torch.optim.Muon(theirs, lr=0.02)
-    peer.load_state_dict(copy.deepcopy(mine.state_dict()))
-    assert peer.state_dict()["state"].keys() == mine.state_dict()["state"].keys()
-    again = optim.Muon([p.detach().clone().requires_grad_() for p in ours], lr=0.02)
-    fresh = [group.keys() for group in again.state_dict()["param_groups"]]
-    assert fresh == [group.keys() for group in peer.state_dict()["param_groups"]]
-    again.load_state_dict(copy.deepcopy(peer.state_dict()))
-    for optimizer in (mine, again, copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
-        params = optimizer.param_groups[0]["params"]
-        draw_grads(params, 9)
-        optimizer.step()
-        expected = ours if optimizer is mine else params
-        assert same(
-            list(map(torch.Tensor.detach, params)), list(map(torch.Tensor.detach, expected))
-        )
-    assert all(
-        torch.equal(p, q) for p, q in zip(again.param_groups[0]["params"], ours, strict=True)
-    )
-
-
-def test_states_are_there_before_the_first_step() -> None:
-    optimizer = optim.Muon(draw(shapes=SHAPES), state_dtype="8bit", min_quantized_size=0)
-    keys = [list(state) for state in optimizer.state_dict()["state"].values()]
-    assert keys == [["momentum_buffer_codes", "momentum_buffer_absmax"]] * len(SHAPES)
+    stored = {"state_dtype": state_dtype, "master_weights": masters, "min_quantized_size": 0}
+    given: Any = lambda p: optim.Muon(p, 0.02, **stored), 4, dtype, (*SHAPES, (3, 8, 10))
+    assert same(*(run_bits(*given, backend=name) for name in ("cpu", "eager")))
 
 
 def test_packed_projections_are_matrices_of_their_own() -> None:
@@ -286,29 +222,6 @@ def test_groups_of_a_model(rest: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert any(name == "lm_head.weight" for name, _ in asked[0]["params"])
 
 
-def test_a_scaler_and_a_skipped_step() -> None:
-    ours, mine = _train(optim.Muon, 2)
-    before = [t.clone() for t in snapshot(ours, mine)]
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    scaler.scale(torch.ones(()))
-    twin = copy.deepcopy(mine)
-    twins = twin.param_groups[0]["params"]
-    draw_grads(twins, 7)
-    for p, q in zip(ours, twins, strict=True):
-        assert q.grad is not None
-        p.grad = q.grad * 256
-    twin.step()
-    scaler.step(mine)
-    assert all(torch.equal(p, q) for p, q in zip(ours, twins, strict=True))
-    after = snapshot(ours, mine)
-    assert not same(before, after)
-    assert ours[0].grad is not None
-    ours[0].grad[0, 0] = torch.inf
-    scaler.update()
-    scaler.step(mine)
-    assert same(after, snapshot(ours, mine))
-
-
 def test_offloaded_steps_have_the_same_bits() -> None:
     results = []
     for offloads in (False, True):
@@ -323,37 +236,6 @@ def test_offloaded_steps_have_the_same_bits() -> None:
             optimizer.step()
         results.append([p.detach() for p in model.parameters()])
     assert same(*results)
-
-
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"algorithm": "newton"}, "algorithm.*standard"),
-        ({"ns_dtype": torch.int8}, "ns_dtype"),
-        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients"),
-        ({"ns_coefficients": [QUINTIC] * 3}, "5 steps"),
-        ({"ns_coefficients": (3, -4, 2), "algorithm": "polar_express"}, "ns_coefficients"),
-        ({"heads": 5}, "heads.*divisor of 12"),
-        ({"split_sizes": (5, 5)}, "split_sizes.*12"),
-        ({"heads": (2, 2)}, "heads"),
-        ({"split_dim": 2}, "split_dim"),
-        ({"differentiable": True}, "differentiable"),
-        ({"state_dtype": torch.float16}, "state_dtype"),
-    ],
-)
-def test_what_is_refused(settings: dict[str, Any], match: str) -> None:
-    with pytest.raises(torchweld.ArgumentError, match=match):
-        optim.Muon(draw(shapes=[(12, 8)]), **settings)
-
-
-def test_what_groups_are_refused() -> None:
-    optimizer = optim.Muon(draw(shapes=[(12, 8)]))
-    (vector,) = draw(shapes=[(8,)])
-    with pytest.raises(ValueError, match="only supports 2D"):
-        optimizer.add_param_group({"params": [vector]})
-    with pytest.raises(torchweld.ArgumentError, match="rule"):
-        optimizer.add_param_group({"params": [vector], "rule": "sgd"})
-    assert len(optimizer.param_groups) == 1
 
 
 def test_regions_and_iterations_of_empty_matrices() -> None:

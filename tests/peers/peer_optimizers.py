@@ -18,7 +18,7 @@ import torch
 import transformers
 from language_model import training
 
-from optimizers import U, lamb_in_float64
+from optimizers import U, in_float64, lamb
 from torchweld import optim
 from torchweld.ops.quantize_8bit import BLOCK, MAPS
 
@@ -167,12 +167,7 @@ def test_apexs_lamb() -> None:
     start, of_steps = training()
     settings = {"weight_decay": 0.01, "max_grad_norm": 1.0, "always_adapt": False}
     ours, _ = _run(optim.LAMB, settings | {"lr": 1e-2}, torch.float32, torch.float32)
-    exact, _ = lamb_in_float64(
-        [p.double() for p in start],
-        [[g.double() for g in grads] for grads in of_steps],
-        1e-2,
-        settings,
-    )
+    exact, _ = in_float64(lamb, start, of_steps, settings | {"lr": 1e-2})
     size, moved = _distance(exact, [torch.zeros_like(p) for p in exact]), _distance(exact, start)
     assert moved > 1e-3
     assert _distance(ours, exact) <= STEPS * 2 * U * size + 1e-5 * moved

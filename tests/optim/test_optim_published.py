@@ -1,0 +1,274 @@
+"""Rules that torch lacks, and those it has with other options: their papers in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from optimizers import (
+    MATRICES,
+    SHAPES,
+    Algorithm,
+    ScheduleFreeAdamW,
+    U,
+    draw,
+    draw_steps,
+    in_float64,
+    lamb,
+    run,
+)
+from torchweld import optim
+
+Params = list[torch.Tensor]
+FEW = ((7,), (33, 70), (16, 256), (40, 30))
+
+
+def _in_float64(algorithm: Algorithm, steps: int, shapes: Any, settings: dict[str, Any]) -> Any:
+    """The algorithm on the parameters and gradients of `run`."""
+    return in_float64(algorithm, draw(shapes=shapes), draw_steps(steps, shapes), settings)
+
+
+def _adam(g: Any, t: int, kept: dict[str, Any], beta1: float, beta2: float) -> tuple[Any, Any]:
+    """Adam's first moment, corrected, and what it is divided by."""
+    kept["m"] = beta1 * kept.get("m", 0) + (1 - beta1) * g
+    kept["v"] = beta2 * kept.get("v", 0) + (1 - beta2) * g * g
+    return kept["m"] / (1 - beta1**t), (kept["v"] / (1 - beta2**t)).sqrt() + 1e-8
+
+
+def _step_cautiously(p: Any, g: Any, u: Any, s: dict[str, Any]) -> torch.Tensor:
+    """A decayed step, with the mask of Liang et al. and the decay of Chen et al."""
+    if s.get("cautious"):
+        mask = (u * g > 0).double()
+        u = u * mask / mask.mean().clamp(min=1e-3)
+    decayed = p * (1 - s["lr"] * s["weight_decay"])
+    spares = s.get("cautious_decay")
+    found: torch.Tensor = torch.where(u * p >= 0, decayed, p) if spares else decayed
+    return found - s["lr"] * u
+
+
+def _adamw(p: Any, g: Any, t: int, kept: dict[str, Any], s: dict[str, Any]) -> torch.Tensor:
+    m, root = _adam(g, t, kept, 0.9, 0.999)
+    return _step_cautiously(p, g, m / root, s)
+
+
+def _lion(p: Any, g: Any, t: int, kept: dict[str, Any], s: dict[str, Any]) -> torch.Tensor:
+    m = kept.get("m", 0)
+    kept["m"] = 0.99 * m + 0.01 * g
+    return _step_cautiously(p, g, (0.9 * m + 0.1 * g).sign(), s)
+
+
+def _lars(p: Any, g: Any, t: int, kept: dict[str, Any], s: dict[str, Any]) -> torch.Tensor:
+    """torch's SGD on a gradient rescaled to the parameter."""
+    lr, momentum, decay = float(s["lr"]), s.get("momentum", 0.9), s.get("weight_decay", 0.0)
+    a, b = p.norm(), g.norm()
+    if a > 0 and b > 0:
+        ratio = s.get("trust_coefficient", 1e-3) * a / (b + decay * a + s.get("eps", 1e-8))
+        g = (g + decay * p) * ratio
+        if s.get("clip"):
+            g = g * min(1 / ratio, 1 / lr)
+    first = "m" not in kept
+    kept["m"] = g if first else momentum * kept["m"] + (1 - s.get("dampening", 0)) * g
+    found: torch.Tensor = p - lr * (g + momentum * kept["m"] if s.get("nesterov") else kept["m"])
+    return found
+
+
+def _ademamix(p: Any, g: Any, t: int, kept: dict[str, Any], s: dict[str, Any]) -> torch.Tensor:
+    """Algorithm 1, with its schedulers of alpha and beta3."""
+    warmup, beta1, last = s.get("alpha_warmup", 0), s["betas"][0], s["betas"][2]
+    alpha = min(t / warmup, 1) * s["alpha"] if warmup else s["alpha"]
+    beta3 = last
+    if t < warmup:
+        # The paper's formula, of the logarithms of both ends.
+        a, b = math.log(beta1), math.log(last)
+        beta3 = min(math.exp(a * b / ((1 - t / warmup) * b + t / warmup * a)), last)
+    m, root = _adam(g, t, kept, *s["betas"][:2])
+    kept["slow"] = beta3 * kept.get("slow", 0) + (1 - beta3) * g
+    u: torch.Tensor = (m + alpha * kept["slow"]) / root
+    return p - s["lr"] * (u + s["weight_decay"] * p)
+
+
+def _schedule_free(y: Any, g: Any, t: int, kept: dict[str, Any], s: dict[str, Any]) -> torch.Tensor:
+    """Algorithm 1: y, z and x, each stored, and x an average of all z."""
+    rate = s["lr"] * min(1.0, t / s["warmup_steps"]) if s["warmup_steps"] else s["lr"]
+    weight = t ** s["r"] * rate**2
+    kept["weights"] = kept.get("weights", 0) + weight
+    _, root = _adam(g, t, kept, 0.9, 0.999)
+    z = kept["z"] = kept.get("z", y) - rate * (g / root + s["weight_decay"] * y)
+    x = kept.get("x", y)
+    x = kept["x"] = x + weight / kept["weights"] * (z - x)
+    found: torch.Tensor = 0.1 * z + 0.9 * x
+    return found
+
+
+def _adafactor(p: Any, g: Any, t: int, kept: dict[str, Any], s: dict[str, Any]) -> torch.Tensor:
+    """The paper's algorithm with the options of transformers' class."""
+    rate = 1 - t ** s.get("decay_rate", -0.8)
+    square = g * g + 1e-30
+
+    def average(name: str, new: torch.Tensor) -> Any:
+        kept[name] = rate * kept.get(name, 0) + (1 - rate) * new
+        return kept[name]
+
+    def rms(x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean().sqrt()
+
+    if p.ndim > 1:
+        rows = average("rows", square.mean(-1, keepdim=True))
+        columns = average("columns", square.mean(-2, keepdim=True))
+        u = g / (rows * columns / rows.mean(-2, keepdim=True)).sqrt()
+    else:
+        u = g / average("all", square).sqrt()
+    u = u / (rms(u) / s.get("clip_threshold", 1.0)).clamp(min=1.0)
+    lr = s.get("lr")
+    if lr is None:
+        lr = min(1e-6 * t if s.get("warmup_init") else 1e-2, t**-0.5)
+    if s.get("scale_parameter", True):
+        lr = lr * rms(p).clamp(min=1e-3)
+    u = u * lr
+    if beta1 := s.get("beta1"):
+        u = kept["first"] = beta1 * kept.get("first", 0.0) + (1 - beta1) * u
+    found: torch.Tensor = p - s.get("weight_decay", 0.0) * lr * p - u
+    return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """An algorithm and settings; `bound` takes the exact result. `few`: how many may be off."""
+
+    make: Any
+    algorithm: Algorithm
+    steps: int
+    bound: Callable[[torch.Tensor], Any]
+    settings: dict[str, Any]
+    shapes: Any = SHAPES
+    few: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.make.__name__}-{self.settings}"
+
+
+def _moved(by: float) -> Callable[[torch.Tensor], Any]:
+    """Ten roundings of what a parameter has moved by at most, and one a step of its own."""
+    return lambda e: 10 * U * (e.abs() + by)
+
+
+LAMBS: list[dict[str, Any]] = [
+    {"weight_decay": 0.1},
+    {"weight_decay": 0.1, "betas": (0.8, 0.99), "eps": 1e-8, "maximize": True},
+    {"bias_correction": False, "grad_averaging": False, "weight_decay": 0.01},
+    {"trust_clip": (0.5, 2.0)},
+    {"always_adapt": False},
+    {"always_adapt": False, "weight_decay": 0.1, "max_grad_norm": 1.0},
+]
+LARSES: list[dict[str, Any]] = [
+    {"lr": 0.5, "weight_decay": 0.1},
+    {"lr": 0.5, "weight_decay": 0.01, "nesterov": True, "trust_coefficient": 0.02, "eps": 1e-3},
+    {"clip": True, "lr": torch.tensor(1e-3), "trust_coefficient": 0.02, "momentum": 0.0},
+    {"lr": 0.5, "momentum": 0.8, "dampening": 0.3, "maximize": True},
+]
+ADAFACTORS: list[dict[str, Any]] = [
+    {},
+    {"warmup_init": True, "beta1": 0.9},
+    {"lr": 1e-3, "relative_step": False, "scale_parameter": False, "weight_decay": 0.1},
+    {"lr": 1e-3, "relative_step": False, "clip_threshold": 0.5, "decay_rate": -0.5},
+]
+CAUTIOUS: list[dict[str, Any]] = [
+    {"cautious": True},
+    {"cautious_decay": True},
+    {"cautious": True, "cautious_decay": True},
+]
+# A cautious step moves by 1e-2 over the least share of a tensor's elements, some half, with twenty
+# roundings; an element whose sign turns on a rounding differs by a step or by a decay.
+CAUTIOUS_BOUND = 50 * (1e-2 * 4 * 20 * U + 2 * 5 * U)
+ADEMAMIX = {"betas": (0.9, 0.999, 0.999), "alpha": 5.0, "weight_decay": 0.1, "lr": 1e-2}
+# A step moves by up to lr * (1 + alpha), with twenty roundings of it, and rounds a parameter of up
+# to 5 twice. The schedule of beta3 differs by the 1e-8 in its logarithm: 1e-6 of a step.
+ADEMAMIX_BOUND = 50 * (1e-2 * 6 * 20 * U + 2 * 5 * U + 1e-2 * 6 * 1e-6)
+CASES = [
+    # Three roundings a step, of a parameter that was up to ten steps further from zero.
+    Case(
+        *(optim.Lion, _lion, 10, lambda e: 10 * 3 * U * (e.abs() + 10 * 1e-3)),
+        {"lr": 1e-3, "weight_decay": 0.1},
+    ),
+    *(Case(optim.LAMB, lamb, 8, _moved(8.0), {"lr": 1e-2} | s) for s in LAMBS),
+    *(Case(optim.LARS, _lars, 8, _moved(8 * float(s["lr"])), s) for s in LARSES),
+    *(
+        Case(
+            *(optim.TransformersAdafactor, _adafactor, 10),
+            *(lambda e: 20 * U * (e.abs() + 10 * 1e-2), s, MATRICES),
+        )
+        for s in ADAFACTORS
+    ),
+    *(
+        Case(optim.AdEMAMix, _ademamix, 50, lambda _: ADEMAMIX_BOUND, ADEMAMIX | warmup, FEW[:3])
+        for warmup in ({}, {"alpha_warmup": 30, "beta3_warmup": 30})
+    ),
+    *(
+        Case(
+            *(kind, algorithm, 50, lambda _: CAUTIOUS_BOUND),
+            *({"lr": 1e-2, "weight_decay": 0.1} | flags, FEW, 2),
+        )
+        for kind, algorithm in ((optim.AdamW, _adamw), (optim.Lion, _lion))
+        for flags in CAUTIOUS
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_papers_numbers(case: Case, backend: str) -> None:
+    found, optimizer = run(lambda p: case.make(p, **case.settings), case.steps, shapes=case.shapes)
+    exact, kept = _in_float64(case.algorithm, case.steps, case.shapes, case.settings)
+    pairs = list(zip(found, exact, strict=True))
+    assert sum(((p - e).abs() > case.bound(e)).sum() for p, e in pairs) <= case.few
+    if case.algorithm is _lion:
+        for p, of_p in zip(found, kept, strict=True):
+            m = optimizer.state[p]["exp_avg"].double()
+            torch.testing.assert_close(m, of_p["m"], rtol=1e-5, atol=1e-8)
+    # Each option has an effect that the bound shows.
+    for name in case.settings.keys() & {"cautious", "cautious_decay", "alpha_warmup"}:
+        without = case.settings | {name: False}
+        other, _ = _in_float64(case.algorithm, case.steps, case.shapes, without)
+        pairs = list(zip(found, other, strict=True))
+        assert max(((p - e).abs() / case.bound(e)).max() for p, e in pairs) > 10
+
+
+@pytest.mark.parametrize(("warmup", "r"), [(0, 0.0), (20, 1.0)])
+def test_schedule_free_numbers(warmup: int, r: float, backend: str) -> None:
+    """The parameter is y in train mode and x in eval mode, and the state has z."""
+    settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "warmup_steps": warmup, "r": r}
+    params, optimizer = run(lambda p: ScheduleFreeAdamW(p, **settings), 50, shapes=FEW[:3])
+    y, kept = _in_float64(_schedule_free, 50, FEW[:3], settings)
+    bound = 50 * (1e-2 * 20 * U + 6 * 5 * U)
+
+    def off(found: Params, exact: Params) -> float:
+        return max((p - e).abs().max().item() for p, e in zip(found, exact, strict=True))
+
+    assert off(params, y) <= bound
+    assert off([optimizer.state[p]["z"] for p in params], [of_p["z"] for of_p in kept]) <= bound
+    optimizer.eval()
+    assert off(params, [of_p["x"] for of_p in kept]) <= 2 * bound
+    assert off(params, y) > 10 * bound
+    assert optimizer.param_groups[0]["k"] == 50
+
+
+def test_lion_takes_no_step_towards_zero() -> None:
+    """Where neither the momentum nor the gradient has a direction."""
+    still = torch.ones(3, requires_grad=True)
+    still.grad = torch.tensor([0.0, 1.0, -1.0])
+    optim.Lion([still], 0.5).step()
+    assert still.tolist() == [1.0, 0.5, 1.5]
+
+
+@pytest.mark.parametrize("make", [optim.LAMB, optim.LARS])
+def test_zeros_have_no_scale(make: Any, backend: str) -> None:
+    """A parameter of zeros moves as if it had one; without a gradient it stays."""
+    zero, still = (torch.full((3,), value, requires_grad=True) for value in (0.0, 2.0))
+    zero.grad, still.grad = torch.tensor([1.0, -1.0, 0.0]), torch.zeros(3)
+    make([zero, still], 0.5).step()
+    assert zero.tolist() == pytest.approx([-0.5, 0.5, 0.0], rel=1e-5)
+    assert still.tolist() == [2.0] * 3
