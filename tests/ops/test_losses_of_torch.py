@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 import torchweld
 from conftest import running_at
 from torchweld import functional
+from torchweld.dispatch import way
 from torchweld.dispatch.engine.judge import Judge
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks, rows
@@ -402,6 +403,7 @@ def test_padded_logits(where: str, kw: dict[str, Any], monkeypatch: pytest.Monke
 
     results = []
     for pads in (False, True):
+        way.forget()  # the short way of calls without padding
         monkeypatch.setattr(chunks, "_pads_rows", lambda _, pads=pads: pads)
         monkeypatch.setattr(chunks._Gemms, "__init__", poisoned)
         with running_at(where, monkeypatch) if where != "eager" else torchweld.use_backend(where):
@@ -411,6 +413,7 @@ def test_padded_logits(where: str, kw: dict[str, Any], monkeypatch: pytest.Monke
             results.append([loss, *torch.autograd.grad(loss.sum(), given)])
         assert strides == {(544 if pads else classes, 1)}  # 17 lines of 32 numbers
         strides.clear()
+    way.forget()
     unit = torch.finfo(dtype).eps
     for got, true in zip(*results, strict=True):
         torch.testing.assert_close(got, true, rtol=16 * unit, atol=16 * unit)
@@ -427,7 +430,8 @@ def test_only_a_gpu_pads_logits(classes: int, dtype: torch.dtype) -> None:
             needs = chunks.Needs(True, False, False)
             taken = chunks.count_bytes_of_row(layer, False, needs)
             assert taken == width * dtype.itemsize
-            buffer = chunks._Gemms(layer, needs, 64)._buffer
+            plan = chunks.make_plan(layer, needs)._replace(each=64)
+            buffer = chunks._Gemms(layer, plan)._buffer
             assert buffer.shape == (64, classes)
             assert buffer.stride() == (width, 1)
 
@@ -443,7 +447,7 @@ def test_the_table_of_memory_is_current() -> None:
         weight = torch.empty(int(classes), int(features), dtype=dtype, device="meta")
         layer = chunks.Layer(x, weight, None, 2**28, x.dtype, True, False, int(classes))
         needs = (True, True, False)
-        each = chunks.find_rows("", layer, chunks.Needs(*needs))
+        each = chunks.find_rows(layer, chunks.Needs(*needs))
         kept = chunks.keeps_sums(layer, chunks.Needs(*needs), each)
         mib = 16384 * int(classes) * dtype.itemsize / 2**20
         wanted = [mib, each, 4 * weight.numel() / 2**20 if kept else 0]

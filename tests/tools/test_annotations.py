@@ -16,7 +16,7 @@ import pytest
 from torchweld import functional, names, nn, optim
 from torchweld.dispatch import choice
 from torchweld.ops import activation as activations
-from torchweld.ops.loss import linear, reduction
+from torchweld.ops.loss import arguments, linear
 from torchweld.optim._codecs import EIGHT_BIT
 from torchweld.registry import BACKENDS, EAGER
 
@@ -58,7 +58,7 @@ def test_names_are_what_functions_accept() -> None:
     assert {*get_args(names.ActivationName)} == {name for name, _ in activations.KINDS}
     assert {*get_args(names.Approximation)} == {form for _, form in activations.KINDS}
     assert {*get_args(names.BackendName)} == {EAGER, *BACKENDS, *choice.GROUPS}
-    assert get_args(names.Reduction) == reduction.REDUCTIONS
+    assert get_args(names.Reduction) == arguments.REDUCTIONS
     assert get_args(names.Accumulation) == linear._ACCUMULATE
     assert get_args(names.StateName) == (EIGHT_BIT,)
 

@@ -96,8 +96,8 @@ WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
     ),
     "linear_cross_entropy": (
         _train(lambda x, w: functional.linear_cross_entropy(x, w, CLASSES), X, _leaf(2048, 512)),
-        152,
-        18,
+        44,
+        8,
     ),
     "linear_gelu": (_train(functional.linear_gelu, X, WEIGHT, COLUMNS), 5, 4),
 }

@@ -50,8 +50,8 @@ def copy_constant(value: Any) -> Any:
 
 
 def is_plain(t: torch.Tensor) -> bool:
-    """Whether guards notice all that may matter of a tensor."""
-    return type(t) in PLAIN and t.layout is torch.strided and not t.is_nested
+    """Whether guards notice all that may matter of a tensor; meta has no autocast to compare."""
+    return type(t) in PLAIN and t.layout is torch.strided and not (t.is_nested or t.is_meta)
 
 
 def make_guards(tensors: Sequence[torch.Tensor]) -> IsLike | None:

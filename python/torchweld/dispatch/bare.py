@@ -49,12 +49,17 @@ class BareOp:
 
     def run(self, *inputs: Any) -> Any:
         """Run the op on the backend that serves these inputs, or its reference if none does."""
-        first = inputs[0][0] if isinstance(inputs[0], list) else inputs[0]
+        return self.find(inputs[0][0] if isinstance(inputs[0], list) else inputs[0])(*inputs)
+
+    def find(self, first: torch.Tensor) -> Callable[..., Any]:
+        """What runs the op where its first tensor is like this one."""
         if choice.forced is None and choice.is_on_gpu(first):
-            backend = self._choose_on_gpu(first, inputs)
-        else:
-            backend = choose(self, [first])
-        return self._serving(backend)(*inputs)
+            return self._run_on_gpu
+        return self._serving(choose(self, [first]))
+
+    def _run_on_gpu(self, *inputs: Any) -> Any:
+        first = inputs[0][0] if isinstance(inputs[0], list) else inputs[0]
+        return self._serving(self._choose_on_gpu(first, inputs))(*inputs)
 
     def _serving(self, backend: str) -> Callable[..., Any]:
         serving = self.overload(backend) or self.reference

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 class Note(NamedTuple):
     """A call in its final form: what ran, on which arguments, and what it returned."""
 
-    op: Any
+    op: Any  # None for a function that is no op's
     function: Callable[..., Any]
     inputs: Sequence[Any]
     result: Any
@@ -27,3 +27,13 @@ RECORDER = _Recorder()
 def leave_open() -> None:
     """Say that the next call like this one may be decided otherwise."""
     RECORDER.is_final = False
+
+
+def run_final(function: Callable[..., Any], *inputs: Any) -> Any:
+    """Run a function of raw arguments, which serves later calls like this one as it is."""
+    notes = RECORDER.notes
+    before = len(notes) if notes is not None else 0
+    result = function(*inputs)
+    if notes is not None:
+        notes[before:] = [Note(None, function, inputs, result)]  # in place of its parts
+    return result

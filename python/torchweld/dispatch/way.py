@@ -195,13 +195,14 @@ def _make_run(
     objects: list[Any] = [value for value in given if type(value) is constant]
     owned = [t for value in objects for t in value.lists or ()]
     constants, arguments = [*first], [f"c{at}" for at in range(len(first))]
+    drawn_at = note.op and note.op.seed_at
     for at, value in enumerate(note.inputs):
         if at not in taken_at:  # a part of `first`
             if not is_constant(value):
                 return None
         elif is_tensor(value) and (number := _find_same(value, given)) is not None:
             arguments.append(f"a{number}")
-        elif is_tensor(value) and at == note.op.seed_at and seed is None:
+        elif is_tensor(value) and at == drawn_at and seed is None:
             on_cpu = "empty(1, dtype=int64).random_()"
             arguments.append(on_cpu if note.inputs[0].is_cpu else "draw(a0)")
         elif is_constant(value) or _find_same(value, owned) is not None:

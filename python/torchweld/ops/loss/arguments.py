@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from torchweld.ops.loss.rows import How
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int64, torch.int32, torch.uint8)
+REDUCTIONS = ("mean", "sum", "none")
 # Whether a target out of range raises an error on a GPU too: the check waits for the GPU.
 _CHECKS_ON_GPU = os.environ.get("TORCHWELD_CHECK_TARGETS", "0") not in ("", "0")
 
@@ -110,54 +111,130 @@ def mark_ignored(
     return marked  # type: ignore[no-any-return]
 
 
-def make_how(
+class Settings(NamedTuple):
+    """What calls of one kind have in common: checked arguments that are not tensors."""
+
+    function: str
+    leading: tuple[int, ...]  # the sizes of the rows
+    classes: int
+    ignored: Any  # the target of ignored rows
+    several: int | None  # targets of a row; None: probabilities
+    scale: float
+    softcap: float  # 0: none
+    logits_dtype: torch.dtype
+    kind: torch.dtype  # of the sums
+    reduction: str = "none"
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+def check_settings(
     function: str,
     like: torch.Tensor,
-    classes: int,
+    logits_dtype: torch.dtype,
     leading: tuple[int, ...],
+    classes: int,
     *,
+    ignored: Any,
+    several: int | None,
     weight: torch.Tensor | None = None,
-    probabilities: torch.Tensor | None = None,
     logit_scale: float | None = None,
     softcap: float | None = None,
     temperature: float | torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> How:
-    """Make the How of rows with these leading sizes; check its arguments."""
-    of_logits = dtype or like.dtype
-    kind = rows.accumulate_type(of_logits)
+) -> Settings:
+    """Check what rows with these leading sizes become before a loss is made of them."""
+    if several is not None and type(ignored) is not int:
+        raise ArgumentError(function, "ignore_index", repr(ignored), "an integer")
     scale = 1.0 if logit_scale is None else logit_scale
     fits = isinstance(scale, checks.NUMBER) and math.isfinite(scale) and scale != 0
     check_number(function, "logit_scale", scale, "a finite number other than 0", fits)
     if softcap is not None:
         check_positive(function, "softcap", softcap)
-    inverse = None
     share = 1.0
     if isinstance(temperature, torch.Tensor):
-        check_tensor(function, "temperature", temperature)
-        checks.like(function, "temperature", temperature, like, "input")
+        _check_companion(function, "temperature", temperature, like)
         if temperature.shape != leading:
             accepted = f"a number, or a tensor of the rows' shape, {list(leading)}"
             actual = f"of shape {list(temperature.shape)}"
             raise ArgumentError(function, "temperature", actual, accepted)
         _refuse_gradient(function, "temperature", temperature)
-        inverse = temperature.detach().reshape(-1).to(kind).reciprocal()
     elif temperature is not None:
         check_positive(function, "temperature", temperature)
         share = float(temperature)
-    sum_of_weights = None
     if weight is not None:
-        check_tensor(function, "weight", weight)
-        checks.like(function, "weight", weight, like, "input")
+        _check_companion(function, "weight", weight, like)
         checks.shaped(function, "weight", weight, (classes,), "one weight a class")
         _refuse_gradient(function, "weight", weight)
+    # A number is folded into scale and cap: cap * tanh(scale * z / cap) / T.
+    factors = (scale / share, 0.0 if softcap is None else softcap / share)
+    kind = rows.accumulate_type(logits_dtype)
+    return Settings(function, leading, classes, ignored, several, *factors, logits_dtype, kind)
+
+
+def check_terms(
+    settings: Settings,
+    like: torch.Tensor,
+    token_weights: torch.Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+) -> Settings:
+    """Check what a loss is made of, and add it to the settings."""
+    function = settings.function
+    check_choice(function, "reduction", reduction, REDUCTIONS)
+    fits = isinstance(label_smoothing, checks.NUMBER) and 0 <= label_smoothing <= 1
+    check_number(function, "label_smoothing", label_smoothing, "0 to 1", fits)
+    fits = isinstance(z_loss, checks.NUMBER) and abs(z_loss) < math.inf
+    check_number(function, "z_loss", z_loss, "a finite number", fits)
+    if token_weights is not None:
+        _check_companion(function, "token_weights", token_weights, like)
+        leading = settings.leading
+        checks.shaped(function, "token_weights", token_weights, leading, "one weight a row")
+    return Settings(*settings[:-3], reduction, float(label_smoothing), float(z_loss))
+
+
+def check_target(
+    function: str,
+    target: Any,
+    like: torch.Tensor,
+    leading: tuple[int, ...],
+    shape: tuple[int, ...],
+) -> int | None:
+    """Check for a class of each row, or for probabilities of this shape; returns `several`."""
+    if isinstance(target, torch.Tensor) and target.is_floating_point():
+        _check_companion(function, "target", target, like)
+        checks.shaped(function, "target", target, shape, "one probability a class")
+        return None
+    check_indices(function, "target", target, like.device)
+    checks.shaped(function, "target", target, leading, "one class a row")
+    return 1
+
+
+def read_rows(
+    settings: Settings, target: torch.Tensor, weight: torch.Tensor | None, temperature: Any
+) -> tuple[torch.Tensor, How]:
+    """The targets as rows, and how u follows from the logits."""
+    q = inverse = sum_of_weights = None
+    count, kind, classes = math.prod(settings.leading), settings.kind, settings.classes
+    if settings.several is None:
+        q = target.reshape(count, target.shape[-1])
+        q = q if q.dtype in (settings.logits_dtype, kind) else q.to(kind)
+        target = q.new_empty((count, 0), dtype=torch.int64)
+    else:
+        marked = mark_ignored(settings.function, target, classes, settings.ignored)
+        target = marked.reshape(count, settings.several)
+    if isinstance(temperature, torch.Tensor):
+        inverse = temperature.detach().reshape(-1).to(kind).reciprocal()
+    if weight is not None:
         weight = weight.detach().to(kind)
         sum_of_weights = weight.sum()
-    if probabilities is not None and probabilities.dtype not in (of_logits, kind):
-        probabilities = probabilities.to(kind)
-    # A number is folded into scale and cap: cap * tanh(scale * z / cap) / T.
-    cap = 0.0 if softcap is None else softcap / share
-    return How(weight, probabilities, inverse, sum_of_weights, scale / share, cap, classes, kind)
+    scaling = (settings.scale, settings.softcap)
+    return target, How(sum_of_weights, weight, q, inverse, *scaling, classes, kind)
+
+
+def _check_companion(function: str, name: str, value: Any, like: torch.Tensor) -> None:
+    check_tensor(function, name, value)
+    checks.like(function, name, value, like, "input")
 
 
 def _refuse_gradient(function: str, name: str, value: torch.Tensor) -> None:

@@ -31,6 +31,10 @@ _ACCESS = 16  # bytes
 _LEAST_MEMORY, _MOST_MEMORY = 2**28, 2**31
 
 
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 class Layer(NamedTuple):
     """The linear layer, and how it is computed."""
 
@@ -123,19 +127,19 @@ def _block(layer: Layer) -> int:
 def check_memory(function: str, layer: Layer, needs: Needs) -> int:
     """Find how many rows fit into a chunk; raises ArgumentError if not even one does."""
     row = count_bytes_of_row(layer, True, needs)
-    blocks = layer.memory // 8 if _has_blocks(layer, needs) else 0
-    most = (layer.memory - blocks) // max(row, 1)
+    has_blocks = _has_blocks(layer, needs)
+    most = (layer.memory - (layer.memory // 8 if has_blocks else 0)) // max(row, 1)
     if most < 1:
-        least = row + -(-row // 7) if blocks or _has_blocks(layer, needs) else row
+        least = row + -(-row // 7) if has_blocks else row
         raise ArgumentError(
             function, "memory", f"{layer.memory}", f"at least {least}, which holds one row"
         )
     return most
 
 
-def find_rows(function: str, layer: Layer, needs: Needs) -> int:
+def find_rows(layer: Layer, needs: Needs) -> int:
     """Find the number of rows in a chunk, which depends on the number of all rows."""
-    most = check_memory(function, layer, needs)
+    most = check_memory("linear_rows", layer, needs)
     if layer.batch_invariant:
         return _INVARIANT
     every = max(layer.input.shape[0], 1)
@@ -148,6 +152,36 @@ def keeps_sums(layer: Layer, needs: Needs, rows_of_chunk: int) -> bool:
     """Whether the weight's gradient is accumulated in a separate float32 buffer."""
     several = layer.input.shape[0] > rows_of_chunk
     return needs.weight and several and layer.float32_sums and layer.weight.element_size() == 2
+
+
+class Plan(NamedTuple):
+    """How the chunks of a layer are computed: the same for all layers like it."""
+
+    each: int  # the rows of a chunk
+    stride: int  # the elements from one row of logits to the next
+    parts: list[slice]  # the classes of each GEMM
+    blocks: list[slice]  # the classes whose weights are converted at a time
+    needs: Needs
+    is_widened: bool
+    sums: bool  # whether the weight's gradient has a float32 buffer
+    both: Callable[..., Results]  # the kernel of run_both
+
+
+def make_plan(
+    layer: Layer, needs: Needs, both: Callable[..., Results] | None = None, adds: bool = False
+) -> Plan:
+    """Make the plan of a layer; with `adds` the weight's gradient is added to an existing one."""
+    each, block, classes = find_rows(layer, needs), _block(layer), layer.weight.shape[0]
+    return Plan(
+        each,
+        _pad(layer, classes),
+        _divide_classes(layer),
+        [slice(begin, begin + block) for begin in range(0, classes, block)],
+        needs,
+        layer.is_widened(),
+        not adds and keeps_sums(layer, needs, each),
+        both or rows.BOTH_IN_PLACE.find(layer.input),
+    )
 
 
 def find_counted(target: torch.Tensor) -> torch.Tensor | None:
@@ -189,56 +223,47 @@ def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
 class _Gemms:
     """The GEMMs of one call, with buffers that its chunks share."""
 
-    def __init__(
-        self, layer: Layer, needs: Needs, each: int, total: torch.Tensor | None = None
-    ) -> None:
-        self.layer, self.needs = layer, needs
+    def __init__(self, layer: Layer, plan: Plan, total: torch.Tensor | None = None) -> None:
+        self.layer, self.plan = layer, plan
         x, weight = layer.input, layer.weight
-        width = weight.shape[0]
-        strides = (_pad(layer, width), 1)
-        self._buffer = x.new_empty_strided((each, width), strides, dtype=layer.logits_dtype)
-        self._block = _block(layer)
-        self._parts = _divide_classes(layer)
-        self._has_total = total is not None
-        self._started = self._has_total
-        self._sums = not self._has_total and keeps_sums(layer, needs, each)
-        sums = torch.float32 if self._sums else weight.dtype
-        if total is None and needs.weight:
+        shape, strides = (plan.each, weight.shape[0]), (plan.stride, 1)
+        self._buffer = x.new_empty_strided(shape, strides, dtype=layer.logits_dtype)
+        self._has_total = self._started = total is not None
+        if total is None and plan.needs.weight:
+            sums = torch.float32 if plan.sums else weight.dtype
             total = torch.empty_like(weight, dtype=sums)
         self.grad_weight = total
         self.grad_bias = None
-        if needs.bias and layer.bias is not None:
+        if plan.needs.bias and layer.bias is not None:
             kind = rows.accumulate_type(layer.bias.dtype)
             self.grad_bias = torch.zeros_like(layer.bias, dtype=kind)
 
     def compute_logits(self, x: torch.Tensor) -> torch.Tensor:
         """The logits of some rows, in the shared buffer."""
-        layer, count = self.layer, x.shape[0]
-        logits, bias = self._buffer[:count], layer.bias
-        if layer.batch_invariant and count < len(self._buffer):
-            x = torch.cat([x, x.new_zeros(len(self._buffer) - count, x.shape[1])])
+        layer, plan, count = self.layer, self.plan, x.shape[0]
+        logits, bias, dtype = self._buffer[:count], layer.bias, layer.logits_dtype
+        if layer.batch_invariant and count < plan.each:
+            x = torch.cat([x, x.new_zeros(plan.each - count, x.shape[1])])
             logits = self._buffer
-        for at in self._blocks() if layer.is_widened() else self._parts:
-            weight, part = layer.weight[at].to(layer.logits_dtype), logits[:, at]
+        for at in plan.blocks if plan.is_widened else plan.parts:
+            left, right, part = x.to(dtype), layer.weight[at].to(dtype).t(), logits[:, at]
             if bias is None:
-                torch.mm(x.to(layer.logits_dtype), weight.t(), out=part)
+                torch.mm(left, right, out=part)
             else:
-                torch.addmm(
-                    bias[at].to(layer.logits_dtype), x.to(layer.logits_dtype), weight.t(), out=part
-                )
+                torch.addmm(bias[at].to(dtype), left, right, out=part)
         return self._buffer[:count]
 
     def compute_grad_input(self, grad: torch.Tensor, out: torch.Tensor) -> None:
         """Write the input's gradient of some rows."""
-        layer = self.layer
-        if not layer.is_widened():
-            first, *rest = self._parts
+        layer, plan = self.layer, self.plan
+        if not plan.is_widened:
+            first, *rest = plan.parts
             torch.mm(grad[:, first], layer.weight[first], out=out)
             for at in rest:
                 out.addmm_(grad[:, at], layer.weight[at])
             return
         total = grad.new_zeros(out.shape)
-        for at in self._blocks():
+        for at in plan.blocks:
             total.addmm_(grad[:, at], layer.weight[at].to(layer.logits_dtype))
         out.copy_(total)
 
@@ -249,16 +274,16 @@ class _Gemms:
         total = self.grad_weight
         if total is None:
             return
-        layer = self.layer
-        if self._sums and grad.element_size() == 2 and _adds_to_float32(grad.device, grad.dtype):
-            for at in self._parts:
+        layer, plan = self.layer, self.plan
+        if plan.sums and grad.element_size() == 2 and _adds_to_float32(grad.device, grad.dtype):
+            for at in plan.parts:
                 _add_to_float32(total[at], grad[:, at].t(), x, self._started)
             self._started = True
             return
         # On CPUs without 16-bit products torch allocates the whole result in float32 as well.
         is_copied = layer.input.is_cpu and layer.input.element_size() == 2
-        widens = layer.is_widened() or self._sums
-        for at in self._blocks() if widens or is_copied else self._parts:
+        widens = plan.is_widened or plan.sums
+        for at in plan.blocks if widens or is_copied else plan.parts:
             left, right, out = grad[:, at].t(), x.to(grad.dtype), total[at]
             if self._started and widens:
                 out += left @ right
@@ -279,10 +304,6 @@ class _Gemms:
             weight = (weight if self._started else weight.zero_()).to(layer.weight.dtype)
         return weight, None if bias is None or layer.bias is None else bias.to(layer.bias.dtype)
 
-    def _blocks(self) -> Iterator[slice]:
-        for begin in range(0, self.layer.weight.shape[0], self._block):
-            yield slice(begin, begin + self._block)
-
 
 class _Chunk(NamedTuple):
     at: slice | torch.Tensor  # its rows
@@ -295,57 +316,43 @@ def _cut(layer: Layer, target: torch.Tensor, how: How, each: int) -> Iterator[_C
     """Chunks of the rows that count."""
     counted = find_counted(target)
     count = layer.input.shape[0] if counted is None else counted.shape[0]
+    is_same = how.probabilities is None and how.inverse_temperature is None
     for begin in range(0, count, each):
         at = slice(begin, min(begin + each, count))
         where = at if counted is None else counted[at]
-        yield _Chunk(where, layer.input[where].contiguous(), target[where], how.take(where))
+        own = how if is_same else how.take(where)
+        yield _Chunk(where, layer.input[where].contiguous(), target[where], own)
 
 
 def run_forward(
-    function: str,
-    layer: Layer,
-    target: torch.Tensor,
-    how: How,
-    entropy: bool,
-    smooth: bool,
-    argmax: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    layer: Layer, target: torch.Tensor, how: How, entropy: bool, smooth: bool, argmax: bool
+) -> Results:
     """Run the row kernel on all rows; the results of dropped rows are zeros, and a sum of 1."""
-    made = _make_results(layer, target, argmax)
-    each = find_rows(function, layer, NO_GRADIENT)
-    gemms = _Gemms(layer, NO_GRADIENT, each)
-    for chunk in _cut(layer, target, how, each):
+    made = _make_results(layer, target, how, argmax)
+    plan, kernel = make_plan(layer, NO_GRADIENT), rows.FORWARD.find(layer.input)
+    gemms = _Gemms(layer, plan)
+    for chunk in _cut(layer, target, how, plan.each):
         logits = gemms.compute_logits(chunk.x)
-        arguments = (*chunk.how.get_arguments(), entropy, smooth, argmax)
-        _keep(made, chunk.at, rows.FORWARD.run(logits, chunk.target, *arguments))
+        arguments = (*chunk.how[rows.GIVEN], entropy, smooth, argmax)
+        _keep(made, chunk.at, kernel(logits, chunk.target, *arguments))
     return made
 
 
-def _make_results(
-    layer: Layer, target: torch.Tensor, argmax: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    kind, count = rows.accumulate_type(layer.logits_dtype), target.shape[0]
-    statistics = layer.input.new_zeros((count, rows.STATISTICS), dtype=kind)
+def _make_results(layer: Layer, target: torch.Tensor, how: How, argmax: bool) -> Results:
+    count = target.shape[0]
+    statistics = layer.input.new_zeros((count, rows.STATISTICS), dtype=how.kind)
     statistics[:, rows.SUM] = 1
-    picked = layer.input.new_zeros(target.shape, dtype=kind)
+    picked = layer.input.new_zeros(target.shape, dtype=how.kind)
     return picked, statistics, target.new_full((count if argmax else 0,), -1)
 
 
-def _keep(
-    made: tuple[torch.Tensor, ...], at: slice | torch.Tensor, parts: tuple[torch.Tensor, ...]
-) -> None:
+def _keep(made: Results, at: slice | torch.Tensor, parts: Results) -> None:
     for whole, part in zip(made, parts, strict=True):
         if whole.numel():
             whole[at] = part
 
 
-Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Combine = Callable[[Results, torch.Tensor], Results]
-
-
 def run_backward(
-    function: str,
     layer: Layer,
     target: torch.Tensor,
     how: How,
@@ -359,49 +366,33 @@ def run_backward(
 
     The weight's gradient is added to `total` if it is given.
     """
-    each = find_rows(function, layer, needs)
-    gemms = _Gemms(layer, needs, each, total)
+    plan = make_plan(layer, needs, adds=total is not None)
+    gemms, kernel = _Gemms(layer, plan, total), rows.BACKWARD_IN_PLACE.find(layer.input)
     grad_input = torch.zeros_like(layer.input) if needs.input else None
-    for chunk in _cut(layer, target, how, each):
+    for chunk in _cut(layer, target, how, plan.each):
         logits = gemms.compute_logits(chunk.x)
         parts = (statistics[chunk.at], coefficients[chunk.at], grad_picked[chunk.at])
-        rows.BACKWARD_IN_PLACE.run(logits, chunk.target, *parts, *chunk.how.get_arguments())
+        kernel(logits, chunk.target, *parts, *chunk.how[rows.GIVEN])
         _take_gradients(gemms, chunk, logits, grad_input)
     return (grad_input, *gemms.finish())
 
 
 def run_both(
-    function: str,
+    plan: Plan,
     layer: Layer,
     target: torch.Tensor,
     how: How,
     coefficients: torch.Tensor,
     grad_picked: torch.Tensor,
     smooth: bool,
-    needs: Needs,
-    combine: Combine | None,
 ) -> tuple[Results, Gradients]:
-    """Compute the results of run_forward and the gradients, with one GEMM less than run_backward.
-
-    `combine` turns results of this device's classes into results of the whole vocabulary.
-    """
-    made = _make_results(layer, target, False)
-    each = find_rows(function, layer, needs)
-    gemms = _Gemms(layer, needs, each)
-    grad_input = torch.zeros_like(layer.input) if needs.input else None
-    for chunk in _cut(layer, target, how, each):
+    """Compute run_forward's results and the gradients, with one GEMM less than run_backward."""
+    made, gemms = _make_results(layer, target, how, False), _Gemms(layer, plan)
+    grad_input = torch.zeros_like(layer.input) if plan.needs.input else None
+    for chunk in _cut(layer, target, how, plan.each):
         logits = gemms.compute_logits(chunk.x)
-        parts = (coefficients[chunk.at], grad_picked[chunk.at])
-        arguments = chunk.how.get_arguments()
-        if combine is None:
-            chunk_results = rows.BOTH_IN_PLACE.run(
-                logits, chunk.target, *parts, *arguments, smooth, False
-            )
-        else:
-            chunk_results = rows.FORWARD.run(logits, chunk.target, *arguments, False, smooth, False)
-            chunk_results = combine(chunk_results, chunk.target)
-            rows.BACKWARD_IN_PLACE.run(logits, chunk.target, chunk_results[1], *parts, *arguments)
-        _keep(made, chunk.at, chunk_results)
+        parts = (coefficients[chunk.at], grad_picked[chunk.at], *chunk.how[rows.GIVEN])
+        _keep(made, chunk.at, plan.both(logits, chunk.target, *parts, smooth, False))
         _take_gradients(gemms, chunk, logits, grad_input)
     return made, (grad_input, *gemms.finish())
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 
 from torchweld import checks
 from torchweld.dispatch import choice
+from torchweld.dispatch.recorder import run_final
+from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.names import Reduction
 from torchweld.ops.loss import arguments, of_logits, results, small
-from torchweld.ops.loss import reduction as reductions
+from torchweld.ops.loss.arguments import Settings
 from torchweld.registry import why_not_now
 
 _NAME = "cross_entropy"
@@ -20,6 +23,7 @@ _NAME = "cross_entropy"
 _SMALL = 2**14
 
 
+@short()
 def cross_entropy(
     input: torch.Tensor,
     target: torch.Tensor,
@@ -75,59 +79,63 @@ def cross_entropy(
         legacy: Any = torch.nn._reduction
         reduction = legacy.legacy_get_string(size_average, reduce)
     arguments.check_tensor(_NAME, "input", input)
-    given = (softcap, logit_scale, temperature, token_weights)
-    if small.asks_no_more(z_loss, given, return_lse, inplace):
-        plain = (weight, ignore_index, reduction, label_smoothing)
-        if (of_torch := small.cross_entropy(input, target, *plain)) is not None:
-            return of_torch
     if input.ndim == 0:
         raise ArgumentError(_NAME, "input", "of no dimensions", "[V], [N, V] or [N, V, *]")
     checks.flag(_NAME, "return_lse", return_lse)
     checks.flag(_NAME, "inplace", inplace)
-    if inplace and input.is_leaf and input.requires_grad:
-        raise ArgumentError(_NAME, "inplace", "True for logits that are a leaf", "False")
     classes = input.shape[0] if input.ndim == 1 else input.shape[1]
     leading = tuple(input.shape[:1] + input.shape[2:]) if input.ndim > 1 else ()
-
-    def flatten(x: torch.Tensor) -> torch.Tensor:
-        x = x if x.ndim < 3 else x.movedim(1, -1)
-        return x.reshape(math.prod(leading), classes)
-
-    labels = reductions.read_target(
-        _NAME, target, input, leading, classes, ignore_index, flatten, tuple(input.shape)
-    )
-    how = arguments.make_how(
-        _NAME,
-        input,
-        classes,
-        leading,
-        weight=weight,
-        probabilities=labels.probabilities,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        temperature=temperature,
-    )
-    terms = (reduction, label_smoothing, z_loss, token_weights)
-    loss = reductions.check_loss(_NAME, input, leading, *terms)
-    factors, count = loss.make_factors(labels.classes, how)
-    logits = flatten(input)
-    if _takes_eager(logits, how.probabilities):
-        rows = results.reference(logits, labels.classes, how, factors.find_wanted())
-    else:
-        rows = of_logits.find(logits, labels.classes, how, factors.find_wanted(), inplace)
-    made = loss.reduce(rows, factors, count)
-    if not checks.autocasts(input.device.type):
-        made = made.to(input.dtype)
-    made = made.reshape(leading) if reduction == "none" else made
-    return (made, rows.lse.reshape(leading)) if return_lse else made
+    several = arguments.check_target(_NAME, target, input, leading, tuple(input.shape))
+    scaling = {"logit_scale": logit_scale, "softcap": softcap, "temperature": temperature}
+    how: dict[str, Any] = {"ignored": ignore_index, "several": several, "weight": weight, **scaling}
+    settings = arguments.check_settings(_NAME, input, input.dtype, leading, classes, **how)
+    terms = (token_weights, reduction, label_smoothing, z_loss)
+    settings = arguments.check_terms(settings, input, *terms)
+    trains = torch.is_grad_enabled()
+    takes_eager = _takes_eager(input, several is None and trains and target.requires_grad)
+    whole: small.Run = partial(_compute, settings, takes_eager, return_lse, inplace)
+    given = (input, target, weight, temperature, token_weights)
+    asked = [x for x in (*scaling.values(), token_weights) if x is not None]
+    is_plain = not (asked or settings.z_loss or return_lse or inplace)
+    if is_plain and small.may_serve(_SMALL, settings, *given):
+        whole = small.cross_entropy(settings, trains and input.requires_grad, whole)
+    return run_final(whole, *given)
 
 
-def _takes_eager(logits: torch.Tensor, probabilities: torch.Tensor | None) -> bool:
+def _takes_eager(logits: torch.Tensor, soft_trains: bool) -> bool:
     """Whether plain torch serves: transforms, and a gradient of the probabilities."""
-    if probabilities is not None and probabilities.requires_grad and torch.is_grad_enabled():
-        return True
-    if why_not_now() is not None:
+    if soft_trains or why_not_now() is not None:
         return True
     if choice.forced is not None or torch.compiler.is_compiling():  # sizes may be unknown
         return False
     return logits.numel() < _SMALL and logits.dtype.itemsize > 2 and not logits.is_cuda
+
+
+def _compute(
+    settings: Settings,
+    takes_eager: bool,
+    returns_lse: bool,
+    inplace: bool,
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    temperature: Any,
+    token_weights: torch.Tensor | None,
+) -> Any:
+    if inplace and input.is_leaf and input.requires_grad:
+        raise ArgumentError(_NAME, "inplace", "True for logits that are a leaf", "False")
+    logits = input
+    if input.ndim > 2:
+        logits = input.movedim(1, -1)
+        target = target.movedim(1, -1) if settings.several is None else target
+    logits = logits.reshape(math.prod(settings.leading), settings.classes)
+    target, how = arguments.read_rows(settings, target, weight, temperature)
+    factors, count = results.make_factors(settings, target, how, token_weights)
+    if takes_eager:
+        rows = results.reference(logits, target, how, factors.find_wanted())
+    else:
+        rows = of_logits.find(logits, target, how, factors.find_wanted(), inplace)
+    made = results.reduce(settings, factors, rows, count)
+    if not checks.autocasts(input.device.type):
+        made = made.to(input.dtype)
+    return (made, rows.lse.reshape(settings.leading)) if returns_lse else made

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from torchweld import checks
+from torchweld.dispatch.dtensor import is_dtensor
+from torchweld.dispatch.recorder import leave_open, run_final
+from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.names import Accumulation, Reduction
-from torchweld.ops.loss import arguments, chunks, cross_entropy, of_linear, sharded, small
-from torchweld.ops.loss import reduction as reductions
-from torchweld.ops.loss.chunks import Layer, Needs
+from torchweld.ops.loss import arguments, chunks, cross_entropy, of_linear, results, sharded, small
+from torchweld.ops.loss.arguments import Settings
+from torchweld.ops.loss.chunks import Layer, Needs, Plan
 from torchweld.ops.loss.results import RowResults, Wanted
 from torchweld.ops.loss.rows import How
-from torchweld.ops.loss.sharded import Classes
+from torchweld.ops.loss.sharded import Classes, Place
 from torchweld.registry import why_not_now
 
 _CROSS_ENTROPY, _LOGPROBS = "linear_cross_entropy", "linear_logprobs"
 _ACCUMULATE = ("float32", "parameter", "grad")
+# With fewer logits torch's own ops are faster.
+_FEW = 2**18
 
 
+@short()
 def linear_cross_entropy(
     input: torch.Tensor,
     linear_weight: torch.Tensor,
@@ -82,83 +89,39 @@ def linear_cross_entropy(
     Returns:
         The loss in input's dtype, float32 under autocast; with `return_lse` a tuple.
     """
-    name, accumulate = _CROSS_ENTROPY, _read_options(options, accumulate)
-    ignored = -100 if ignore_index is None else ignore_index
-    scaling: dict[str, Any] = {
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "temperature": temperature,
-    }
-    terms: dict[str, Any] = {
-        "reduction": reduction,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "token_weights": token_weights,
-    }
+    accumulate = _read_options(options, accumulate)
     chunking = (logits_dtype, memory, accumulate, batch_invariant)
+    ignored = -100 if ignore_index is None else ignore_index
+    scaling: dict[str, Any] = {"softcap": softcap, "logit_scale": logit_scale}
+    terms: dict[str, Any] = {"reduction": reduction, "z_loss": z_loss}
+    terms["label_smoothing"] = label_smoothing
     if isinstance(linear_weight, torch.Tensor) and linear_weight.ndim > 2:
         _refuse_chunks(*chunking)
         rest = {"weight": weight, "ignore_index": ignored, "return_lse": return_lse}
-        rest |= scaling | terms
+        rest |= {"temperature": temperature, "token_weights": token_weights} | scaling | terms
         return _run_on_dimensions(input, linear_weight, target, linear_bias, **rest)
-    given = (*scaling.values(), token_weights, logits_dtype, memory)
-    if accumulate in _ACCUMULATE[:2] and small.asks_no_more(
-        z_loss, given, return_lse, batch_invariant
-    ):
-        plain = (weight, ignored, reduction, label_smoothing)
-        of_torch = small.linear_cross_entropy(input, linear_weight, linear_bias, target, *plain)
-        if of_torch is not None:
-            return of_torch
-    checks.flag(name, "return_lse", return_lse)
+    checks.flag(_CROSS_ENTROPY, "return_lse", return_lse)
     soft = isinstance(target, torch.Tensor) and target.is_floating_point()
     if soft and ignore_index is not None:
-        raise ArgumentError(name, "ignore_index", ignore_index, "None with probabilities")
-    place, parts = sharded.find_place(name, input, linear_weight, linear_bias)
-    input, shared = parts[0], place.classes
+        raise ArgumentError(_CROSS_ENTROPY, "ignore_index", ignore_index, "None with probabilities")
+    place, parts = _find_place(_CROSS_ENTROPY, input, linear_weight, linear_bias)
     target = place.take_target(target)
-    terms["token_weights"] = place.take_rows("token_weights", token_weights)
-    scaling["temperature"] = place.take_rows("temperature", temperature)
-    layer = _make_layer(name, parts, *chunking, shared)
-    leading, own = tuple(input.shape[:-1]), layer.weight.shape[0]
-    classes = own if shared is None else shared.whole
-
-    def flatten(q: torch.Tensor) -> torch.Tensor:
-        return q.reshape(math.prod(leading), own)
-
-    sizes = (leading, classes, ignored, flatten, (*leading, own))
-    labels = reductions.read_target(name, target, input, *sizes)
-    how = arguments.make_how(
-        name,
-        layer.input,
-        classes,
-        leading,
-        weight=place.take_whole("weight", weight),
-        probabilities=labels.probabilities,
-        dtype=layer.logits_dtype,
-        **scaling,
+    weight, temperature, token_weights = (
+        place.take_whole("weight", weight),
+        place.take_rows("temperature", temperature),
+        place.take_rows("token_weights", token_weights),
     )
-    loss = reductions.check_loss(name, input, leading, **terms)
-    factors, count = loss.make_factors(labels.classes, how)
-    needs = _find_needs(layer)
-    chunks.check_memory(name, layer, needs)
-    count = place.add_up(count) if reduction == "mean" else count
-    target, how = place.take_classes(labels.classes, how)
-    kind = None if checks.autocasts(input.device.type) else input.dtype
-    into_grad = accumulate == "grad"
-    if not into_grad and _keeps_gradients(layer, loss, return_lse, how, needs, shared):
-        if reduction == "mean":
-            factors = factors.divide(count)
-        made = place.add_up(of_linear.find_total(layer, target, how, factors, shared, needs))
-        if reduction == "mean":
-            made = torch.where(count == 0, torch.nan, made)
-        return place.wrap(made.to(kind or made.dtype))
-    rows = _find(layer, target, how, factors.find_wanted(), shared, into_grad)
-    made = loss.reduce(rows, factors, count, place.add_up)
-    made = made.reshape(leading) if reduction == "none" else made
-    made = place.wrap(made.to(kind or made.dtype))
-    return (made, place.wrap(rows.lse.reshape(leading))) if return_lse else made
+    scaling |= {"weight": weight, "temperature": temperature}
+    kind = _prepare(_CROSS_ENTROPY, place, parts, chunking, target, ignored, **scaling)
+    kind = _prepare_loss(kind, parts, token_weights, return_lse, **terms)
+    whole: small.Run = partial(_compute_loss, kind)
+    given = (*parts, target, weight, temperature, token_weights)
+    if kind.is_plain and small.may_serve(_FEW, kind.settings, *given):
+        whole = small.linear_cross_entropy(kind.settings, any(kind.needs), whole)
+    return _wrap(place, run_final(whole, *given))
 
 
+@short()
 def linear_logprobs(
     input: torch.Tensor,
     linear_weight: torch.Tensor,
@@ -208,59 +171,235 @@ def linear_logprobs(
         The log-probabilities of target's shape, float32 (float64 of float64); or a tuple of them
         and of the further results, in the order entropy, log-sum-exp, argmax.
     """
-    name = _LOGPROBS
     for flag, value in (
         ("return_entropy", return_entropy),
         ("return_lse", return_lse),
         ("return_argmax", return_argmax),
     ):
-        checks.flag(name, flag, value)
-    given = (softcap, logit_scale, temperature, logits_dtype, memory)
-    flags = (return_entropy, return_lse, return_argmax, batch_invariant)
-    if accumulate in _ACCUMULATE[:2] and small.asks_no_more(0.0, given, *flags):
-        of_torch = small.linear_logprobs(input, linear_weight, linear_bias, target, ignore_index)
-        if of_torch is not None:
-            return of_torch
-    place, parts = sharded.find_place(name, input, linear_weight, linear_bias)
-    input, shared = parts[0], place.classes
+        checks.flag(_LOGPROBS, flag, value)
+    place, parts = _find_place(_LOGPROBS, input, linear_weight, linear_bias)
     target = place.take_rows("target", target)
+    temperature = place.take_rows("temperature", temperature)
     chunking = (logits_dtype, memory, accumulate, batch_invariant)
-    layer = _make_layer(name, parts, *chunking, shared)
-    leading = tuple(input.shape[:-1])
-    classes = layer.weight.shape[0] if shared is None else shared.whole
-    arguments.check_indices(name, "target", target, input.device)
-    if target.shape != leading and (target.ndim == 0 or target.shape[:-1] != leading):
-        accepted = f"the rows' shape, {list(leading)}, or that and K"
-        raise ArgumentError(name, "target", f"of shape {list(target.shape)}", accepted)
-    if type(ignore_index) is not int:
-        raise ArgumentError(name, "ignore_index", repr(ignore_index), "an integer")
-    marked = arguments.mark_ignored(name, target, classes, ignore_index)
-    several = target.shape[-1] if target.shape != leading else 1
-    how = arguments.make_how(
-        name,
-        layer.input,
-        classes,
-        leading,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        temperature=place.take_rows("temperature", temperature),
-        dtype=layer.logits_dtype,
-    )
-    chunks.check_memory(name, layer, _find_needs(layer))
+    scaling: dict[str, Any] = {"softcap": softcap, "logit_scale": logit_scale}
+    scaling["temperature"] = temperature
+    kind = _prepare(_LOGPROBS, place, parts, chunking, target, ignore_index, **scaling)
     wanted = Wanted(entropy=return_entropy, argmax=return_argmax)
-    marked, how = place.take_classes(marked.reshape(math.prod(leading), several), how)
-    rows = _find(layer, marked, how, wanted, shared, accumulate == "grad")
-    made = [rows.log_probabilities.reshape(target.shape)]
-    beside = ((return_entropy, rows.entropy), (return_lse, rows.lse), (return_argmax, rows.argmax))
-    made += [result.reshape(leading) for asked, result in beside if asked]
-    made = [place.wrap(result) for result in made]
-    return tuple(made) if len(made) > 1 else made[0]
+    kind = kind._replace(wanted=wanted, returns_lse=return_lse)
+    whole: small.Run = partial(_compute_logprobs, kind)
+    given = (*parts, target, temperature)
+    is_plain = kind.is_plain and not (any(wanted) or return_lse)
+    if is_plain and small.may_serve(_FEW, kind.settings, *given):
+        whole = small.linear_logprobs(kind.settings, whole)
+    return _wrap(place, run_final(whole, *given))
+
+
+# --- What a kind of call is -------------------------------------------------------------------
+
+
+class _Whole:
+    """The place of plain tensors: this device has all rows and classes."""
+
+    classes = None
+
+    @staticmethod
+    def take_rows(_: str, value: Any) -> Any:
+        """All rows of a tensor."""
+        return value
+
+    @staticmethod
+    def keep(value: Any) -> Any:
+        """What needs no exchange."""
+        return value
+
+    @staticmethod
+    def take_classes(target: torch.Tensor, how: How) -> tuple[torch.Tensor, How]:
+        """All classes."""
+        return target, how
+
+    take_whole = take_rows
+    take_target = add_up = wrap = keep
+
+
+def _find_place(function: str, *parts: Any) -> tuple[Place | _Whole, Any]:
+    return (
+        sharded.find_place(function, *parts) if any(map(is_dtensor, parts)) else (_Whole(), parts)
+    )
+
+
+def _wrap(place: Place | _Whole, result: Any) -> Any:
+    return tuple(map(place.wrap, result)) if isinstance(result, tuple) else place.wrap(result)
+
+
+class _Kind(NamedTuple):
+    """What is decided once for all calls of a kind, from everything but numbers in tensors."""
+
+    settings: Settings
+    place: Place | _Whole
+    casts_to: torch.dtype | None  # autocast's dtype
+    dtype: torch.dtype | None  # of a loss; None: as it is computed
+    chunking: tuple[Any, ...]  # the fields of a Layer after its tensors
+    into_grad: bool
+    needs: Needs
+    takes_eager: bool  # plain torch serves, with all logits
+    is_plain: bool  # no option asks for more than torch's own ops compute
+    plan: Plan | None = None  # for gradients that are computed with the loss
+    keeps_gradients: bool = False
+    returns_lse: bool = False
+    wanted: Wanted = Wanted()
+
+
+def _prepare(
+    function: str,
+    place: Place | _Whole,
+    parts: Any,
+    given: tuple[Any, ...],
+    target: Any,
+    ignored: Any,
+    **options: Any,
+) -> _Kind:
+    """Check arguments that both functions have, and decide how such calls are computed.
+
+    `given` are the arguments about chunks.
+    """
+    casts_to, chunking = _check_layer(function, parts, *given, place.classes)
+    input, shared, own = parts[0], place.classes, parts[1].shape[0]
+    leading, classes = tuple(input.shape[:-1]), own if shared is None else shared.whole
+    check = _check_picked if function == _LOGPROBS else arguments.check_target
+    several = check(function, target, input, leading, (*leading, own))
+    rest = {"ignored": ignored, "several": several, **options}
+    settings = arguments.check_settings(function, input, chunking[1], leading, classes, **rest)
+    trains, autocasts = torch.is_grad_enabled(), checks.autocasts(input.device.type)
+    needs = Needs(*[trains and x is not None and x.requires_grad for x in parts])
+    soft_trains = several is None and trains and target.requires_grad
+    logits_dtype, memory, accumulate, batch_invariant = given
+    scaling = [options[name] for name in ("logit_scale", "softcap", "temperature")]
+    kind = _Kind(
+        settings,
+        place,
+        casts_to,
+        None if autocasts else input.dtype,
+        chunking,
+        accumulate == "grad",
+        needs,
+        takes_eager=soft_trains or why_not_now() is not None,
+        is_plain=not (any(x is not None for x in (logits_dtype, memory, *scaling)))
+        and not (accumulate == "grad" or batch_invariant),
+    )
+    chunks.check_memory(function, _make_layer(kind, *parts), needs)
+    if kind.into_grad:
+        leave_open()  # no guard sees whether a weight is a leaf
+    return kind
+
+
+def _prepare_loss(
+    kind: _Kind, parts: Any, token_weights: torch.Tensor | None, returns_lse: bool, **terms: Any
+) -> _Kind:
+    """Check the other arguments of a loss, and decide when its gradients are computed."""
+    settings = arguments.check_terms(kind.settings, parts[0], token_weights, **terms)
+    is_plain = kind.is_plain and not (returns_lse or settings.z_loss) and token_weights is None
+    kind = kind._replace(settings=settings, returns_lse=returns_lse, is_plain=is_plain)
+    layer, shared, plan = _make_layer(kind, *parts), kind.place.classes, None
+    if not _keeps_gradients(kind, layer, token_weights):
+        return kind
+    if shared is not None:
+        plan = chunks.make_plan(layer, kind.needs, partial(sharded.run_both, shared))
+    elif checks.can_read(*layer[:3], token_weights):
+        plan = chunks.make_plan(layer, kind.needs)
+    return kind._replace(keeps_gradients=True, plan=plan)
+
+
+def _keeps_gradients(kind: _Kind, layer: Layer, token_weights: torch.Tensor | None) -> bool:
+    """Whether the gradients are computed with the loss: one number multiplies them later.
+
+    In float16 that number is a loss scale, without which they would vanish. An exported graph
+    needs no gradients, and the op that computes both does not exchange results of shared classes.
+    """
+    if kind.settings.reduction == "none" or kind.returns_lse or kind.into_grad:
+        return False
+    if not any(kind.needs) or torch.compiler._is_exporting_flag or kind.takes_eager:
+        return False
+    if kind.place.classes is not None and torch.compiler.is_compiling():
+        return False
+    trains = token_weights is not None and token_weights.requires_grad
+    return not trains and layer.input.dtype != torch.float16
+
+
+# --- The calls of a kind ----------------------------------------------------------------------
+
+
+def _make_layer(
+    kind: _Kind, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> Layer:
+    if kind.casts_to is not None:
+        input, weight = input.to(kind.casts_to), weight.to(kind.casts_to)
+        bias = None if bias is None else bias.to(kind.casts_to)
+    flat = input.reshape(math.prod(kind.settings.leading), input.shape[-1])
+    return Layer(flat, weight, bias, *kind.chunking)
+
+
+def _compute_loss(
+    kind: _Kind,
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    linear_bias: torch.Tensor | None,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    temperature: Any,
+    token_weights: torch.Tensor | None,
+) -> Any:
+    settings, place = kind.settings, kind.place
+    averages = settings.reduction == "mean"
+    layer = _make_layer(kind, input, linear_weight, linear_bias)
+    target, how = arguments.read_rows(settings, target, weight, temperature)
+    factors, count = results.make_factors(settings, target, how, token_weights)
+    count = place.add_up(count) if averages else count
+    target, how = place.take_classes(target, how)
+    if kind.keeps_gradients:
+        factors = factors.divide(count) if averages else factors
+        rest = (factors, kind.plan, place.classes, kind.needs)
+        made = place.add_up(of_linear.find_total(layer, target, how, *rest))
+        made = torch.where(count == 0, torch.nan, made) if averages else made
+        return made.to(kind.dtype or made.dtype)
+    rows = _find(kind, layer, target, how, factors.find_wanted())
+    made = results.reduce(settings, factors, rows, count, place.add_up)
+    made = made.to(kind.dtype or made.dtype)
+    return (made, rows.lse.reshape(settings.leading)) if kind.returns_lse else made
+
+
+def _compute_logprobs(
+    kind: _Kind,
+    input: torch.Tensor,
+    linear_weight: torch.Tensor,
+    linear_bias: torch.Tensor | None,
+    target: torch.Tensor,
+    temperature: Any,
+) -> Any:
+    layer = _make_layer(kind, input, linear_weight, linear_bias)
+    marked, how = arguments.read_rows(kind.settings, target, None, temperature)
+    marked, how = kind.place.take_classes(marked, how)
+    rows = _find(kind, layer, marked, how, kind.wanted)
+    asked = (kind.wanted.entropy, kind.returns_lse, kind.wanted.argmax)
+    each = zip(asked, (rows.entropy, rows.lse, rows.argmax), strict=True)
+    more = [result.reshape(kind.settings.leading) for wanted, result in each if wanted]
+    made = rows.log_probabilities.reshape(target.shape)
+    return (made, *more) if more else made
+
+
+def _find(kind: _Kind, layer: Layer, target: torch.Tensor, how: How, wanted: Wanted) -> RowResults:
+    shared = kind.place.classes
+    if not kind.takes_eager:
+        return of_linear.find(layer, target, how, wanted, shared, kind.into_grad)
+    if shared is not None:
+        accepted = "one that no transform sees: devices share its classes"
+        raise ArgumentError(_CROSS_ENTROPY, "linear_weight", why_not_now(), accepted)
+    return of_linear.find_by_reference(layer, target, how, wanted)
 
 
 # --- Arguments --------------------------------------------------------------------------------
 
 
-def _make_layer(
+def _check_layer(
     function: str,
     parts: Any,
     logits_dtype: torch.dtype | None,
@@ -268,7 +407,8 @@ def _make_layer(
     accumulate: str,
     batch_invariant: bool,
     shared: Classes | None,
-) -> Layer:
+) -> tuple[torch.dtype | None, tuple[Any, ...]]:
+    """The dtype that autocast casts to, if it does, and the fields of a Layer after its tensors."""
     input, weight, bias = parts
     arguments.check_tensor(function, "input", input)
     if input.ndim == 0:
@@ -285,15 +425,12 @@ def _make_layer(
         arguments.check_tensor(function, "linear_bias", bias, dtypes, "input")
         checks.like(function, "linear_bias", bias, input, "input")
         checks.shaped(function, "linear_bias", bias, weight.shape[:1], "one a class")
-    original = weight
+    casts_to = None
     if autocasts and input.dtype != torch.float64:
-        kind = torch.get_autocast_dtype(device)
-        input, weight = input.to(kind), weight.to(kind)
-        bias = None if bias is None else bias.to(kind)
-    arguments.check_choice(
-        function, "logits_dtype", logits_dtype, (None, torch.float32, input.dtype)
-    )
-    if logits_dtype == torch.float32 and input.dtype == torch.float64:
+        casts_to = torch.get_autocast_dtype(device)
+    dtype = casts_to or input.dtype
+    arguments.check_choice(function, "logits_dtype", logits_dtype, (None, torch.float32, dtype))
+    if logits_dtype == torch.float32 and dtype == torch.float64:
         raise ArgumentError(function, "logits_dtype", logits_dtype, "None for float64")
     arguments.check_choice(function, "accumulate", accumulate, _ACCUMULATE)
     checks.flag(function, "batch_invariant", batch_invariant)
@@ -301,8 +438,9 @@ def _make_layer(
         memory = chunks.find_memory(input.device)
     elif type(memory) is not int:
         raise ArgumentError(function, "memory", repr(memory), "a number of bytes, an int, or None")
-    flat = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
-    if accumulate == "grad" and not (original is weight and original.is_leaf and _is_plain(shared)):
+    casts = weight.dtype != dtype
+    is_whole = shared is None and not torch.compiler.is_compiling()
+    if accumulate == "grad" and (casts or not weight.is_leaf or not is_whole):
         accepted = (
             "'float32' or 'parameter' but for a plain weight that is a leaf, of the input's dtype, "
             "in code that is not compiled"
@@ -310,13 +448,22 @@ def _make_layer(
         raise ArgumentError(function, "accumulate", "'grad'", accepted)
     widest = weight.shape[0] if shared is None else shared.most
     sums = accumulate == "float32"
-    return Layer(
-        flat, weight, bias, memory, logits_dtype or input.dtype, sums, batch_invariant, widest
-    )
+    return casts_to, (memory, logits_dtype or dtype, sums, batch_invariant, widest)
 
 
-def _is_plain(shared: Classes | None) -> bool:
-    return shared is None and not torch.compiler.is_compiling()
+def _check_picked(
+    function: str,
+    target: Any,
+    like: torch.Tensor,
+    leading: tuple[int, ...],
+    _: tuple[int, ...],
+) -> int:
+    """Check for one or K classes of each row; returns how many."""
+    arguments.check_indices(function, "target", target, like.device)
+    if target.shape != leading and (target.ndim == 0 or target.shape[:-1] != leading):
+        accepted = f"the rows' shape, {list(leading)}, or that and K"
+        raise ArgumentError(function, "target", f"of shape {list(target.shape)}", accepted)
+    return target.shape[-1] if target.shape != leading else 1
 
 
 def _read_options(options: Any, accumulate: Accumulation) -> Accumulation:
@@ -366,55 +513,3 @@ def _run_on_dimensions(
     flat = None if bias is None else bias.reshape(-1)
     logits = torch.nn.functional.linear(input, linear_weight.reshape(-1, shape[-1]), flat)
     return cross_entropy.cross_entropy(logits.view(-1, *shape[:-1]), target, **others)
-
-
-def _find_needs(layer: Layer) -> Needs:
-    if not torch.is_grad_enabled():
-        return chunks.NO_GRADIENT
-    return Needs(*(x is not None and x.requires_grad for x in layer[:3]))
-
-
-def _keeps_gradients(
-    layer: Layer,
-    loss: reductions.Loss,
-    return_lse: bool,
-    how: How,
-    needs: Needs,
-    shared: Classes | None,
-) -> bool:
-    """Whether the gradients are computed with the loss: one number multiplies them later.
-
-    In float16 that number is a loss scale, without which they would vanish. An exported graph
-    needs no gradients, and the op that computes both does not exchange results of shared classes.
-    """
-    if loss.reduction == "none" or return_lse or layer.input.dtype == torch.float16:
-        return False
-    if not any(needs) or torch.compiler._is_exporting_flag or _takes_eager(how):
-        return False
-    if shared is not None and torch.compiler.is_compiling():
-        return False
-    weights = loss.token_weights
-    return weights is None or not weights.requires_grad
-
-
-def _takes_eager(how: How) -> bool:
-    """Whether plain torch serves, with all logits: transforms, a gradient of the probabilities."""
-    q = how.probabilities
-    wants = q is not None and q.requires_grad and torch.is_grad_enabled()
-    return wants or why_not_now() is not None
-
-
-def _find(
-    layer: Layer,
-    target: torch.Tensor,
-    how: How,
-    wanted: Wanted,
-    shared: Classes | None,
-    into_grad: bool,
-) -> RowResults:
-    if not _takes_eager(how):
-        return of_linear.find(layer, target, how, wanted, shared, into_grad)
-    if shared is not None:
-        accepted = "one that no transform sees: devices share its classes"
-        raise ArgumentError(_CROSS_ENTROPY, "linear_weight", why_not_now(), accepted)
-    return of_linear.find_by_reference(layer, target, how, wanted)

@@ -15,7 +15,7 @@ from torchweld.dispatch.autograd import exports_a_derivative
 from torchweld.dispatch.library import define_differentiable
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks, results, rows, sharded
-from torchweld.ops.loss.chunks import Layer, Needs
+from torchweld.ops.loss.chunks import Layer, Needs, Plan
 from torchweld.ops.loss.results import Factors, RowResults, Wanted
 from torchweld.ops.loss.rows import How
 from torchweld.ops.loss.sharded import Classes
@@ -25,36 +25,30 @@ _LAYER = (
     "Tensor input, Tensor linear_weight, Tensor? bias, int memory, ScalarType logits_dtype,"
     " bool float32_sums, bool batch_invariant, SymInt widest"
 )
-_HOW = (
-    "Tensor target, Tensor? weight, Tensor? probabilities, Tensor? inverse_temperature,"
-    " float scale, float softcap"
-)
 _NEEDS = "bool need_input, bool need_weight, bool need_bias"
-_GRADS = "Tensor coefficients, Tensor grad_picked"
-_LAYERS, _HOWS = 8, 6  # the numbers of arguments in _LAYER and _HOW
-# The ops know no public function: an error about memory was raised before they run.
-_NAME = "linear_rows"
+_HOW, _GRADS = f"Tensor target, {rows.GIVEN_SCHEMA}", rows.GRADS_SCHEMA
+_LAYERS, _HOWS = len(Layer._fields), 6  # the numbers of arguments in _LAYER and _HOW
 
 
 def _split(inputs: tuple[Any, ...]) -> tuple[Layer, torch.Tensor, How, tuple[Any, ...]]:
     layer = Layer(*inputs[:_LAYERS])
     target, *how = inputs[_LAYERS : _LAYERS + _HOWS]
-    # Kernels do not take the last fields; only the caller needs them.
-    known = How(how[0], how[1], how[2], None, how[3], how[4], 0, torch.float32)
+    # Kernels do not take the number of classes; only the caller needs it.
+    known = How(None, *how, 0, rows.accumulate_type(layer.logits_dtype))
     return layer, target, known, inputs[_LAYERS + _HOWS :]
 
 
 def _forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     layer, target, how, wanted = _split(inputs)
-    return chunks.run_forward(_NAME, layer, target, how, *wanted)
+    return chunks.run_forward(layer, target, how, *wanted)
 
 
 def _fake_forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
-    layer, target, _, wanted = _split(inputs)
-    kind, count = rows.accumulate_type(layer.logits_dtype), target.shape[0]
+    layer, target, how, wanted = _split(inputs)
+    count = target.shape[0]
     return (
-        layer.input.new_empty(target.shape, dtype=kind),
-        layer.input.new_empty((count, rows.STATISTICS), dtype=kind),
+        layer.input.new_empty(target.shape, dtype=how.kind),
+        layer.input.new_empty((count, rows.STATISTICS), dtype=how.kind),
         target.new_empty((count if wanted[-1] else 0,)),
     )
 
@@ -65,28 +59,21 @@ def _present(layer: Layer, grads: chunks.Gradients) -> tuple[torch.Tensor, ...]:
 
 
 def _backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
-    layer, target, how, (statistics, coefficients, grad_picked, *needs) = _split(inputs)
-    rest = (statistics, coefficients, grad_picked, Needs(*needs))
-    return _present(layer, chunks.run_backward(_NAME, layer, target, how, *rest))
-
-
-def _fake_gradients(layer: Layer, needs: Any) -> tuple[torch.Tensor, ...]:
-    sources = (layer.input, layer.weight, layer.bias)
-    made = [
-        torch.empty_like(x) if need and x is not None else None
-        for x, need in zip(sources, needs, strict=True)
-    ]
-    return _present(layer, tuple(made))  # type: ignore[arg-type]
+    layer, target, how, (*grads, need_input, need_weight, need_bias) = _split(inputs)
+    needs = Needs(need_input, need_weight, need_bias)
+    return _present(layer, chunks.run_backward(layer, target, how, *grads, needs))
 
 
 def _fake_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
-    return _fake_gradients(Layer(*inputs[:_LAYERS]), inputs[-3:])
+    sources = zip(inputs[:3], inputs[-3:], strict=True)
+    made = [torch.empty_like(x) if need and x is not None else None for x, need in sources]
+    return _present(Layer(*inputs[:_LAYERS]), tuple(made))  # type: ignore[arg-type]
 
 
 def _both(*inputs: Any) -> tuple[torch.Tensor, ...]:
     layer, target, how, (*grads, smooth) = _split(inputs[:-3])
-    arguments = (layer, target, how, *grads, smooth, Needs(*inputs[-3:]), None)
-    made, gradients = chunks.run_both(_NAME, *arguments)
+    plan = chunks.make_plan(layer, Needs(*inputs[-3:]))
+    made, gradients = chunks.run_both(plan, layer, target, how, *grads, smooth)
     return (*made, *_present(layer, gradients))
 
 
@@ -130,8 +117,7 @@ def find_by_reference(layer: Layer, target: torch.Tensor, how: How, wanted: Want
 
 
 # The arguments of the autograd functions are plain: Dynamo makes no graph of tuples with tensors.
-_LAYER_FIELDS, _HOW_FIELDS = len(Layer._fields), len(How._fields)
-_FACTORS = len(Factors._fields)
+_HOW_FIELDS, _FACTORS = len(How._fields), len(Factors._fields)
 
 
 class _Rows(torch.autograd.Function):
@@ -146,15 +132,15 @@ class _Rows(torch.autograd.Function):
         argmax: bool,
         *fields: Any,
     ) -> tuple[torch.Tensor, ...]:
-        layer, how = Layer(*fields[:_LAYER_FIELDS]), How(*fields[_LAYER_FIELDS:])
+        layer, how = Layer(*fields[:_LAYERS]), How(*fields[_LAYERS:])
         wanted = Wanted(entropy, smooth, argmax)
-        made = _run_forward(*layer, target, *how.get_arguments(), *wanted)
+        made = _run_forward(*layer, target, *how[rows.GIVEN], *wanted)
         if classes is not None:
             made = sharded.combine(classes, made, target, wanted, how.probabilities is not None)
         row_results = results.find(made, target, how, wanted)
         ctx.classes, ctx.into_grad = classes, into_grad
-        ctx.save_for_backward(*layer[:3], target, made[1], *how.get_tensors())
-        ctx.layer, ctx.numbers = fields[3:_LAYER_FIELDS], how.get_numbers()
+        ctx.save_for_backward(*layer[:3], target, made[1], *how[rows.TENSORS])
+        ctx.layer, ctx.numbers = layer[3:], how[rows.TENSORS.stop :]
         ctx.wanted = (entropy, smooth, argmax)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(row_results.argmax)
@@ -163,7 +149,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         needs = ctx.needs_input_grad[6:9]
-        after = (None,) * (_LAYER_FIELDS - 3 + _HOW_FIELDS)
+        after = (None,) * (_LAYERS - 3 + _HOW_FIELDS)
         if all(grad is None for grad in grads) or not any(needs):
             return (*(None,) * 9, *after)
         x, linear_weight, bias, target, statistics, *tensors = ctx.saved_tensors
@@ -178,9 +164,9 @@ class _Rows(torch.autograd.Function):
             may_add = ctx.into_grad and needs[1] and checks.can_read(linear_weight, *grads)
             if may_add and linear_weight.grad is not None:
                 rest = (statistics, *coefficients, Needs(*needs), linear_weight.grad)
-                gradients = chunks.run_backward(_NAME, layer, target, how, *rest)
+                gradients = chunks.run_backward(layer, target, how, *rest)
                 return (*(None,) * 6, *gradients, *after)
-            arguments = (*layer, target, *how.get_arguments(), statistics, *coefficients, *needs)
+            arguments = (*layer, target, *how[rows.GIVEN], statistics, *coefficients, *needs)
             made = [
                 grad if need else None
                 for grad, need in zip(_run_backward(*arguments), needs, strict=True)
@@ -210,37 +196,33 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        plan: Plan | None,
         classes: Classes | None,
         target: torch.Tensor,
         factors: Factors,
         *fields: Any,
     ) -> torch.Tensor:
-        layer, how = Layer(*fields[:_LAYER_FIELDS]), How(*fields[_LAYER_FIELDS:])
-        needs, wanted = Needs(*ctx.needs_input_grad[3:6]), factors.find_wanted()
+        layer, how = Layer(*fields[:_LAYERS]), How(*fields[_LAYERS:])
+        needs, wanted = ctx.needs_input_grad[4:7], factors.find_wanted()
         coefficients = factors.make_coefficients(how, target)
-        if classes is None:
-            arguments = (*how.get_arguments(), *coefficients, wanted.smooth, *needs)
+        if plan is None:
+            arguments = (*how[rows.GIVEN], *coefficients, wanted.smooth, *needs)
             *made, of_x, of_weight, of_bias = _run_both(*layer, target, *arguments)
             grads = (of_x, of_weight, of_bias)
         else:
-
-            def combine(made: chunks.Results, target: torch.Tensor) -> chunks.Results:
-                soft = how.probabilities is not None
-                return sharded.combine(classes, made, target, wanted, soft)
-
-            rest = (*coefficients, wanted.smooth, needs, combine)
-            made, grads = chunks.run_both(_NAME, layer, target, how, *rest)
+            rest = (*coefficients, wanted.smooth)
+            made, grads = chunks.run_both(plan, layer, target, how, *rest)
         row_results = results.find(made, target, how, wanted)
         ctx.classes = classes
-        ctx.save_for_backward(*layer[:3], target, *how.get_tensors())
-        ctx.layer, ctx.numbers, ctx.factors = fields[3:_LAYER_FIELDS], how.get_numbers(), factors
+        ctx.save_for_backward(*layer[:3], target, *how[rows.TENSORS])
+        ctx.layer, ctx.numbers, ctx.factors = layer[3:], how[rows.TENSORS.stop :], factors
         ctx.kept = [of if need else None for of, need in zip(grads, needs, strict=True)]
         return factors.add_up(row_results)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, linear_weight, bias, target, *tensors = ctx.saved_tensors
-        before, after = (None,) * 3, (None,) * (_LAYER_FIELDS - 3 + _HOW_FIELDS)
+        before, after = (None,) * 4, (None,) * (_LAYERS - 3 + _HOW_FIELDS)
         if torch.is_grad_enabled():
             _refuse_shared(ctx.classes)
             how = How(*tensors, *ctx.numbers)
@@ -280,10 +262,10 @@ class _TotalInGraph(torch.autograd.Function):
         *fields: Any,
     ) -> torch.Tensor:
         factors, rest = Factors(*fields[:_FACTORS]), fields[_FACTORS:]
-        layer, how = Layer(*rest[:_LAYER_FIELDS]), How(*rest[_LAYER_FIELDS:])
+        layer, how = Layer(*rest[:_LAYERS]), How(*rest[_LAYERS:])
         wanted, needs = factors.find_wanted(), (need_input, need_weight, need_bias)
         coefficients = factors.make_coefficients(how, target)
-        arguments = (*how.get_arguments(), *coefficients, wanted.smooth, *needs)
+        arguments = (*how[rows.GIVEN], *coefficients, wanted.smooth, *needs)
         picked, statistics, argmax, *grads = _run_both(*layer, target, *arguments)
         ctx.needs = needs
         ctx.save_for_backward(*grads)
@@ -295,7 +277,7 @@ class _TotalInGraph(torch.autograd.Function):
             (of * grad).to(of.dtype) if need else None
             for of, need in zip(ctx.saved_tensors, ctx.needs, strict=True)
         ]
-        after = (None,) * (_LAYER_FIELDS - 3 + _HOW_FIELDS)
+        after = (None,) * (_LAYERS - 3 + _HOW_FIELDS)
         return (*(None,) * (4 + _FACTORS), *scaled, *after)
 
 
@@ -311,13 +293,17 @@ def find_total(
     target: torch.Tensor,
     how: How,
     factors: Factors,
+    plan: Plan | None,
     classes: Classes | None,
     needs: Needs,
 ) -> torch.Tensor:
-    """Compute the weighted sum of the rows' losses, and its gradients at once."""
+    """Compute the weighted sum of the rows' losses, and its gradients at once.
+
+    Without a plan an op of torch.library does so: the numbers cannot be read.
+    """
     if torch.compiler.is_compiling():
         return _TotalInGraph.apply(target, *needs, *factors, *layer, *how)  # type: ignore[no-any-return]
-    return _Total.apply(classes, target, factors, *layer, *how)  # type: ignore[no-any-return]
+    return _Total.apply(plan, classes, target, factors, *layer, *how)  # type: ignore[no-any-return]
 
 
 def find(

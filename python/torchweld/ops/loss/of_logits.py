@@ -27,10 +27,10 @@ class _Rows(torch.autograd.Function):
         *fields: Any,
     ) -> tuple[torch.Tensor, ...]:
         how, wanted = How(*fields), Wanted(entropy, smooth, argmax)
-        made = rows.FORWARD.run(logits, target, *how.get_arguments(), *wanted)
+        made = rows.FORWARD.run(logits, target, *how[rows.GIVEN], *wanted)
         row_results = results.find(made, target, how, wanted)
-        ctx.save_for_backward(logits, target, made[1], *how.get_tensors())
-        ctx.numbers, ctx.in_place = how.get_numbers(), in_place
+        ctx.save_for_backward(logits, target, made[1], *how[rows.TENSORS])
+        ctx.numbers, ctx.in_place = how[rows.TENSORS.stop :], in_place
         ctx.wanted = (entropy, smooth, argmax)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(row_results.argmax)
@@ -48,11 +48,11 @@ class _Rows(torch.autograd.Function):
             return (*results.differentiate_reference(row_results, [logits], grads), *nothing)
         arguments = (target, statistics, *results.make_coefficients(grads, statistics, target, how))
         if ctx.in_place and checks.can_read(logits, *grads) and logits.is_contiguous():
-            rows.BACKWARD_IN_PLACE.run(logits, *arguments, *how.get_arguments())
+            rows.BACKWARD_IN_PLACE.run(logits, *arguments, *how[rows.GIVEN])
             # Other nodes that saved the logits must notice that they changed.
             torch.autograd.graph.increment_version(logits)
             return (logits.detach(), *nothing)
-        return (rows.BACKWARD.run(logits, *arguments, *how.get_arguments()), *nothing)
+        return (rows.BACKWARD.run(logits, *arguments, *how[rows.GIVEN]), *nothing)
 
 
 def _run_rows(*inputs: Any) -> Any:
@@ -73,7 +73,7 @@ def find(
 ) -> RowResults:
     """Compute the results of rows; with `in_place` the backward pass overwrites the logits."""
     if not torch.is_grad_enabled() or not logits.requires_grad:
-        made = rows.FORWARD.run(logits.detach(), target, *how.get_arguments(), *wanted)
+        made = rows.FORWARD.run(logits.detach(), target, *how[rows.GIVEN], *wanted)
         return results.find(made, target, how, wanted)
     run = _exported if exports_a_derivative() else _Rows.apply
     return RowResults(*run(logits, target, *wanted, in_place, *how))

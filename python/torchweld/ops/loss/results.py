@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from torchweld.ops.loss import rows
+from torchweld.ops.loss.arguments import Settings
 from torchweld.ops.loss.rows import How
 
 
@@ -106,7 +107,7 @@ class Factors(NamedTuple):
 
     def divide(self, by: torch.Tensor) -> Factors:
         """The factors of a loss that is divided by a number."""
-        return Factors(*(None if factor is None else factor / by for factor in self))
+        return Factors(*[None if factor is None else factor / by for factor in self])
 
     def add(self, row_results: RowResults) -> torch.Tensor:
         """The loss of each row."""
@@ -144,6 +145,45 @@ class Factors(NamedTuple):
         if self.lse_squared is not None:
             columns[rows.ON_LSE] = 2 * self.lse_squared
         return _stack(columns | {rows.ON_P: on_p}, nothing), grad_picked
+
+
+def make_factors(
+    settings: Settings, target: torch.Tensor, how: How, token_weights: torch.Tensor | None
+) -> tuple[Factors, torch.Tensor]:
+    """Make the factors of a row's terms, and the divisor of a mean."""
+    soft, smoothing, classes = how.probabilities is not None, settings.label_smoothing, how.classes
+    if soft:
+        counted = weights = target.new_ones(target.shape[:1], dtype=how.kind)
+    else:
+        counted = weights = (target[:, 0] != -1).to(how.kind)
+        if how.weight is not None:
+            weights = counted * how.weight[target[:, 0].clamp(0, classes - 1)]
+    if token_weights is not None:
+        token_weights = token_weights.reshape(-1).to(how.kind)
+        counted, weights = counted * token_weights, weights * token_weights
+    main = (1 - smoothing) * weights
+    factors = Factors(
+        None if soft else main,
+        counted * (smoothing / classes) if smoothing else None,
+        main if soft and smoothing < 1 else None,
+        counted * settings.z_loss if settings.z_loss else None,
+    )
+    return factors, weights.sum()
+
+
+def reduce(
+    settings: Settings,
+    factors: Factors,
+    row_results: RowResults,
+    count: torch.Tensor,
+    add_up: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+) -> torch.Tensor:
+    """Compute the loss of each row, or one number; `add_up` adds the sums of other devices."""
+    loss = factors.add(row_results)
+    if settings.reduction == "none":
+        return loss.reshape(settings.leading)
+    total = add_up(loss.sum())
+    return total if settings.reduction == "sum" else total / count
 
 
 def reference(logits: torch.Tensor, target: torch.Tensor, how: How, wanted: Wanted) -> RowResults:

@@ -22,33 +22,25 @@ COEFFICIENTS = 5
 ELSEWHERE = -2
 
 
+# The fields of How that are tensors, and the arguments that kernels take.
+TENSORS, GIVEN = slice(4), slice(1, 6)
+
+
 class How(NamedTuple):
     """How u follows from the logits, and the weights of its sums."""
 
+    sum_of_weights: torch.Tensor | None  # over all classes; None: their number
     weight: torch.Tensor | None  # of the classes, [V]
     probabilities: torch.Tensor | None  # [n, V]
     inverse_temperature: torch.Tensor | None  # [n]
-    sum_of_weights: torch.Tensor | None  # over all classes; None: their number
     scale: float
     softcap: float  # 0: none
-    classes: int
-    kind: torch.dtype  # of the sums
-
-    def get_tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """The fields that are tensors."""
-        return self[:4]
-
-    def get_numbers(self) -> tuple[Any, ...]:
-        """The fields that are not tensors."""
-        return self[4:]
+    classes: int = 0
+    kind: torch.dtype = torch.float32  # of the sums
 
     def get_whole_weight(self) -> Any:
         """The sum of the classes' weights."""
         return self.classes if self.sum_of_weights is None else self.sum_of_weights
-
-    def get_arguments(self) -> tuple[Any, ...]:
-        """The arguments that kernels take."""
-        return (*self[:3], self.scale, self.softcap)
 
     def take(self, rows: slice | torch.Tensor) -> How:
         """Take some of the rows."""
@@ -57,11 +49,6 @@ class How(NamedTuple):
             probabilities=None if q is None else q[rows],
             inverse_temperature=None if inverse is None else inverse[rows],
         )
-
-
-def _as_how(weight: Any, q: Any, inverse: Any, scale: float, softcap: float) -> How:
-    """How, of a kernel's arguments."""
-    return How(weight, q, inverse, None, scale, softcap, 0, torch.float32)
 
 
 def accumulate_type(dtype: torch.dtype) -> torch.dtype:
@@ -104,7 +91,7 @@ def _forward_reference(
     logits: torch.Tensor, target: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     *given, entropy, smooth, argmax = rest
-    how = _as_how(*given)
+    how = How(None, *given)
     u = transform(logits, how)
     statistics = u.new_zeros(u.shape[0], STATISTICS)
     if u.shape[1]:
@@ -139,7 +126,7 @@ def _backward_reference(
     grad_picked: torch.Tensor,
     *given: Any,
 ) -> torch.Tensor:
-    how = _as_how(*given)
+    how = How(None, *given)
     u = transform(logits, how)
     on_p, on_lse, on_entropy, on_smooth, on_dot = coefficients.unsqueeze(2).unbind(1)
     highest = statistics[:, HIGHEST : HIGHEST + 1]
@@ -200,15 +187,12 @@ def _fake(logits: torch.Tensor, target: torch.Tensor, argmax: bool) -> tuple[tor
     )
 
 
-_HOW = (
+GIVEN_SCHEMA = (
     "Tensor? weight, Tensor? probabilities, Tensor? inverse_temperature, float scale, float softcap"
 )
-_GRADS = "Tensor coefficients, Tensor grad_picked"
+GRADS_SCHEMA = "Tensor coefficients, Tensor grad_picked"
 # Every field of How, and of RowResults, for ops that graphs hold.
-HOW_SCHEMA = (
-    "Tensor? weight, Tensor? probabilities, Tensor? inverse_temperature, Tensor? sum_of_weights,"
-    " float scale, float softcap, SymInt classes, ScalarType kind"
-)
+HOW_SCHEMA = f"Tensor? sum_of_weights, {GIVEN_SCHEMA}, SymInt classes, ScalarType kind"
 RESULTS_SCHEMA = (
     "(Tensor log_probabilities, Tensor lse, Tensor entropy, Tensor smooth, Tensor soft,"
     " Tensor argmax)"
@@ -231,13 +215,12 @@ def _take_rows_but(weight: int) -> Callable[..., tuple[Any, ...]]:
 
 
 class _RowOp(BareOp):
-    def run(self, *inputs: Any) -> Any:
-        """The op on the backend that serves; float64 has a kernel only on the CPU."""
-        logits = inputs[0]
-        if logits.dtype == torch.float64 and logits.device.type != "cpu":
+    def find(self, first: torch.Tensor) -> Callable[..., Any]:
+        """As for any op; float64 has a kernel only on the CPU."""
+        if first.dtype == torch.float64 and first.device.type != "cpu":
             assert self.reference is not None
-            return self.reference(*inputs)
-        return super().run(*inputs)
+            return self.reference
+        return super().find(first)
 
 
 # Multiplies a gradient that was computed with the loss; a GPU reads nothing if the factor is 1.
@@ -252,7 +235,7 @@ SCALE = _RowOp(
 _TRITON = "triton_kernels/loss_rows.py"
 FORWARD = _RowOp(
     "loss_rows",
-    f"(Tensor logits, Tensor target, {_HOW}, bool entropy, bool smooth, bool argmax)"
+    f"(Tensor logits, Tensor target, {GIVEN_SCHEMA}, bool entropy, bool smooth, bool argmax)"
     " -> (Tensor picked, Tensor statistics, Tensor argmax)",
     lambda logits, target, *others: _fake(logits, target, others[-1]),
     triton=_TRITON,
@@ -261,7 +244,7 @@ FORWARD = _RowOp(
 )
 BACKWARD = _RowOp(
     "loss_rows_backward",
-    f"(Tensor logits, Tensor target, Tensor statistics, {_GRADS}, {_HOW}) -> Tensor",
+    f"(Tensor logits, Tensor target, Tensor statistics, {GRADS_SCHEMA}, {GIVEN_SCHEMA}) -> Tensor",
     lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
     triton=_TRITON,
     sample=_take_rows_but(4),
@@ -269,14 +252,14 @@ BACKWARD = _RowOp(
 )
 BACKWARD_IN_PLACE = _RowOp(
     "loss_rows_backward_",
-    f"(Tensor(a!) logits, Tensor target, Tensor statistics, {_GRADS}, {_HOW}) -> ()",
+    f"(Tensor(a!) logits, Tensor target, Tensor statistics, {GRADS_SCHEMA}, {GIVEN_SCHEMA}) -> ()",
     triton=_TRITON,
     sample=_take_rows_but(4),
     reference=_backward_in_place_reference,
 )
 BOTH_IN_PLACE = _RowOp(
     "loss_rows_both_",
-    f"(Tensor(a!) logits, Tensor target, {_GRADS}, {_HOW}, bool smooth, bool argmax)"
+    f"(Tensor(a!) logits, Tensor target, {GRADS_SCHEMA}, {GIVEN_SCHEMA}, bool smooth, bool argmax)"
     " -> (Tensor picked, Tensor statistics, Tensor argmax)",
     lambda logits, target, *others: _fake(logits, target, others[-1]),
     triton=_TRITON,

@@ -75,28 +75,21 @@ def combine(
     return packed[:, len(sums) :].contiguous(), whole, argmax
 
 
-class Whole:
-    """The place of plain tensors: this device has all rows and classes."""
-
-    classes = None
-
-    @staticmethod
-    def take_rows(_: str, value: Any) -> Any:
-        """All rows of a tensor."""
-        return value
-
-    @staticmethod
-    def keep(value: Any) -> Any:
-        """What needs no exchange."""
-        return value
-
-    @staticmethod
-    def take_classes(target: torch.Tensor, how: How) -> tuple[torch.Tensor, How]:
-        """All classes."""
-        return target, how
-
-    take_whole = take_rows
-    take_target = add_up = wrap = keep
+def run_both(
+    own: Classes,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    coefficients: torch.Tensor,
+    grad_picked: torch.Tensor,
+    *rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The row kernel with this name, whose results are of the whole vocabulary."""
+    *given, smooth, argmax = rest
+    made = rows.FORWARD.run(logits, target, *given, False, smooth, argmax)
+    made = combine(own, made, target, Wanted(smooth=smooth, argmax=argmax), given[1] is not None)
+    grads = (made[1], coefficients, grad_picked)
+    rows.BACKWARD_IN_PLACE.run(logits, target, *grads, *given)
+    return made
 
 
 class Place(NamedTuple):
@@ -186,10 +179,8 @@ class Place(NamedTuple):
         )
 
 
-def find_place(function: str, input: Any, weight: Any, bias: Any) -> tuple[Place | Whole, Any]:
+def find_place(function: str, input: Any, weight: Any, bias: Any) -> tuple[Place, Any]:
     """Where this device's part of the work is, and its input, weight and bias."""
-    if not any(map(is_dtensor, (input, weight, bias))):
-        return Whole(), (input, weight, bias)
     if not is_dtensor(input):
         accepted = (
             "a DTensor, as linear_weight is: from_local(input, mesh, [Replicate()]) where devices "

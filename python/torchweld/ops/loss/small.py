@@ -1,124 +1,121 @@
 """Losses of few logits on a CPU: torch's ops are as exact, and take a part of the time.
 
-Each function returns None where the whole path serves: it also names arguments that torch refuses.
+Where one of them refuses a call, `whole` serves it: it names the argument.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import functional
+from torch.nn.functional import linear
 
 from torchweld import checks
 from torchweld.dispatch import choice
 from torchweld.dispatch.alike import PLAIN, is_ordinary
+from torchweld.ops.loss.arguments import Settings
 from torchweld.registry import why_not_now
 
-# torch is faster with fewer logits: thresholds for given logits and for a linear layer's logits.
-_GIVEN, _LINEAR = 2**14, 2**18
-_REFUSALS = (RuntimeError, IndexError, ValueError, TypeError)
+_REFUSALS = (RuntimeError, IndexError)
 _FLOATS = (torch.float32, torch.float64)
+# What torch's cross_entropy calls, and its numbers of reductions.
+_loss = torch._C._nn.cross_entropy_loss
+_REDUCTIONS = ("none", "mean", "sum")
+# Up to so many targets are searched faster in a list.
+_LISTED = 64
+Run = Callable[..., Any]
 
 
-def asks_no_more(z_loss: Any, options: Sequence[Any], *flags: Any) -> bool:
-    """Whether these options of ours have their defaults."""
-    plain = not isinstance(z_loss, bool) and isinstance(z_loss, checks.NUMBER) and z_loss == 0
-    given = [option for option in options if option is not None]
-    return plain and not given and not [flag for flag in flags if flag is not False]
-
-
-def cross_entropy(
-    input: Any, target: Any, weight: Any, ignore_index: Any, reduction: Any, label_smoothing: Any
-) -> torch.Tensor | None:
-    """torch's loss of given logits."""
-    if not (_are_plain(input, weight) and input.numel() < _GIVEN):
-        return None
-    return _find_loss(input, target, weight, ignore_index, reduction, label_smoothing)
-
-
-def linear_cross_entropy(
-    input: Any, linear_weight: Any, bias: Any, target: Any, weight: Any, *how: Any
-) -> torch.Tensor | None:
-    """torch's loss of a linear layer's logits."""
-    if not (_are_plain(input, linear_weight, bias, weight) and _has_few(input, linear_weight)):
-        return None
-    leading = input.shape[:-1]
-    if not isinstance(target, torch.Tensor) or target.shape != leading:
-        return None
-    try:
-        logits = functional.linear(input, linear_weight, bias)
-    except _REFUSALS:
-        return None
-    loss = _find_loss(logits.view(-1, logits.shape[-1]), target.reshape(-1), weight, *how)
-    return loss if loss is None or loss.ndim == 0 else loss.view(leading)
-
-
-def linear_logprobs(
-    input: Any, linear_weight: Any, bias: Any, target: Any, ignore_index: Any
-) -> torch.Tensor | None:
-    """The log-probabilities of classes [*], or [*, K]."""
-    if not (_are_plain(input, linear_weight, bias) and _has_few(input, linear_weight)):
-        return None
-    if not _are_classes(target, ignore_index):
-        return None
-    one = target.shape == input.shape[:-1]
-    if not one and target.shape[:-1] != input.shape[:-1]:
-        return None
-    try:
-        logprobs = functional.linear(input, linear_weight, bias).log_softmax(-1)
-        return logprobs.gather(-1, target[..., None] if one else target).view(target.shape)
-    except _REFUSALS:
-        return None
-
-
-def _are_plain(*tensors: Any) -> bool:
-    """Whether torch's ops may serve these tensors: on a CPU, of one dtype that torch sums in."""
+def may_serve(few: int, settings: Settings, *tensors: Any) -> bool:
+    """Whether torch's ops may serve: few logits on a CPU, of one dtype that torch sums in."""
     if choice.forced is not None or torch.compiler.is_compiling() or not is_ordinary():
         return False
-    if why_not_now() is not None or checks.autocasts("cpu"):
+    if why_not_now() is not None or checks.autocasts("cpu") or settings.several is None:
         return False
-    x = tensors[0]
-    for t in tensors:
-        if t is None:
-            continue
-        if type(t) not in PLAIN or not t.is_cpu or t.dtype is not x.dtype:
-            return False
-        if t.layout is not torch.strided or t.is_nested:
-            return False
-    return x.dtype in _FLOATS and x.ndim > 0
+    given = [t for t in tensors if t is not None]
+    if any(type(t) not in PLAIN or not t.is_cpu for t in given):
+        return False
+    dtypes = {t.dtype for t in given} - {torch.int64}
+    is_few = 0 < math.prod(settings.leading) * settings.classes < few
+    return is_few and len(dtypes) == 1 and dtypes <= {*_FLOATS}
 
 
-def _has_few(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    return weight.ndim == 2 and math.prod(input.shape[:-1]) * weight.shape[0] < _LINEAR
+def cross_entropy(settings: Settings, trains: bool, whole: Run) -> Run:
+    """torch's loss of given logits."""
+    find = _find_loss(settings, trains)
+
+    def run(
+        input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, *others: None
+    ) -> Any:
+        made = find(input, target, weight)
+        return whole(input, target, weight, *others) if made is None else made
+
+    return run
 
 
-def _are_classes(target: Any, ignore_index: Any) -> bool:
-    """Whether all rows have a class: the gradient of one that is ignored is 0 even for NaN."""
-    return (
-        type(target) is torch.Tensor
-        and target.dtype is torch.int64
-        and type(ignore_index) is int
-        and not bool((target == ignore_index).any())
-    )
+def linear_cross_entropy(settings: Settings, trains: bool, whole: Run) -> Run:
+    """torch's loss of a linear layer's logits."""
+    find = _find_loss(settings, trains)
+    is_flat = len(settings.leading) == 1
+
+    def run(
+        input: torch.Tensor,
+        linear_weight: torch.Tensor,
+        linear_bias: torch.Tensor | None,
+        target: torch.Tensor,
+        *others: torch.Tensor | None,
+    ) -> Any:
+        logits, picked = linear(input, linear_weight, linear_bias), target
+        if not is_flat:
+            logits, picked = logits.view(-1, settings.classes), target.reshape(-1)
+        made = find(logits, picked, others[0])
+        if made is None:
+            return whole(input, linear_weight, linear_bias, target, *others)
+        return made.view(settings.leading) if made.ndim else made
+
+    return run
 
 
-def _find_loss(
-    logits: torch.Tensor,
-    target: Any,
-    weight: torch.Tensor | None,
-    ignore_index: Any,
-    reduction: Any,
-    label_smoothing: Any,
-) -> torch.Tensor | None:
-    if not _are_classes(target, ignore_index) or isinstance(label_smoothing, bool):
-        return None
-    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
-        return None
-    how = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    try:
-        return functional.cross_entropy(logits, target, weight, reduction=reduction, **how)
-    except _REFUSALS:
-        return None
+def linear_logprobs(settings: Settings, whole: Run) -> Run:
+    """The log-probabilities of classes [*], or [*, K]."""
+
+    def run(
+        input: torch.Tensor,
+        linear_weight: torch.Tensor,
+        linear_bias: torch.Tensor | None,
+        target: torch.Tensor,
+        temperature: None,
+    ) -> Any:
+        try:
+            logprobs = linear(input, linear_weight, linear_bias).log_softmax(-1)
+            if target.ndim == input.ndim:
+                return logprobs.gather(-1, target)
+            return logprobs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        except _REFUSALS:  # of a target that is ignored
+            return whole(input, linear_weight, linear_bias, target, temperature)
+
+    return run if settings.ignored < 0 else whole
+
+
+def _find_loss(settings: Settings, trains: bool) -> Callable[..., torch.Tensor | None]:
+    """torch's loss as a function of logits, target and weight; None where it refuses a target.
+
+    None with ignored rows, too, if a gradient is needed: torch's is NaN where such a row is.
+    """
+    ignored, smoothing = settings.ignored, settings.label_smoothing
+    reduction = _REDUCTIONS.index(settings.reduction)
+    is_short = math.prod(settings.leading) <= _LISTED and len(settings.leading) <= 1
+
+    def find(
+        logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        if trains and ignored in (target.tolist() if is_short else target):
+            return None
+        try:
+            return _loss(logits, target, weight, reduction, ignored, smoothing)
+        except _REFUSALS:
+            return None
+
+    return find
