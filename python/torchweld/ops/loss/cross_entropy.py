@@ -14,7 +14,7 @@ from torchweld.dispatch.recorder import run_final
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.names import Reduction
-from torchweld.ops.loss import arguments, of_logits, results, small
+from torchweld.ops.loss import arguments, nodes, results, small
 from torchweld.ops.loss.arguments import Settings
 from torchweld.registry import why_not_now
 
@@ -134,7 +134,7 @@ def _compute(
     if takes_eager:
         rows = results.reference(logits, target, how, factors.find_wanted())
     else:
-        rows = of_logits.find(logits, target, how, factors.find_wanted(), inplace)
+        rows = nodes.find_of_logits(logits, target, how, factors.find_wanted(), inplace)
     made = results.reduce(settings, factors, rows, count)
     if not checks.autocasts(input.device.type):
         made = made.to(input.dtype)

@@ -14,7 +14,7 @@ from torchweld.dispatch.recorder import leave_open, run_final
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.names import Accumulation, Reduction
-from torchweld.ops.loss import arguments, chunks, cross_entropy, of_linear, results, sharded, small
+from torchweld.ops.loss import arguments, chunks, cross_entropy, nodes, results, sharded, small
 from torchweld.ops.loss.arguments import Settings
 from torchweld.ops.loss.chunks import Layer, Needs, Plan
 from torchweld.ops.loss.results import RowResults, Wanted
@@ -357,8 +357,8 @@ def _compute_loss(
     target, how = place.take_classes(target, how)
     if kind.keeps_gradients:
         factors = factors.divide(count) if averages else factors
-        rest = (factors, kind.plan, place.classes, kind.needs)
-        made = place.add_up(of_linear.find_total(layer, target, how, *rest))
+        rest = (factors, kind.needs, kind.plan, place.classes)
+        made = place.add_up(nodes.find_total(layer, target, how, *rest))
         made = torch.where(count == 0, torch.nan, made) if averages else made
         return made.to(kind.dtype or made.dtype)
     rows = _find(kind, layer, target, how, factors.find_wanted())
@@ -389,11 +389,11 @@ def _compute_logprobs(
 def _find(kind: _Kind, layer: Layer, target: torch.Tensor, how: How, wanted: Wanted) -> RowResults:
     shared = kind.place.classes
     if not kind.takes_eager:
-        return of_linear.find(layer, target, how, wanted, shared, kind.into_grad)
+        return nodes.find(layer, target, how, wanted, kind.into_grad, shared)
     if shared is not None:
         accepted = "one that no transform sees: devices share its classes"
         raise ArgumentError(_CROSS_ENTROPY, "linear_weight", why_not_now(), accepted)
-    return of_linear.find_by_reference(layer, target, how, wanted)
+    return nodes.find_by_reference(layer, target, how, wanted)
 
 
 # --- Arguments --------------------------------------------------------------------------------

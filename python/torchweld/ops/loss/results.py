@@ -60,23 +60,29 @@ def _entropy(statistics: torch.Tensor) -> torch.Tensor:
 
 
 def make_coefficients(
-    grads: Sequence[torch.Tensor | None], statistics: torch.Tensor, target: torch.Tensor, how: How
+    grads: Sequence[torch.Tensor | None],
+    target: torch.Tensor,
+    how: How,
+    statistics: torch.Tensor | None = None,
+    on_lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient kernel's coefficients and grad_picked, from the gradients of the fields."""
-    kind = statistics.dtype
-    of_log_p, of_lse, of_entropy, of_smooth, of_soft = (
-        None if grad is None or grad.numel() == 0 else grad.to(kind) for grad in grads[:5]
-    )
+    """The gradient kernel's coefficients and grad_picked, from the gradients of the fields.
+
+    A gradient of entropy needs the statistics. `on_lse` is a factor of lse in its own gradient.
+    """
+    of_log_p, of_lse, of_entropy, of_smooth, of_soft = [
+        None if grad is None or grad.numel() == 0 else grad.to(how.kind) for grad in grads[:5]
+    ]
     columns = {}
-    on_p = nothing = statistics.new_zeros(statistics.shape[0])
+    on_p = nothing = target.new_zeros(target.shape[0], dtype=how.kind)
     if of_log_p is None:
-        grad_picked = statistics.new_zeros(target.shape)
+        grad_picked = target.new_zeros(target.shape, dtype=how.kind)
     else:
         grad_picked = torch.where(target == -1, 0.0, of_log_p)
         on_p = on_p - grad_picked.sum(1)
     if of_lse is not None:
         on_p = on_p + of_lse
-    if of_entropy is not None:
+    if of_entropy is not None and statistics is not None:
         columns[rows.ON_ENTROPY] = -of_entropy
         # An entropy that nothing depends on may be NaN.
         on_p = on_p - torch.where(of_entropy == 0, 0.0, of_entropy * _entropy(statistics))
@@ -85,12 +91,12 @@ def make_coefficients(
         on_p = on_p + of_smooth * how.get_whole_weight()
     if of_soft is not None:
         columns[rows.ON_DOT] = -of_soft
-    return _stack(columns | {rows.ON_P: on_p}, nothing), grad_picked
-
-
-def _stack(columns: dict[int, torch.Tensor], nothing: torch.Tensor) -> torch.Tensor:
-    """The gradient kernel's coefficients, not written in place: vmap may batch some columns."""
-    return torch.stack([columns.get(at, nothing) for at in range(rows.COEFFICIENTS)], 1)
+    if on_lse is not None:
+        columns[rows.ON_LSE] = on_lse
+    columns[rows.ON_P] = on_p
+    # Not written in place: vmap may batch some columns.
+    each = [columns.get(at, nothing) for at in range(rows.COEFFICIENTS)]
+    return torch.stack(each, 1), grad_picked
 
 
 class Factors(NamedTuple):
@@ -127,24 +133,13 @@ class Factors(NamedTuple):
         return self.add(row_results).sum()
 
     def make_coefficients(
-        self, how: How, target: torch.Tensor
+        self, target: torch.Tensor, how: How
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradient kernel's coefficients and grad_picked of the sum."""
-        like = next(factor for factor in self if factor is not None)
-        columns = {}
-        on_p = nothing = torch.zeros_like(like)
-        grad_picked = like.new_zeros(target.shape)
-        if self.target is not None:
-            on_p = on_p + self.target
-            grad_picked = torch.where(target == -1, 0.0, -self.target.unsqueeze(1))
-        if self.smooth is not None:
-            on_p = on_p + self.smooth * how.get_whole_weight()
-            columns[rows.ON_SMOOTH] = -self.smooth
-        if self.soft is not None:
-            columns[rows.ON_DOT] = -self.soft
-        if self.lse_squared is not None:
-            columns[rows.ON_LSE] = 2 * self.lse_squared
-        return _stack(columns | {rows.ON_P: on_p}, nothing), grad_picked
+        picked = None if self.target is None else -self.target.unsqueeze(1)
+        on_lse = None if self.lse_squared is None else 2 * self.lse_squared
+        grads = (picked, None, None, self.smooth, self.soft)
+        return make_coefficients(grads, target, how, on_lse=on_lse)
 
 
 def make_factors(
@@ -220,35 +215,24 @@ def reference(logits: torch.Tensor, target: torch.Tensor, how: How, wanted: Want
     return RowResults(picked, lse, entropy, smooth, soft, best)
 
 
-def differentiate_reference(
-    row_results: RowResults,
+def differentiate(
+    outputs: Sequence[torch.Tensor],
     sources: Sequence[torch.Tensor | None],
     grads: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
     """Compute gradients of the sources, with a graph; None for a source without one."""
     pairs = [
-        (result, grad)
-        for result, grad in zip(row_results, grads, strict=False)
-        if grad is not None and result.requires_grad
+        (output, grad)
+        for output, grad in zip(outputs, grads, strict=False)
+        if grad is not None and output.requires_grad
     ]
-    return _differentiate([result for result, _ in pairs], sources, [grad for _, grad in pairs])
-
-
-def differentiate_total(
-    total: torch.Tensor, sources: Sequence[torch.Tensor | None], grad: torch.Tensor
-) -> list[torch.Tensor | None]:
-    """Compute gradients of one number, as above."""
-    return _differentiate([total], sources, [grad])
-
-
-def _differentiate(
-    outputs: list[torch.Tensor],
-    sources: Sequence[torch.Tensor | None],
-    grads: list[torch.Tensor],
-) -> list[torch.Tensor | None]:
     wanted = [x for x in sources if x is not None and x.requires_grad]
     made: Sequence[torch.Tensor | None] = torch.autograd.grad(
-        outputs, wanted, grads, create_graph=True, allow_unused=True
+        [output for output, _ in pairs],
+        wanted,
+        [grad for _, grad in pairs],
+        create_graph=True,
+        allow_unused=True,
     )
     by_id = {id(x): grad for x, grad in zip(wanted, made, strict=True)}
     return [None if x is None else by_id.get(id(x)) for x in sources]

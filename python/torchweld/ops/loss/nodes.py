@@ -1,4 +1,4 @@
-"""The results of rows of a linear layer's logits, differentiable, chunk by chunk.
+"""The results of rows of logits, differentiable; a linear layer's are computed in chunks.
 
 While torch compiles or records, and for fake or batched tensors, chunks run inside an op of
 torch.library: their sizes depend on `memory` and on the ignored rows, which a graph does not know.
@@ -6,6 +6,7 @@ torch.library: their sizes depend on `memory` and on the ignored rows, which a g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -110,35 +111,38 @@ _run_both = define_opaque(
 
 def find_by_reference(layer: Layer, target: torch.Tensor, how: How, wanted: Wanted) -> RowResults:
     """The results by plain torch, with all logits at once."""
-    kind = layer.logits_dtype
-    bias = None if layer.bias is None else layer.bias.to(kind)
-    logits = torch.nn.functional.linear(layer.input.to(kind), layer.weight.to(kind), bias)
+    logits, kind = layer.input, layer.logits_dtype
+    if layer.weight is not None:
+        bias = None if layer.bias is None else layer.bias.to(kind)
+        logits = torch.nn.functional.linear(logits.to(kind), layer.weight.to(kind), bias)
     return results.reference(logits, target, how, wanted)
 
 
 # The arguments of the autograd functions are plain: Dynamo makes no graph of tuples with tensors.
-_HOW_FIELDS, _FACTORS = len(How._fields), len(Factors._fields)
+# The first three, which may need a gradient, are input, weight and bias of a layer.
+_FIELDS, _FACTORS = _LAYERS + len(How._fields), len(Factors._fields)
+_AFTER = (None,) * (_FIELDS - 3)
 
 
 class _Rows(torch.autograd.Function):
+    """The results of rows. The backward pass computes a layer's logits again.
+
+    With `in_place` it writes where it may: over given logits, or to the weight's gradient.
+    """
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        classes: Classes | None,
-        into_grad: bool,
-        target: torch.Tensor,
-        entropy: bool,
-        smooth: bool,
-        argmax: bool,
-        *fields: Any,
-    ) -> tuple[torch.Tensor, ...]:
-        layer, how = Layer(*fields[:_LAYERS]), How(*fields[_LAYERS:])
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        layer, how = Layer(*inputs[:_LAYERS]), How(*inputs[_LAYERS:_FIELDS])
+        target, entropy, smooth, argmax, in_place, classes = inputs[_FIELDS:]
         wanted = Wanted(entropy, smooth, argmax)
-        made = _run_forward(*layer, target, *how[rows.GIVEN], *wanted)
+        if layer.weight is None:
+            made = rows.FORWARD.run(layer.input, target, *how[rows.GIVEN], *wanted)
+        else:
+            made = _run_forward(*layer, target, *how[rows.GIVEN], *wanted)
         if classes is not None:
             made = sharded.combine(classes, made, target, wanted, how.probabilities is not None)
         row_results = results.find(made, target, how, wanted)
-        ctx.classes, ctx.into_grad = classes, into_grad
+        ctx.classes, ctx.in_place = classes, in_place
         ctx.save_for_backward(*layer[:3], target, made[1], *how[rows.TENSORS])
         ctx.layer, ctx.numbers = layer[3:], how[rows.TENSORS.stop :]
         ctx.wanted = (entropy, smooth, argmax)
@@ -148,40 +152,43 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        needs = ctx.needs_input_grad[6:9]
-        after = (None,) * (_LAYERS - 3 + _HOW_FIELDS)
+        needs, after = Needs(*ctx.needs_input_grad[:3]), (*_AFTER, *(None,) * 6)
         if all(grad is None for grad in grads) or not any(needs):
-            return (*(None,) * 9, *after)
+            return (None, None, None, *after)
         x, linear_weight, bias, target, statistics, *tensors = ctx.saved_tensors
         how = How(*tensors, *ctx.numbers)
         layer = Layer(x, linear_weight, bias, *ctx.layer)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             _refuse_shared(ctx.classes)
             row_results = find_by_reference(layer, target, how, Wanted(*ctx.wanted))
-            made = results.differentiate_reference(row_results, layer[:3], grads)
-        else:
-            coefficients = results.make_coefficients(grads, statistics, target, how)
-            may_add = ctx.into_grad and needs[1] and checks.can_read(linear_weight, *grads)
-            if may_add and linear_weight.grad is not None:
-                rest = (statistics, *coefficients, Needs(*needs), linear_weight.grad)
-                gradients = chunks.run_backward(layer, target, how, *rest)
-                return (*(None,) * 6, *gradients, *after)
-            arguments = (*layer, target, *how[rows.GIVEN], statistics, *coefficients, *needs)
-            made = [
-                grad if need else None
-                for grad, need in zip(_run_backward(*arguments), needs, strict=True)
-            ]
-        return (*(None,) * 6, *made, *after)
+            return (*results.differentiate(row_results, layer[:3], grads), *after)
+        coefficients = results.make_coefficients(grads, target, how, statistics)
+        if linear_weight is None:
+            arguments = (target, statistics, *coefficients, *how[rows.GIVEN])
+            if not (ctx.in_place and checks.can_read(x, *grads) and x.is_contiguous()):
+                return (rows.BACKWARD.run(x, *arguments), None, None, *after)
+            rows.BACKWARD_IN_PLACE.run(x, *arguments)
+            # Other nodes that saved the logits must notice that they changed.
+            torch.autograd.graph.increment_version(x)
+            return (x.detach(), None, None, *after)
+        may_add = ctx.in_place and needs.weight and checks.can_read(linear_weight, *grads)
+        if may_add and linear_weight.grad is not None:
+            rest = (statistics, *coefficients, needs, linear_weight.grad)
+            return (*chunks.run_backward(layer, target, how, *rest), *after)
+        arguments = (*layer, target, *how[rows.GIVEN], statistics, *coefficients, *needs)
+        made = zip(_run_backward(*arguments), needs, strict=True)
+        return (*[grad if need else None for grad, need in made], *after)
 
 
 def _run_rows(*inputs: Any) -> Any:
-    return _Rows.apply(None, False, *inputs)
+    return _Rows.apply(*inputs, None)
 
 
 _exported = define_differentiable(
-    "linear_rows_results",
+    "loss_rows_results",
     "any",
-    f"(Tensor target, bool entropy, bool smooth, bool argmax, {_LAYER}, {rows.HOW_SCHEMA})"
+    f"({_LAYER.replace('Tensor linear_weight', 'Tensor? linear_weight')},"
+    f" {rows.HOW_SCHEMA}, Tensor target, bool entropy, bool smooth, bool argmax, bool in_place)"
     f" -> {rows.RESULTS_SCHEMA}",
     _run_rows,
 )
@@ -191,20 +198,15 @@ class _Total(torch.autograd.Function):
     """The weighted sum of the rows' losses, computed together with its gradients, which it keeps.
 
     Later the gradients are multiplied by one number, so the logits need not be computed again.
+    While torch compiles, the graph holds the gradients, and has no second derivatives.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        plan: Plan | None,
-        classes: Classes | None,
-        target: torch.Tensor,
-        factors: Factors,
-        *fields: Any,
-    ) -> torch.Tensor:
-        layer, how = Layer(*fields[:_LAYERS]), How(*fields[_LAYERS:])
-        needs, wanted = ctx.needs_input_grad[4:7], factors.find_wanted()
-        coefficients = factors.make_coefficients(how, target)
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        layer, how = Layer(*inputs[:_LAYERS]), How(*inputs[_LAYERS:_FIELDS])
+        factors = Factors(*inputs[_FIELDS : _FIELDS + _FACTORS])
+        target, needs, plan, classes = inputs[_FIELDS + _FACTORS :]
+        wanted, coefficients = factors.find_wanted(), factors.make_coefficients(target, how)
         if plan is None:
             arguments = (*how[rows.GIVEN], *coefficients, wanted.smooth, *needs)
             *made, of_x, of_weight, of_bias = _run_both(*layer, target, *arguments)
@@ -212,29 +214,33 @@ class _Total(torch.autograd.Function):
         else:
             rest = (*coefficients, wanted.smooth)
             made, grads = chunks.run_both(plan, layer, target, how, *rest)
-        row_results = results.find(made, target, how, wanted)
-        ctx.classes = classes
-        ctx.save_for_backward(*layer[:3], target, *how[rows.TENSORS])
-        ctx.layer, ctx.numbers, ctx.factors = layer[3:], how[rows.TENSORS.stop :], factors
-        ctx.kept = [of if need else None for of, need in zip(grads, needs, strict=True)]
-        return factors.add_up(row_results)
+        ctx.needs, ctx.classes = needs, classes
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(*grads)
+        else:
+            ctx.save_for_backward(*layer[:3], target, *how[rows.TENSORS])
+            ctx.layer, ctx.numbers, ctx.factors = layer[3:], how[rows.TENSORS.stop :], factors
+            ctx.kept = [of if need else None for of, need in zip(grads, needs, strict=True)]
+        return factors.add_up(results.find(made, target, how, wanted))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        after = (*_AFTER, *(None,) * (_FACTORS + 4))
+        if torch.compiler.is_compiling():
+            each = zip(ctx.saved_tensors, ctx.needs, strict=True)
+            return (*_scale([of if need else None for of, need in each], grad), *after)
         x, linear_weight, bias, target, *tensors = ctx.saved_tensors
-        before, after = (None,) * 4, (None,) * (_LAYERS - 3 + _HOW_FIELDS)
         if torch.is_grad_enabled():
             _refuse_shared(ctx.classes)
             how = How(*tensors, *ctx.numbers)
             layer = Layer(x, linear_weight, bias, *ctx.layer)
             row_results = find_by_reference(layer, target, how, ctx.factors.find_wanted())
             total = ctx.factors.add_up(row_results)
-            return (*before, *results.differentiate_total(total, layer[:3], grad), *after)
+            return (*results.differentiate([total], layer[:3], [grad]), *after)
         kept = ctx.kept
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         if keeps_graph or not checks.can_read(grad, *kept):
-            scaled = [None if of is None else (of * grad).to(of.dtype) for of in kept]
-            return (*before, *scaled, *after)
+            return (*_scale(kept, grad), *after)
         # Nobody else holds the gradients, so scale them in place and return them.
         ctx.kept = None
         if grad.device.type != "cpu" or grad != 1:
@@ -243,42 +249,11 @@ class _Total(torch.autograd.Function):
                     rows.SCALE.run(of, grad)
                 elif of is not None:  # a gradient has the strides of its weight
                     of.mul_(grad)
-        return (*before, *kept, *after)
+        return (*kept, *after)
 
 
-class _TotalInGraph(torch.autograd.Function):
-    """_Total while torch compiles, which has no second derivatives.
-
-    The graph holds the gradients, so the backward pass cannot scale them in place.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        target: torch.Tensor,
-        need_input: bool,
-        need_weight: bool,
-        need_bias: bool,
-        *fields: Any,
-    ) -> torch.Tensor:
-        factors, rest = Factors(*fields[:_FACTORS]), fields[_FACTORS:]
-        layer, how = Layer(*rest[:_LAYERS]), How(*rest[_LAYERS:])
-        wanted, needs = factors.find_wanted(), (need_input, need_weight, need_bias)
-        coefficients = factors.make_coefficients(how, target)
-        arguments = (*how[rows.GIVEN], *coefficients, wanted.smooth, *needs)
-        picked, statistics, argmax, *grads = _run_both(*layer, target, *arguments)
-        ctx.needs = needs
-        ctx.save_for_backward(*grads)
-        return factors.add_up(results.find((picked, statistics, argmax), target, how, wanted))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        scaled = [
-            (of * grad).to(of.dtype) if need else None
-            for of, need in zip(ctx.saved_tensors, ctx.needs, strict=True)
-        ]
-        after = (None,) * (_LAYERS - 3 + _HOW_FIELDS)
-        return (*(None,) * (4 + _FACTORS), *scaled, *after)
+def _scale(kept: Sequence[torch.Tensor | None], by: torch.Tensor) -> list[torch.Tensor | None]:
+    return [None if of is None else (of * by).to(of.dtype) for of in kept]
 
 
 def _refuse_shared(classes: Classes | None) -> None:
@@ -293,17 +268,15 @@ def find_total(
     target: torch.Tensor,
     how: How,
     factors: Factors,
+    needs: Needs,
     plan: Plan | None,
     classes: Classes | None,
-    needs: Needs,
 ) -> torch.Tensor:
     """Compute the weighted sum of the rows' losses, and its gradients at once.
 
     Without a plan an op of torch.library does so: the numbers cannot be read.
     """
-    if torch.compiler.is_compiling():
-        return _TotalInGraph.apply(target, *needs, *factors, *layer, *how)  # type: ignore[no-any-return]
-    return _Total.apply(plan, classes, target, factors, *layer, *how)  # type: ignore[no-any-return]
+    return _Total.apply(*layer, *how, *factors, target, needs, plan, classes)  # type: ignore[no-any-return]
 
 
 def find(
@@ -311,13 +284,20 @@ def find(
     target: torch.Tensor,
     how: How,
     wanted: Wanted,
-    classes: Classes | None,
-    into_grad: bool,
+    in_place: bool,
+    classes: Classes | None = None,
 ) -> RowResults:
-    """Compute the results of rows; the backward pass computes the logits again.
-
-    With `into_grad` the backward pass adds the weight's gradient to an existing one.
-    """
+    """Compute the results of rows, as _Rows says."""
+    inputs = (*layer, *how, target, *wanted, in_place)
     if classes is None and exports_a_derivative():
-        return RowResults(*_exported(target, *wanted, *layer, *how))
-    return RowResults(*_Rows.apply(classes, into_grad, target, *wanted, *layer, *how))
+        return RowResults(*_exported(*inputs))
+    return RowResults(*_Rows.apply(*inputs, classes))
+
+
+def find_of_logits(
+    logits: torch.Tensor, target: torch.Tensor, how: How, wanted: Wanted, in_place: bool
+) -> RowResults:
+    """Compute the results of rows of given logits: a layer without a weight."""
+    nothing: Any = None
+    layer = Layer(logits, nothing, None, 0, logits.dtype, False, False, 0)
+    return find(layer, target, how, wanted, in_place)
