@@ -25,7 +25,8 @@ def can_read(*tensors: torch.Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+    keys, find_mode = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
+    if find_mode(keys.PROXY) is not None or find_mode(keys.FAKE) is not None:
         return False
     is_batched = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched=True
     for t in tensors:

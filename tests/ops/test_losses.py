@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies
 from torch.nn import functional as F  # noqa: N812
 
 import torchweld
@@ -15,6 +17,7 @@ from torchweld.ops.loss import chunks
 
 LINEAR, LOGITS = functional.linear_cross_entropy, functional.cross_entropy
 BACKENDS = pytest.mark.parametrize("backend", ["cpu", "eager"])
+CHOICES = pytest.mark.parametrize("backend", ["cpu", "eager", None])  # None: torch's ops, if few
 UNIT = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8}
 # How many of them a result may be off, in the largest element. A probability's relative error is
 # the error of its exponent: three roundings of half a unit (scale, cap, temperature) of at most 12,
@@ -92,8 +95,10 @@ def make(rows: int, classes: int, features: int, dtype: torch.dtype) -> list[tor
 
 
 def soften(rows: int, classes: int) -> torch.Tensor:
+    """Probabilities that need not sum to 1."""
     made = torch.Generator().manual_seed(2)
-    return torch.rand(rows, classes, generator=made).softmax(1)
+    mass = torch.rand(rows, 1, generator=made) + 0.5
+    return torch.rand(rows, classes, generator=made).softmax(1) * mass
 
 
 @BACKENDS
@@ -135,6 +140,8 @@ def test_linear(backend: str, dtype: torch.dtype, name: str, soft: bool) -> None
     wanted = exact_loss(F.linear(*sources), target, kw)
     made = torch.Generator().manual_seed(3)
     grad = torch.randn(wanted.shape, generator=made, dtype=torch.float64).to(dtype)
+    if grad.ndim:
+        grad[::3] = 0  # a row that nothing depends on
     exact = torch.autograd.grad(wanted, sources, grad.double())
     for memory in (2**20, 9000 if dtype != torch.float64 else 16000):
         given = [t.clone().requires_grad_() for t in (x, weight, bias)]
@@ -208,8 +215,8 @@ def test_a_float32_head_of_16_bits() -> None:
         agree(got, true, torch.bfloat16)
 
 
-@BACKENDS
-def test_what_is_out_of_range_is_named(backend: str) -> None:
+@CHOICES
+def test_what_is_out_of_range_is_named(backend: str | None) -> None:
     x, weight, _, target = make(7, 20, 3, torch.float32)
     target[4], target[5] = 20, -3
     message = r"target\[4\] is 20; accepted: 0 to 19, or ignore_index, -100"
@@ -223,10 +230,11 @@ def test_what_is_out_of_range_is_named(backend: str) -> None:
             functional.linear_logprobs(x, weight, target[:, None])
 
 
-@BACKENDS
-def test_all_ignored(backend: str) -> None:
-    """The loss is eager's, the gradients are zero."""
+@CHOICES
+def test_all_ignored(backend: str | None) -> None:
+    """The loss is eager's, the gradients are zero, also of rows with NaN."""
     x, weight, _, target = make(7, 20, 3, torch.float32)
+    x[2] = torch.nan
     target[:] = -100
     with torchweld.use_backend(backend):
         for reduction in ("mean", "sum", "none"):
@@ -365,31 +373,6 @@ def test_in_place() -> None:
         LOGITS(base, target, inplace=True)
 
 
-@pytest.mark.parametrize("name", ["mean", "none", "logits", "logprobs"])
-def test_compiled_whole_with_ignored_rows(name: str) -> None:
-    x, weight, _, target = make(70, 300, 16, torch.float32)
-
-    def run(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> Any:
-        if name == "logprobs":
-            return functional.linear_logprobs(x, weight, target, return_entropy=True)[1]
-        if name == "logits":
-            return LOGITS(F.linear(x, weight), target, z_loss=0.1, label_smoothing=0.1)
-        return LINEAR(x, weight, target, reduction=name, softcap=5.0)
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    for _ in range(2):
-        given = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-        results = []
-        calls: tuple[Any, ...] = (run, compiled)
-        for call in calls:
-            value = call(*given, target)
-            results.append([value, *torch.autograd.grad(value.sum(), given)])
-        for got, true in zip(*results, strict=True):
-            agree(got, true, torch.float32)
-        target = target.roll(1)
-        target[:30] = -100
-
-
 COMPILED: dict[str, dict[str, Any]] = {
     "mean": {},
     "sum": {"reduction": "sum"},
@@ -474,3 +457,110 @@ def test_autocast_and_checkpoint() -> None:
     for got, true in zip(torch.autograd.grad(loss, given), plain, strict=True):
         assert got.dtype == torch.float32
         agree(got, true, torch.bfloat16)
+
+
+@BACKENDS
+@pytest.mark.parametrize("classes", [1, 2047, 2048, 2049, 4097])
+def test_the_last_tile_counts_only_its_classes(backend: str, classes: int) -> None:
+    """No log-probability is above 0, and the probabilities of all classes sum to 1."""
+    x, weight, *_ = make(3, classes, 8, torch.float32)
+    every = torch.arange(classes).expand(3, -1)
+    with torchweld.use_backend(backend):
+        log_p = functional.linear_logprobs(x, weight, every)
+    assert isinstance(log_p, torch.Tensor)
+    assert (log_p <= 0).all()
+    agree(log_p.exp().sum(1), torch.ones(3), torch.float32)
+
+
+@BACKENDS
+def test_float16_under_a_loss_scale(backend: str) -> None:
+    """Gradients of 2**-26 vanish in float16. With a scale of 2**15 before them they are there."""
+    x, weight, _, target = make(1000, 300, 16, torch.float32)
+    given = [t.half().requires_grad_() for t in (x, weight)]
+    exact = [t.detach().double().requires_grad_() for t in given]
+    with torchweld.use_backend(backend):
+        loss = LINEAR(given[0], given[1], target)
+        assert isinstance(loss, torch.Tensor)
+        (loss * 2**-16 * 2.0**15).backward()
+    (F.cross_entropy(F.linear(*exact), target) / 2).backward()
+    for mine, true in zip(given, exact, strict=True):
+        assert mine.grad is not None
+        assert true.grad is not None
+        assert mine.grad.dtype == torch.float16
+        error = (mine.grad.double() - true.grad).square().mean().sqrt()
+        # Two roundings of 2**-11, of the logits' gradient and of the product.
+        assert error <= 2 * 2**-11 * true.grad.square().mean().sqrt() + 2**-24
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_added_to_those_that_exist(dtype: torch.dtype) -> None:
+    """The weight's gradient goes into its .grad, chunk by chunk, without a second gradient."""
+    x, weight, _, target = make(60, 301, 16, dtype)
+    given = [t.requires_grad_() for t in (x, weight)]
+    given[1].grad = torch.ones_like(given[1])
+    kept = given[1].grad
+    exact = [t.detach().double().requires_grad_() for t in given]
+    loss = LINEAR(given[0], given[1], target, accumulate="grad", memory=40000, reduction="sum")
+    assert isinstance(loss, torch.Tensor)
+    (loss * 0.5).backward()
+    (F.cross_entropy(F.linear(*exact), target, reduction="sum") * 0.5).backward()
+    assert given[1].grad is kept
+    assert exact[1].grad is not None
+    # In 16 bits two chunks round once each.
+    agree(kept, exact[1].grad + 1, dtype)
+    assert given[0].grad is not None
+    given[1].grad = None  # the first step makes it
+    LINEAR(given[0], given[1], target, accumulate="grad").backward()
+    assert given[1].grad is not None
+    with pytest.raises(ArgumentError, match=r"accumulate is 'grad'; accepted: .* a leaf"):
+        LINEAR(x, given[1] * 1, target, accumulate="grad")
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(data=strategies.data())
+def test_chunks_change_nothing(data: strategies.DataObject) -> None:
+    """Any options, ignored rows, K, width, -inf and chunk: equal to one chunk by plain torch."""
+    count = data.draw(strategies.integers(0, 40))
+    classes = data.draw(strategies.sampled_from([1, 2, 33, 2047, 2049]))
+    several = data.draw(strategies.sampled_from([None, 1, 2, 5, 64]))  # None: a loss
+    made = torch.Generator().manual_seed(data.draw(strategies.integers(0, 99)))
+    x = torch.randn(count, 3, generator=made, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(classes, 3, generator=made, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(0, classes, (count, several or 1), generator=made)
+    target[torch.rand(target.shape, generator=made) < data.draw(strategies.floats(0, 1))] = -100
+    bias = torch.zeros(classes, dtype=torch.float64)
+    draw = {
+        "label_smoothing": strategies.sampled_from([0.0, 0.1, 1.0]),
+        "softcap": strategies.sampled_from([None, 2.0]),
+        "z_loss": strategies.sampled_from([0.0, 0.1]),
+        "reduction": strategies.sampled_from(["mean", "sum", "none"]),
+        "weight": strategies.sampled_from(
+            [None, torch.rand(classes, generator=made).double() + 0.1]
+        ),
+    }
+    kw = {name: data.draw(values) for name, values in draw.items() if several is None}
+    if not kw.get("label_smoothing"):
+        bias[1::3] = -torch.inf  # in a loss no target
+    if several is None:
+        target = torch.where(bias[target.clamp(0)] == 0, target, 0).squeeze(1)
+    results = []
+    least = (classes + 3 * 5) * 8
+    for backend, rows in (("cpu", data.draw(strategies.integers(1, 12))), ("eager", 2**12)):
+        given: dict[str, Any] = {"linear_bias": bias, "memory": least * rows}
+        with torchweld.use_backend(backend):
+            if several is None:
+                values = [LINEAR(x, weight, target, **given, **kw)]
+            else:
+                values = [
+                    *functional.linear_logprobs(x, weight, target, return_entropy=True, **given)
+                ]
+            total = torch.zeros(()).double()
+            for value in values:
+                finite = torch.where(value == -torch.inf, 0, value)
+                total = (
+                    total + (finite * torch.arange(1, value.numel() + 1).view(value.shape)).sum()
+                )
+            grads = torch.autograd.grad(total, (x, weight))
+        results.append([*values, *grads])
+    for got, true in zip(*results, strict=True):
+        torch.testing.assert_close(got, true, rtol=1e-9, atol=1e-11, equal_nan=True)

@@ -15,10 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import strategies
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -179,36 +177,6 @@ def test_resident_memory_is_a_tenth_of_torchs() -> None:
     taken = [float(number) for number in printed.split()]
     assert taken[1] > 4 * 128256 * 512  # the trace sees at least one of them
     assert taken[0] <= 0.1 * taken[1]
-
-
-@hypothesis.settings(max_examples=40, deadline=None)
-@hypothesis.given(data=strategies.data())
-def test_chunks_change_nothing(data: strategies.DataObject) -> None:
-    """Any pattern of ignored rows, K, width and chunk: equal to one chunk by plain torch."""
-    count = data.draw(strategies.integers(0, 40))
-    classes = data.draw(strategies.sampled_from([1, 2, 17, 2047, 2049]))
-    several = data.draw(strategies.sampled_from([1, 2, 5, 64]))
-    memory = data.draw(strategies.sampled_from([2**17, 2**18, 2**22]))
-    made = torch.Generator().manual_seed(data.draw(strategies.integers(0, 99)))
-    target = torch.randint(0, classes, (count, several), generator=made)
-    target[torch.rand(count, several, generator=made) < data.draw(strategies.floats(0, 1))] = -100
-    x = torch.randn(count, 3, generator=made, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(classes, 3, generator=made, dtype=torch.float64, requires_grad=True)
-    bias = torch.zeros(classes, dtype=torch.float64)
-    bias[1::3] = -torch.inf
-    results = []
-    for backend, bytes_ in (("cpu", memory), ("eager", 2**26)):
-        with torchweld.use_backend(backend):
-            log_p, entropy = functional.linear_logprobs(
-                x, weight, target, linear_bias=bias, return_entropy=True, memory=bytes_
-            )
-            finite = torch.where(log_p == -torch.inf, 0, log_p)
-            total = (finite * torch.arange(several)).sum() + (entropy * entropy).sum()
-            grads = torch.autograd.grad(total, (x, weight))
-        assert all(grad.isfinite().all() for grad in grads)
-        results.append([log_p, entropy, *grads])
-    for got, true in zip(*results, strict=True):
-        torch.testing.assert_close(got, true, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -118,6 +118,20 @@ def test_make_fx_records_gradients(name: str, dtype: torch.dtype, mode: str) -> 
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
+@EVERY
+def test_compiled_whole(name: str) -> None:
+    """As code that is not compiled, and for other targets, too."""
+    compiled: Any = torch.compile(LOSSES[name], fullgraph=True, backend="aot_eager")
+    x, weight, target = _make(ROWS)
+    sources = [t.requires_grad_() for t in (x, weight)]
+    for _ in range(2):
+        values = [run(*sources, target) for run in (LOSSES[name], compiled)]
+        found, expected = ([one, *torch.autograd.grad(one, sources)] for one in values)
+        torch.testing.assert_close(found, expected, **CLOSE)
+        target = target.roll(1)
+        target[: ROWS // 2] = -100
+
+
 # torch.func.linearize scripts its graph, which torch 2.13 warns of; constant folding warns too.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Attempted to insert a get_attr")
 @EVERY

@@ -11,7 +11,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.nn.functional import dropout, gelu, layer_norm, rms_norm, silu
+from torch.nn.functional import (
+    cross_entropy,
+    dropout,
+    gelu,
+    layer_norm,
+    linear,
+    rms_norm,
+    silu,
+)
 
 import torchweld
 from torchweld import functional
@@ -29,7 +37,7 @@ Pair = tuple[Call, Call, str]  # ours, torch's composition, and the leaves: x an
 
 def _make_pairs() -> dict[str, Pair]:
     """In a chain the first leaf is the last result."""
-    shape = (WIDTH,)
+    shape, target = (WIDTH,), torch.tensor([7])
     fused = functional
     return {
         "layer_norm": (
@@ -72,12 +80,27 @@ def _make_pairs() -> dict[str, Pair]:
             lambda x, w, r: rms_norm(dropout(x, P) + r, shape, w),
             "xwx",
         ),
+        "cross_entropy": (
+            lambda x: fused.cross_entropy(x, target),
+            lambda x: cross_entropy(x, target),
+            "x",
+        ),
+        "linear_cross_entropy": (
+            lambda x, m: fused.linear_cross_entropy(x, m, target),
+            lambda x, m: cross_entropy(linear(x, m), target),
+            "xm",
+        ),
+        "linear_logprobs": (
+            lambda x, m: fused.linear_logprobs(x, m, target),
+            lambda x, m: linear(x, m).log_softmax(-1).gather(-1, target[:, None]).squeeze(-1),
+            "xm",
+        ),
     }
 
 
 def _make_calls(function: Call, leaves: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
     """The calls that a gate measures; a chain is a forward and a backward pass of 24 blocks."""
-    grad = torch.ones(1, WIDTH)
+    grad = torch.ones_like(function(*leaves))
 
     def run_chain() -> object:
         x, *rest = leaves
@@ -105,8 +128,15 @@ GATES: dict[str, tuple[float, ...]] = {
     "dropout_add_layer_norm": (1.0, 1.35, 1.35, 1.5),
     "dropout_add_rms_norm": (1.0, 1.0, 1.0, 1.0),
 }
-# Without a choice by name a small call of these is torch's op.
-SMALL = {"layer_norm": (1.3, 1.3, 1.25, 1.25), "rms_norm": (1.4, 1.4, 1.3, 1.3)}
+# Without a choice by name a small call of these is torch's op. Losses make no chain.
+SMALL = {
+    "layer_norm": (1.3, 1.3, 1.25, 1.25),
+    "rms_norm": (1.4, 1.4, 1.3, 1.3),
+    "cross_entropy": (1.7, 1.7, 1.25),
+    "linear_cross_entropy": (1.7, 1.7, 1.25),
+    "linear_logprobs": (1.5, 1.5, 1.25),
+}
+SHAPES = {"x": (1, WIDTH), "w": (WIDTH,), "m": (100, WIDTH)}
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -146,15 +176,14 @@ def measure_all(seconds: float) -> dict[str, list[float]]:
     """The ratios of each op, by name, and by "small <name>" of those that fall back to torch's."""
     torch.set_num_threads(1)
     found: dict[str, list[float]] = {}
-    for backend, names in (("cpu", GATES), (None, SMALL)):
+    for backend, gates in (("cpu", GATES), (None, SMALL)):
         with torchweld.use_backend(backend):
-            for name in names:
+            for name, limits in gates.items():
                 *both, kinds = _make_pairs()[name]
-                shapes = [(1, WIDTH) if kind == "x" else (WIDTH,) for kind in kinds]
-                leaves = [torch.randn(shape).requires_grad_() for shape in shapes]
+                leaves = [torch.randn(SHAPES[kind]).requires_grad_() for kind in kinds]
                 ours, theirs = (_make_calls(function, leaves) for function in both)
                 ratios = found[name if backend else f"small {name}"] = []
-                for how in ours:
+                for how in [*ours][: len(limits)]:
                     with torch.set_grad_enabled(how != "forward"):
                         ratios.append(compare(ours[how], theirs[how], seconds))
     return found

@@ -24,6 +24,7 @@ from torchweld.registry import why_not_now
 
 _CROSS_ENTROPY, _LOGPROBS = "linear_cross_entropy", "linear_logprobs"
 _ACCUMULATE = ("float32", "parameter", "grad")
+_SCALING = ("logit_scale", "softcap", "temperature")
 # With fewer logits torch's own ops are faster.
 _FEW = 2**18
 
@@ -222,9 +223,9 @@ class _Whole:
 
 
 def _find_place(function: str, *parts: Any) -> tuple[Place | _Whole, Any]:
-    return (
-        sharded.find_place(function, *parts) if any(map(is_dtensor, parts)) else (_Whole(), parts)
-    )
+    if any(map(is_dtensor, parts)):
+        return sharded.find_place(function, *parts)
+    return _Whole(), parts
 
 
 def _wrap(place: Place | _Whole, result: Any) -> Any:
@@ -269,24 +270,23 @@ def _prepare(
     several = check(function, target, input, leading, (*leading, own))
     rest = {"ignored": ignored, "several": several, **options}
     settings = arguments.check_settings(function, input, chunking[1], leading, classes, **rest)
-    trains, autocasts = torch.is_grad_enabled(), checks.autocasts(input.device.type)
-    needs = Needs(*[trains and x is not None and x.requires_grad for x in parts])
+    trains = torch.is_grad_enabled()
     soft_trains = several is None and trains and target.requires_grad
     logits_dtype, memory, accumulate, batch_invariant = given
-    scaling = [options[name] for name in ("logit_scale", "softcap", "temperature")]
+    asked = (logits_dtype, memory, *[options[name] for name in _SCALING])
+    is_plain = all(option is None for option in asked) and not batch_invariant
     kind = _Kind(
         settings,
         place,
         casts_to,
-        None if autocasts else input.dtype,
+        None if checks.autocasts(input.device.type) else input.dtype,
         chunking,
-        accumulate == "grad",
-        needs,
+        into_grad=accumulate == "grad",
+        needs=Needs(*[trains and x is not None and x.requires_grad for x in parts]),
         takes_eager=soft_trains or why_not_now() is not None,
-        is_plain=not (any(x is not None for x in (logits_dtype, memory, *scaling)))
-        and not (accumulate == "grad" or batch_invariant),
+        is_plain=is_plain and accumulate != "grad",
     )
-    chunks.check_memory(function, _make_layer(kind, *parts), needs)
+    chunks.check_memory(function, _make_layer(kind, *parts), kind.needs)
     if kind.into_grad:
         leave_open()  # no guard sees whether a weight is a leaf
     return kind
