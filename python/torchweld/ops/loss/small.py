@@ -43,21 +43,30 @@ def may_serve(few: int, settings: Settings, *tensors: Any) -> bool:
 
 
 def cross_entropy(settings: Settings, trains: bool, whole: Run) -> Run:
-    """torch's loss of given logits."""
-    find = _find_loss(settings, trains)
+    """torch's loss of given logits.
+
+    Not with ignored rows, if a gradient is needed: torch's is NaN where such a row is.
+    """
+    ignored, smoothing = settings.ignored, settings.label_smoothing
+    reduction = _REDUCTIONS.index(settings.reduction)
+    is_short = len(settings.leading) == 1 and settings.leading[0] <= _LISTED
 
     def run(
         input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, *others: None
     ) -> Any:
-        made = find(input, target, weight)
-        return whole(input, target, weight, *others) if made is None else made
+        if not (trains and ignored in (target.tolist() if is_short else target)):
+            try:
+                return _loss(input, target, weight, reduction, ignored, smoothing)
+            except _REFUSALS:
+                pass
+        return whole(input, target, weight, *others)
 
     return run
 
 
 def linear_cross_entropy(settings: Settings, trains: bool, whole: Run) -> Run:
     """torch's loss of a linear layer's logits."""
-    find = _find_loss(settings, trains)
+    find = cross_entropy(settings, trains, lambda *_: None)
     is_flat = len(settings.leading) == 1
 
     def run(
@@ -97,25 +106,3 @@ def linear_logprobs(settings: Settings, whole: Run) -> Run:
             return whole(input, linear_weight, linear_bias, target, temperature)
 
     return run if settings.ignored < 0 else whole
-
-
-def _find_loss(settings: Settings, trains: bool) -> Callable[..., torch.Tensor | None]:
-    """torch's loss as a function of logits, target and weight; None where it refuses a target.
-
-    None with ignored rows, too, if a gradient is needed: torch's is NaN where such a row is.
-    """
-    ignored, smoothing = settings.ignored, settings.label_smoothing
-    reduction = _REDUCTIONS.index(settings.reduction)
-    is_short = math.prod(settings.leading) <= _LISTED and len(settings.leading) <= 1
-
-    def find(
-        logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        if trains and ignored in (target.tolist() if is_short else target):
-            return None
-        try:
-            return _loss(logits, target, weight, reduction, ignored, smoothing)
-        except _REFUSALS:
-            return None
-
-    return find
