@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from torchweld.registry import OPS
 
 WIDTH, CHAIN = 64, 24
 P = 0.1
-Call = Callable[..., torch.Tensor]
+Call = Callable[..., Any]
 Pair = tuple[Call, Call, str]  # ours, torch's composition, and the leaves: x and columns w
 
 

@@ -333,7 +333,7 @@ def run_forward(
     gemms = _Gemms(layer, plan)
     for chunk in _cut(layer, target, how, plan.each):
         logits = gemms.compute_logits(chunk.x)
-        arguments = (*chunk.how[rows.GIVEN], entropy, smooth, argmax)
+        arguments = (*chunk.how[1:6], entropy, smooth, argmax)
         _keep(made, chunk.at, kernel(logits, chunk.target, *arguments))
     return made
 
@@ -372,7 +372,7 @@ def run_backward(
     for chunk in _cut(layer, target, how, plan.each):
         logits = gemms.compute_logits(chunk.x)
         parts = (statistics[chunk.at], coefficients[chunk.at], grad_picked[chunk.at])
-        kernel(logits, chunk.target, *parts, *chunk.how[rows.GIVEN])
+        kernel(logits, chunk.target, *parts, *chunk.how[1:6])
         _take_gradients(gemms, chunk, logits, grad_input)
     return (grad_input, *gemms.finish())
 
@@ -391,7 +391,7 @@ def run_both(
     grad_input = torch.zeros_like(layer.input) if plan.needs.input else None
     for chunk in _cut(layer, target, how, plan.each):
         logits = gemms.compute_logits(chunk.x)
-        parts = (coefficients[chunk.at], grad_picked[chunk.at], *chunk.how[rows.GIVEN])
+        parts = (coefficients[chunk.at], grad_picked[chunk.at], *chunk.how[1:6])
         _keep(made, chunk.at, plan.both(logits, chunk.target, *parts, smooth, False))
         _take_gradients(gemms, chunk, logits, grad_input)
     return made, (grad_input, *gemms.finish())

@@ -263,7 +263,7 @@ def _prepare(
 
     `given` are the arguments about chunks.
     """
-    casts_to, chunking = _check_layer(function, parts, *given, place.classes)
+    casts_to, chunking = _check_layer(function, parts, place.classes, *given)
     input, shared, own = parts[0], place.classes, parts[1].shape[0]
     leading, classes = tuple(input.shape[:-1]), own if shared is None else shared.whole
     check = _check_picked if function == _LOGPROBS else arguments.check_target
@@ -402,11 +402,11 @@ def _find(kind: _Kind, layer: Layer, target: torch.Tensor, how: How, wanted: Wan
 def _check_layer(
     function: str,
     parts: Any,
+    shared: Classes | None,
     logits_dtype: torch.dtype | None,
     memory: int | None,
     accumulate: str,
     batch_invariant: bool,
-    shared: Classes | None,
 ) -> tuple[torch.dtype | None, tuple[Any, ...]]:
     """The dtype that autocast casts to, if it does, and the fields of a Layer after its tensors."""
     input, weight, bias = parts

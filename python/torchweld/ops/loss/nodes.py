@@ -35,7 +35,7 @@ def _split(inputs: tuple[Any, ...]) -> tuple[Layer, torch.Tensor, How, tuple[Any
     layer = Layer(*inputs[:_LAYERS])
     target, *how = inputs[_LAYERS : _LAYERS + _HOWS]
     # Kernels do not take the number of classes; only the caller needs it.
-    known = How(None, *how, 0, rows.accumulate_type(layer.logits_dtype))
+    known = How(None, *how)._replace(kind=rows.accumulate_type(layer.logits_dtype))
     return layer, target, known, inputs[_LAYERS + _HOWS :]
 
 
@@ -60,9 +60,9 @@ def _present(layer: Layer, grads: chunks.Gradients) -> tuple[torch.Tensor, ...]:
 
 
 def _backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
-    layer, target, how, (*grads, need_input, need_weight, need_bias) = _split(inputs)
-    needs = Needs(need_input, need_weight, need_bias)
-    return _present(layer, chunks.run_backward(layer, target, how, *grads, needs))
+    layer, target, how, (statistics, coefficients, grad_picked, *needs) = _split(inputs)
+    rest = (statistics, coefficients, grad_picked, Needs(*needs))
+    return _present(layer, chunks.run_backward(layer, target, how, *rest))
 
 
 def _fake_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -72,9 +72,9 @@ def _fake_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _both(*inputs: Any) -> tuple[torch.Tensor, ...]:
-    layer, target, how, (*grads, smooth) = _split(inputs[:-3])
+    layer, target, how, rest = _split(inputs[:-3])
     plan = chunks.make_plan(layer, Needs(*inputs[-3:]))
-    made, gradients = chunks.run_both(plan, layer, target, how, *grads, smooth)
+    made, gradients = chunks.run_both(plan, layer, target, how, *rest)
     return (*made, *_present(layer, gradients))
 
 
@@ -136,15 +136,15 @@ class _Rows(torch.autograd.Function):
         target, entropy, smooth, argmax, in_place, classes = inputs[_FIELDS:]
         wanted = Wanted(entropy, smooth, argmax)
         if layer.weight is None:
-            made = rows.FORWARD.run(layer.input, target, *how[rows.GIVEN], *wanted)
+            made = rows.FORWARD.run(layer.input, target, *how[1:6], *wanted)
         else:
-            made = _run_forward(*layer, target, *how[rows.GIVEN], *wanted)
+            made = _run_forward(*layer, target, *how[1:6], *wanted)
         if classes is not None:
             made = sharded.combine(classes, made, target, wanted, how.probabilities is not None)
         row_results = results.find(made, target, how, wanted)
         ctx.classes, ctx.in_place = classes, in_place
-        ctx.save_for_backward(*layer[:3], target, made[1], *how[rows.TENSORS])
-        ctx.layer, ctx.numbers = layer[3:], how[rows.TENSORS.stop :]
+        ctx.save_for_backward(*layer[:3], target, made[1], *how[:4])
+        ctx.layer, ctx.numbers = layer[3:], how[4:]
         ctx.wanted = (entropy, smooth, argmax)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(row_results.argmax)
@@ -164,10 +164,10 @@ class _Rows(torch.autograd.Function):
             return (*results.differentiate(row_results, layer[:3], grads), *after)
         coefficients = results.make_coefficients(grads, target, how, statistics)
         if linear_weight is None:
-            arguments = (target, statistics, *coefficients, *how[rows.GIVEN])
+            given = (target, statistics, *coefficients, *how[1:6])
             if not (ctx.in_place and checks.can_read(x, *grads) and x.is_contiguous()):
-                return (rows.BACKWARD.run(x, *arguments), None, None, *after)
-            rows.BACKWARD_IN_PLACE.run(x, *arguments)
+                return (rows.BACKWARD.run(x, *given), None, None, *after)
+            rows.BACKWARD_IN_PLACE.run(x, *given)
             # Other nodes that saved the logits must notice that they changed.
             torch.autograd.graph.increment_version(x)
             return (x.detach(), None, None, *after)
@@ -175,7 +175,7 @@ class _Rows(torch.autograd.Function):
         if may_add and linear_weight.grad is not None:
             rest = (statistics, *coefficients, needs, linear_weight.grad)
             return (*chunks.run_backward(layer, target, how, *rest), *after)
-        arguments = (*layer, target, *how[rows.GIVEN], statistics, *coefficients, *needs)
+        arguments = (*layer, target, *how[1:6], statistics, *coefficients, *needs)
         made = zip(_run_backward(*arguments), needs, strict=True)
         return (*[grad if need else None for grad, need in made], *after)
 
@@ -208,7 +208,7 @@ class _Total(torch.autograd.Function):
         target, needs, plan, classes = inputs[_FIELDS + _FACTORS :]
         wanted, coefficients = factors.find_wanted(), factors.make_coefficients(target, how)
         if plan is None:
-            arguments = (*how[rows.GIVEN], *coefficients, wanted.smooth, *needs)
+            arguments = (*how[1:6], *coefficients, wanted.smooth, *needs)
             *made, of_x, of_weight, of_bias = _run_both(*layer, target, *arguments)
             grads = (of_x, of_weight, of_bias)
         else:
@@ -218,8 +218,8 @@ class _Total(torch.autograd.Function):
         if torch.compiler.is_compiling():
             ctx.save_for_backward(*grads)
         else:
-            ctx.save_for_backward(*layer[:3], target, *how[rows.TENSORS])
-            ctx.layer, ctx.numbers, ctx.factors = layer[3:], how[rows.TENSORS.stop :], factors
+            ctx.save_for_backward(*layer[:3], target, *how[:4])
+            ctx.layer, ctx.numbers, ctx.factors = layer[3:], how[4:], factors
             ctx.kept = [of if need else None for of, need in zip(grads, needs, strict=True)]
         return factors.add_up(results.find(made, target, how, wanted))
 

@@ -22,12 +22,11 @@ COEFFICIENTS = 5
 ELSEWHERE = -2
 
 
-# The fields of How that are tensors, and the arguments that kernels take.
-TENSORS, GIVEN = slice(4), slice(1, 6)
-
-
 class How(NamedTuple):
-    """How u follows from the logits, and the weights of its sums."""
+    """How u follows from the logits, and the weights of its sums.
+
+    how[:4] are tensors, and how[1:6] are the arguments that kernels take.
+    """
 
     sum_of_weights: torch.Tensor | None  # over all classes; None: their number
     weight: torch.Tensor | None  # of the classes, [V]

@@ -21,7 +21,7 @@ from torchweld.registry import why_not_now
 _REFUSALS = (RuntimeError, IndexError)
 _FLOATS = (torch.float32, torch.float64)
 # What torch's cross_entropy calls, and its numbers of reductions.
-_loss = torch._C._nn.cross_entropy_loss
+_loss: Any = torch._C._nn.cross_entropy_loss
 _REDUCTIONS = ("none", "mean", "sum")
 # Up to so many targets are searched faster in a list.
 _LISTED = 64
