@@ -287,19 +287,27 @@ def test_other_results_are_contiguous(rows: int) -> None:
                 assert function().is_contiguous(), name
 
 
-@pytest.mark.parametrize("shape", [(0, 1), (0, 5), (3, 0), (2, 3, 0, 1), (2, 0, 3, 5)], ids=str)
-def test_fakes_agree_for_empty_tensors(op: Op, shape: tuple[int, ...]) -> None:
-    """Also eager's fakes, although torch gives empty results special strides."""
+EMPTY = [(0, 1), (0, 5), (3, 0), (2, 3, 0, 1), (2, 0, 3, 5)]
+
+
+@pytest.mark.parametrize("backend", [None, "cpu"])
+@pytest.mark.parametrize("shape", [*EMPTY, (6, 8)], ids=str)
+def test_fakes_agree(op: Op, shape: tuple[int, ...], backend: str | None) -> None:
+    """For a transposed tensor, and for empty ones, to which eager torch gives special strides."""
     arguments = materialize(op.sized(shape[:-1], shape[-1:]), torch.float32)
-    results = as_tuple(call_module.call(op, *arguments))
-    with FakeTensorMode() as mode:
-        imagined = [mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for v in arguments]
-        for fake, real in zip(as_tuple(call_module.call(op, *imagined)), results, strict=True):
-            assert (fake.shape, fake.stride(), fake.dtype) == (
-                real.shape,
-                real.stride(),
-                real.dtype,
-            )
+    if arguments[0].numel():
+        arguments[0] = arguments[0].transpose(0, -1).contiguous().transpose(0, -1)
+    with torchweld.use_backend(backend):
+        results = as_tuple(call_module.call(op, *arguments))
+        with FakeTensorMode() as mode:
+            imagined = [
+                mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for v in arguments
+            ]
+            fakes = as_tuple(call_module.call(op, *imagined))
+    for fake, real in zip(fakes, results, strict=True):
+        assert fake.shape == real.shape
+        assert fake.stride() == real.stride()
+        assert fake.dtype == real.dtype
 
 
 _PAIRS = list(itertools.product([torch.float32, torch.bfloat16], repeat=3))
