@@ -45,16 +45,11 @@ _GEMMS_SHARE = 0.75
 
 
 def run_in_two_steps(
-    backend: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    approximate: str,
+    backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kind: str
 ) -> torch.Tensor:
     """activation(linear(x, weight, bias)): the GEMM, then bias_act on this backend."""
-    z, bias = run_gemm(backend, x, weight, bias, activation)
-    return act(backend, z, bias, activation, approximate)
+    z, bias = run_gemm(backend, x, weight, bias, kind[0])
+    return act(backend, z, bias, *kind)
 
 
 def run_gemm(

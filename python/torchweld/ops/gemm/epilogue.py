@@ -49,15 +49,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ONEDNN = {"gelu": "gelu", "silu": "swish", "sigmoid": "sigmoid", "tanh": "tanh"}
 
 
-def _fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    approximate: str,
-    tile: int,
-    save_z: bool,
-) -> tuple[torch.Tensor, ...]:
+def _fake(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    *_, save_z = rest
     y = x.new_empty((*x.shape[:-1], weight.shape[0]))
     return y, torch.empty_like(y) if save_z else y.new_empty(0)
 
@@ -104,14 +97,10 @@ _backward = BareOp(
 
 
 def linear_and_act(
-    backend: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    approximate: str,
+    backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kind: str
 ) -> torch.Tensor:
     """activation(linear(x, weight, bias)), in one kernel if that is faster, else in two steps."""
+    activation, approximate = kind
     if activation == "identity":
         return gemm.linear(x, weight, bias)
     arguments = (x, weight, bias, activation, approximate)
@@ -178,15 +167,11 @@ def _in_one_kernel(
 
 
 def _gradients(
-    grad_y: torch.Tensor,
-    z: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    approximate: str,
-    need_bias: bool,
+    grad_y: torch.Tensor, z: torch.Tensor, bias: torch.Tensor | None, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of z, which contains the bias, and of the bias."""
-    return _backward(grad_y, z, bias if need_bias else None, activation, approximate)
+    *kind, need_bias = rest
+    return _backward(grad_y, z, bias if need_bias else None, *kind)
 
 
 _derivatives_of_bias_act = derive_from_reference(activations.BIAS_ACT)

@@ -21,14 +21,8 @@ from torchweld.ops.gemm import epilogue, fused_choice, gemm
 from torchweld.ops.gemm.fused_choice import Contest, Kind
 
 
-def _fake(
-    x: torch.Tensor,
-    gate_weight: torch.Tensor,
-    up_weight: torch.Tensor,
-    activation: str,
-    approximate: str,
-    save: bool,
-) -> tuple[torch.Tensor, ...]:
+def _fake(x: torch.Tensor, gate_weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    *_, save = rest
     y = x.new_empty((*x.shape[:-1], gate_weight.shape[0]))
     return y, *(torch.empty_like(y) if save else y.new_empty(0) for _ in range(2))
 
