@@ -31,6 +31,13 @@ class Trials:
         self.timed.append(list(calls))
         return {name: self.ms[name] for name in calls}
 
+    def run_and_time(self, calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+        """Run all contenders, as a GPU's clock does; one without a time takes 9 ms."""
+        for run in calls.values():
+            run()
+        self.timed.append(list(calls))
+        return {name: self.ms.get(name, 9.0) for name in calls}
+
     def answers(self) -> list[Answer]:
         return [entry.answer for entry in self.engine.entries()]
 

@@ -33,17 +33,9 @@ BY_RULE, SMALLER, LONGER = (
 def trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Trials]:
     """Triton's interpreter stands for a GPU, and is slow with the tiles by rule."""
     trials = try_on_cpu(monkeypatch, tmp_path)
-    monkeypatch.setattr(asking, "take_times", lambda calls: _time(trials, calls))
+    monkeypatch.setattr(asking, "take_times", trials.run_and_time)
     with running_at("interpreter", monkeypatch):
         yield trials
-
-
-def _time(trials: Trials, calls: Any) -> dict[str, float]:
-    """Run the calls; those that were not given a time take 9 ms."""
-    for run in calls.values():
-        run()
-    trials.timed.append(list(calls))
-    return {name: trials.ms.get(name, 9.0) for name in calls}
 
 
 @pytest.fixture

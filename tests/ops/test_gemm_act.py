@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torchweld.ops import activation as activations
 from torchweld.ops.gemm import epilogue, fused_choice
 from torchweld.ops.gemm.common import arguments
 from torchweld.registry import OPS, Composite, materialize
-from trying import try_on_cpu
+from trying import Trials, try_on_cpu
 
 LINEAR, MLP = OPS["linear_act"], OPS["mlp"]
 BLOCKS = [op for op in (LINEAR, MLP) if isinstance(op, Composite)]
@@ -205,36 +205,19 @@ def test_second_derivatives(interpreted: None, fused: Any, kind: tuple[str, str]
 # --- Choice ---------------------------------------------------------------------------------------
 
 
-class _Clock:
-    """A fake GPU clock: runs every contender, and returns given times."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.calls = 0
-
-    def __call__(self, contenders: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-        self.calls += 1
-        unfused, *fused = [run() for run in contenders.values()]
-        for results in fused:
-            torch.testing.assert_close(results["y"], unfused, rtol=1e-2, atol=2e-3)
-        times = [*self.times, *[9.0] * (len(contenders) - len(self.times))]
-        return dict(zip(contenders, times, strict=True))
-
-
 @pytest.fixture
-def clock(interpreted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> _Clock:
+def trials(interpreted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trials:
     """A fake clock, a separate cache, and no lower limit on shapes."""
-    clock = _Clock()
-    try_on_cpu(monkeypatch, tmp_path)
-    monkeypatch.setattr(asking, "take_times", clock)
+    trials = try_on_cpu(monkeypatch, tmp_path)
+    monkeypatch.setattr(asking, "take_times", trials.run_and_time)
     monkeypatch.setattr(epilogue, "_SMALLEST", 0)
     monkeypatch.setattr(epilogue, "_kernel", torch.ops.torchweld.linear_act.triton)  # no plans
-    return clock
+    return trials
 
 
 @pytest.fixture
 def launched(
-    clock: _Clock, monkeypatch: pytest.MonkeyPatch
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Callable[..., Any]], bool]:
     """Whether a function launches the kernel."""
     module, launches = fused_choice.kernels(), []
@@ -250,7 +233,7 @@ def launched(
 
 
 def test_the_faster_is_chosen_once_and_kept(
-    clock: _Clock,
+    trials: Trials,
     launched: Callable[..., bool],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -263,12 +246,12 @@ def test_the_faster_is_chosen_once_and_kept(
     def relu(x: torch.Tensor) -> torch.Tensor:
         return functional.linear_act(x, weight, bias, activation="relu")
 
-    clock.times = [2.0, 1.0]
+    trials.ms = {"unfused": 2.0, "0": 1.0}
     assert "not timed yet" in str(torchweld.explain("linear_act", x, weight, bias))
     gelu(x)
     assert launched(gelu, x)
     assert launched(gelu, x[:17])  # 17 and 24 have the same number of bits
-    assert clock.calls == 1
+    assert len(trials.timed) == 1
     explained = str(torchweld.explain("linear_act", x, weight, bias))
     assert "triton: one kernel for all, measured at 2.00x the speed of torch's GEMM" in explained
     block = torchweld.explain("mlp", x, weight, bias, weight.t(), None)
@@ -277,29 +260,29 @@ def test_the_faster_is_chosen_once_and_kept(
     assert entry.kind["op"] == "linear_act in one kernel"
     assert (entry.answer.backend, entry.answer.ms["unfused"], entry.answer.ms["0"]) == ("0", 2, 1)
 
-    clock.times = [1.0, 0.99]
+    trials.ms = {"unfused": 1.0, "0": 0.99}
     relu(x)
     assert not launched(relu, x)
-    assert clock.calls == 2
+    assert len(trials.timed) == 2
     explained = torchweld.explain("linear_act", x, weight, bias, activation="relu").detail
     assert "one kernel for all was measured at 1.01x its speed" in explained
 
     # Another process reads the file that this one wrote. An unreadable file counts as empty.
     try_on_cpu(monkeypatch, tmp_path)
-    monkeypatch.setattr(asking, "take_times", clock)
+    monkeypatch.setattr(asking, "take_times", trials.run_and_time)
     assert launched(gelu, x)
-    assert clock.calls == 2
+    assert len(trials.timed) == 2
     (tmp_path / "answers.json").write_text("{")
     try_on_cpu(monkeypatch, tmp_path)
-    monkeypatch.setattr(asking, "take_times", clock)
+    monkeypatch.setattr(asking, "take_times", trials.run_and_time)
     with pytest.warns(UserWarning, match="was damaged; it is now"):
         gelu(x)
-    assert clock.calls == 3
+    assert len(trials.timed) == 3
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiled_code_takes_the_kept_choice(
-    clock: _Clock, launched: Callable[..., bool], dynamic: bool | None
+    trials: Trials, launched: Callable[..., bool], dynamic: bool | None
 ) -> None:
     """The choice is part of the graph, for any number of rows."""
     x, weight, bias = materialize(arguments((24,), 8, 7), torch.float32)
@@ -315,24 +298,24 @@ def test_compiled_code_takes_the_kept_choice(
                 assert launched(function, x[:rows], weight, bias) == found
         return found
 
-    clock.times = [2.0, 1.0]
+    trials.ms = dict.fromkeys("0123", 1.0)  # the tiles of float32 are others
     assert not compiled()
     functional.linear_act(x, weight, bias)
     assert compiled()
-    clock.times = [1.0, 2.0]
+    trials.ms = {"unfused": 1.0}
     functional.linear_act(x[:3], weight, bias)
     assert not compiled()
-    assert clock.calls == 2
+    assert len(trials.timed) == 2
 
 
-def test_unsupported_calls_are_unfused(clock: _Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock.times = [2.0, 1.0]
+def test_unsupported_calls_are_unfused(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials.ms = {"unfused": 2.0, "0": 1.0}
     x, weight, bias = materialize(arguments((24,), 8, 7), torch.float32)
     masked = x.as_subclass(type("Tensor", (torch.Tensor,), {}))
     monkeypatch.setattr(asking, "has_trials", lambda device: False)
     for given in ((masked, weight, bias), (x, weight, bias)):
         functional.linear_act(*given)
-    assert clock.calls == 0
+    assert not trials.timed
     monkeypatch.undo()
     assert "too small" in epilogue.explain("triton", x, weight, bias, "gelu", "none")
     with pytest.raises(torchweld.ArgumentError, match="bias"):
@@ -364,7 +347,7 @@ def _without_memory(*given: Any) -> Any:
     [(_wrong, "wrong result: y is off by"), (_raising, "PTXAS error"), (_too_large, None)],
 )
 def test_kernels_that_are_wrong_or_fail_are_refused(
-    kernel: Any, told: str | None, clock: _Clock, monkeypatch: pytest.MonkeyPatch
+    kernel: Any, told: str | None, trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is tried once, with one warning, and the call returns the unfused form's result."""
     x, weight, bias = materialize(arguments((24,), 8, 7), torch.float32)
@@ -375,7 +358,7 @@ def test_kernels_that_are_wrong_or_fail_are_refused(
         warnings.simplefilter("always")
         for _ in range(3):
             torch.testing.assert_close(functional.linear_act(x, weight, bias), expected)
-    assert (len(tried), clock.calls) == (1, 0)
+    assert (len(tried), len(trials.timed)) == (1, 0)
     assert len(caught) == (told is not None)
     assert told is None or told in str(caught[0].message)
     explained = torchweld.explain("linear_act", x, weight, bias).detail
@@ -383,7 +366,7 @@ def test_kernels_that_are_wrong_or_fail_are_refused(
 
 
 def test_running_out_of_memory_is_no_answer(
-    clock: _Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    trials: Trials, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It is said once, nothing is kept, and the kernel is not tried at every call."""
     x, weight, bias = materialize(arguments((24,), 8, 7), torch.float32)
@@ -393,7 +376,7 @@ def test_running_out_of_memory_is_no_answer(
         functional.linear_act(x, weight, bias)
     for _ in range(2):  # a second warning would be an error
         functional.linear_act(x, weight, bias)
-    assert (len(tried), clock.calls) == (1, 0)
+    assert (len(tried), len(trials.timed)) == (1, 0)
     assert not (tmp_path / "answers.json").exists()
 
 
