@@ -19,8 +19,8 @@ from torchweld.ops.experts import grouped, mlp
 from torchweld.registry import Made, materialize
 
 OP = mlp.OP
-# Elements of a chunk that make few rows.
-CHUNK = 16 * (24 + 10 + 10 + 12)
+# Numbers of a wave that has few rows.
+WAVE = 16 * (2 * (24 + 10) + 10 + 12)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_every_form(form: str) -> None:
 def test_chunks_change_no_more_than_the_order_of_sums(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grouped, "_CHUNK", CHUNK)
+    monkeypatch.setattr(grouped, "_WAVE", WAVE)
     for dtype in (torch.float32, torch.float64):
         sample = mlp.arguments((70,), 2, 3, (10, 12, 10), mlp.FORMS[form], biases=True)
         assert_right(OP, materialize(sample, dtype))
@@ -97,7 +97,7 @@ def test_every_routing(counts: list[int], top: int, skipped: int, data: st.DataO
     ids = data.draw(st.permutations(ids))
     form = data.draw(st.sampled_from([*mlp.FORMS.values()]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouped, "_CHUNK", CHUNK)
+        patch.setattr(grouped, "_WAVE", WAVE)
         assert_right(OP, _inputs(torch.tensor(ids, dtype=torch.int64).view(-1, top), experts, form))
 
 

@@ -1,8 +1,8 @@
-"""The grouped products of experts_mlp on the CPU: expert by expert, in chunks of rows.
+"""The grouped products of experts_mlp on the CPU, on rows sorted by expert.
 
-Rows are sorted by expert, and gathered into a buffer of bounded size. The backward pass does not
-need the experts' results: with u = grad_y @ down, the gradient of a router weight is the sum of
-u * hidden over its row, since <grad_y, hidden @ down.T> = <u, hidden>.
+Rows are gathered in waves of bounded size. The backward pass does not need the experts' results:
+with u = grad_y @ down, the gradient of a router weight is the sum of u * hidden over its row, since
+<grad_y, hidden @ down.T> = <u, hidden>.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from torchweld.dispatch.bare import BareOp
 from torchweld.ops.gemm import gemm
 from torchweld.ops.opaque import define_opaque
 
-# Numbers in the buffers of a chunk: enough rows for a GEMM of full speed.
-_CHUNK = 2**25
+# Numbers in the buffers of a wave. An expert with more takes several, which add to its gradients.
+_WAVE = 2**23
+# A wave of whole experts takes half of that, or so many for each thread.
+_NUMBERS_OF_A_THREAD = 2**20
 # Where torch has no fast 16-bit GEMM, converting the factors pays off from this many rows on. The
 # backward pass always converts them: it would round more often.
 _CONVERTED_ROWS = 8
@@ -37,10 +40,10 @@ class Form(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """The experts' parameters, stacked."""
+    """The experts' parameters, stacked; or their gradients, None where one is not wanted."""
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: torch.Tensor | None
+    down: torch.Tensor | None
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
 
@@ -63,11 +66,12 @@ class Sorted(NamedTuple):
     bounds: list[int]  # the first row of each expert, and the end of the last
 
 
-def sort(indices: torch.Tensor, experts: int) -> Sorted:
+def sort(indices: torch.Tensor, experts: int, order: torch.Tensor | None = None) -> Sorted:
     """Sort the flat indices; rows of indices outside [0, experts) are before and after all."""
-    ids, order = indices.reshape(-1).sort(stable=True)
-    bounds = torch.searchsorted(ids, torch.arange(experts + 1, device=ids.device, dtype=ids.dtype))
-    return Sorted(order, bounds.tolist())
+    flat = indices.reshape(-1)
+    order = flat.sort(stable=True).indices if order is None else order
+    numbers = torch.arange(experts + 1, device=flat.device, dtype=flat.dtype)
+    return Sorted(order, torch.searchsorted(flat[order], numbers).tolist())
 
 
 def accumulate_type(dtype: torch.dtype) -> torch.dtype:
@@ -75,106 +79,190 @@ def accumulate_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize == 2 else dtype
 
 
-# --- One expert -----------------------------------------------------------------------------------
+# --- The kernels ----------------------------------------------------------------------------------
+
+_HOW = "str activation, str approximate, bool gated, float? limit, float up_offset"
+# For each expert e: out = left @ right + bias, or out += left @ right. A tensor of three dimensions
+# has a matrix for each expert, one with two has its rows, from bounds[e] to bounds[e + 1]. If out
+# has three dimensions, left is transposed.
+_MULTIPLY = BareOp(
+    "experts_multiply_",
+    "(Tensor(a!) out, Tensor left, Tensor right, Tensor? bias, int[] bounds, bool add) -> ()",
+).overload("cpu")
+_ACTIVATE = BareOp(
+    "experts_activation",
+    f"(Tensor z, {_HOW}) -> Tensor",
+    lambda z, activation, approximate, gated, *_: z.new_empty((len(z), z.shape[1] // (1 + gated))),
+).overload("cpu")
+# Writes the hidden layer times scale over grad.
+_DIFFERENTIATE = BareOp(
+    "experts_activation_backward_",
+    f"(Tensor(a!) grad, Tensor z, Tensor? scale, {_HOW}) -> (Tensor grad_z, Tensor grad_scale)",
+    lambda grad, z, *_: (
+        torch.empty_like(z),
+        z.new_empty(len(z), dtype=accumulate_type(z.dtype)),
+    ),
+).overload("cpu")
+# Adds rows to the sums of their tokens in order; places [tokens, K] says where each token's are.
+_ADD_ROWS = BareOp(
+    "experts_sum_",
+    "(Tensor(a!) sums, Tensor rows, Tensor places, Tensor? scale, int first) -> ()",
+).overload("cpu")
 
 
-class _Expert:
-    """The parameters of one expert as the products take them."""
+@register_flop_formula(_MULTIPLY.overloadpacket, get_raw=True)
+def _count_flops(
+    out: Any, left: Any, right: Any, _: Any, bounds: list[int], *__: Any, **___: Any
+) -> int:
+    return 2 * (bounds[-1] - bounds[0]) * int(left.shape[-1]) * int(right.shape[-1])
 
-    def __init__(self, form: Form, factors: Factors, at: int, kind: torch.dtype) -> None:
-        self.form = form
-        gate_up, down, gate_up_bias, down_bias = factors
-        self.gate_up = self.concatenate(self.lay(gate_up[at])).to(kind)
-        self.down = self.lay(down[at]).to(kind)
-        self.gate_up_bias = (
-            None if gate_up_bias is None else self.concatenate(gate_up_bias[at]).to(kind)
-        )
-        self.down_bias = None if down_bias is None else down_bias[at].to(kind)
+
+# --- Waves ----------------------------------------------------------------------------------------
+
+
+class _Wave(NamedTuple):
+    """Some experts with all of their rows, or one with a part of them."""
+
+    experts: slice
+    rows: slice  # in the order of experts
+    bounds: list[int]  # the first row of each expert in the wave, and the end of the last
+    kind: torch.dtype  # of its GEMMs
+    begins: bool  # whether these are the first rows of the experts
+    ends: bool
+
+
+def _split(form: Form, factors: Factors, bounds: list[int], converted_rows: int) -> Iterator[_Wave]:
+    gate_up, down, *_ = factors
+    assert gate_up is not None
+    assert down is not None
+    per_row = 2 * sum(gate_up.shape[1:]) + sum(down.shape[1:])
+    dtype = gate_up.dtype
+    converts = dtype.itemsize == 2 and not gemm.onednn_has(dtype)
+    most = max(1, _WAVE // max(per_row, 1))
+    group = max(_WAVE // 2, _NUMBERS_OF_A_THREAD * torch.get_num_threads())
+
+    def find_kind(rows: int) -> torch.dtype:
+        return torch.float32 if converts and rows >= converted_rows else dtype
+
+    first, experts = 0, len(bounds) - 1
+    while first < experts:
+        begin, stop = bounds[first], bounds[first + 1]
+        kind, at = find_kind(stop - begin), first + 1
+        copied = form.interleaved or kind is not dtype
+        # The copies of a factor and of its gradient.
+        per_expert = 2 * (gate_up[0].numel() + down[0].numel()) if copied else 0
+        while at < experts and find_kind(bounds[at + 1] - bounds[at]) is kind:
+            if (bounds[at + 1] - begin) * per_row + (at + 1 - first) * per_expert > group:
+                break
+            at, stop = at + 1, bounds[at + 1]
+        parts = max(1, -(-(stop - begin) // most)) if at == first + 1 else 1
+        step = max(1, -(-(stop - begin) // parts))
+        for row in range(begin, max(stop, begin + 1), step):
+            end = min(row + step, stop)
+            local = [min(max(bound, row), end) - row for bound in bounds[first : at + 1]]
+            yield _Wave(slice(first, at), slice(row, end), local, kind, row == begin, end == stop)
+        first = at
+
+
+class _Experts:
+    """The experts' parameters, and the sums of their gradients, as the products take them."""
+
+    def __init__(self, form: Form, factors: Factors, gradients: Factors) -> None:
+        self.form, self.factors, self.gradients = form, factors, gradients
+        self.how = (*form[:3], *form[-2:])
+        self.sums: dict[
+            str, torch.Tensor
+        ] = {}  # of the rows so far of an expert with several waves
 
     def lay(self, factor: torch.Tensor) -> torch.Tensor:
-        """A view of a factor, or of its gradient, as [out, in]."""
-        return factor.t() if self.form.transposed else factor
+        """A view of stacked factors, or of their gradients, as [E, out, in]."""
+        return factor.mT if self.form.transposed and factor.ndim == 3 else factor
 
-    def concatenate(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of all gates, then the rows of all ups."""
-        return torch.cat([rows[::2], rows[1::2]]) if self.form.interleaved else rows
+    def is_mixed(self, name: str) -> bool:
+        """Whether its rows take turns between gates and ups; waves have all gates first."""
+        return self.form.interleaved and name.startswith("gate_up")
 
-    def multiply(self, rows: torch.Tensor) -> torch.Tensor:
-        """The first product."""
-        return torch.nn.functional.linear(rows, self.gate_up, self.gate_up_bias)
+    def take(self, name: str, wave: _Wave) -> torch.Tensor | None:
+        """A parameter of the wave's experts in the dtype of its GEMMs."""
+        whole: torch.Tensor | None = getattr(self.factors, name)
+        if whole is None:
+            return None
+        factor = self.lay(whole[wave.experts])
+        if factor.dtype is wave.kind and not self.is_mixed(name):
+            return factor
+        made = torch.empty_like(factor, dtype=wave.kind)
+        for at, (to, given) in enumerate(zip(made, factor, strict=True)):
+            if wave.bounds[at + 1] == wave.bounds[at]:  # no product reads it
+                continue
+            if self.is_mixed(name):
+                half = len(to) // 2
+                to[:half], to[half:] = given[::2], given[1::2]
+            else:
+                to.copy_(given)
+        return made
 
-    def activate(self, z: torch.Tensor) -> torch.Tensor:
-        """The hidden layer."""
-        kind = self.form[:2]
-        if not self.form.gated:
-            return torch.ops.torchweld.bias_act.cpu(z, None, *kind)
-        return torch.ops.torchweld.gated_act.cpu(*self._split(z), *kind)
+    def multiply(
+        self,
+        wave: _Wave,
+        rows: torch.Tensor,
+        factor: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Each row times its expert's [in, out]."""
+        out = rows.new_empty((len(rows), factor.shape[2])) if out is None else out
+        _MULTIPLY(out, rows, factor, bias, wave.bounds, False)
+        return out
 
-    def _split(self, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        gate, up = z.chunk(2, -1)
-        limit, offset = self.form[-2:]
-        if limit is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate, up + offset if offset else up
-
-    def find_gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of z from that of the hidden layer, which it may overwrite."""
-        kind, limit = self.form[:2], self.form.limit
-        if not self.form.gated:
-            torch.ops.torchweld.bias_act_backward_.cpu(grad, z, None, *kind, False)
-            return grad
-        backward = torch.ops.torchweld.gated_act_backward.cpu
-        grad_gate, grad_up = backward(grad, *self._split(z), *kind)
-        if limit is not None:
-            gate, up = z.chunk(2, -1)
-            grad_gate.masked_fill_(gate > limit, 0)
-            grad_up.masked_fill_(up.abs() > limit, 0)
-        return torch.cat([grad_gate, grad_up], -1)
-
-
-class _Chunk(NamedTuple):
-    rows: slice  # in the order of experts
-    places: torch.Tensor  # in the flat indices
-    tokens: torch.Tensor
-
-
-def _experts(
-    form: Form, factors: Factors, rows: Sorted, top: int, converted_rows: int
-) -> Iterator[tuple[int, _Expert | None, list[_Chunk]]]:
-    """Every expert with its chunks of rows; one without rows has no parameters here."""
-    gate_up, down, *_ = factors
-    per_row = gate_up.shape[1] + gate_up.shape[2] + down.shape[1] + down.shape[2]
-    most = max(1, _CHUNK // max(per_row, 1))
-    for at, (first, end) in enumerate(zip(rows.bounds, rows.bounds[1:], strict=False)):
-        chunks = []
-        for begin in range(first, end, most):
-            places = rows.order[begin : min(begin + most, end)]
-            chunks.append(_Chunk(slice(begin, begin + len(places)), places, places // top))
-        kind = gate_up.dtype
-        if kind.itemsize == 2 and end - first >= converted_rows and not gemm.onednn_has(kind):
-            kind = torch.float32
-        yield at, _Expert(form, factors, at, kind) if chunks else None, chunks
-
-
-class _Taken(NamedTuple):
-    """The numbers of a chunk's rows in the backward pass."""
-
-    grad: torch.Tensor
-    input: torch.Tensor
-    scale: torch.Tensor
-    z: torch.Tensor | None  # None: it was not kept
-
-
-def _scale(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return rows * weights[:, None]
-
-
-def _add_rows(sums: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add to the rows of their tokens, in order."""
-    sums.index_add_(0, tokens, rows.to(sums.dtype))
+    def add_product(self, name: str, wave: _Wave, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Add left.t() @ right of each expert's rows to a gradient."""
+        gradient = getattr(self.gradients, name)
+        if gradient is None:
+            return
+        to = self.lay(gradient[wave.experts])
+        is_whole = wave.begins and wave.ends
+        in_place = to.dtype is wave.kind and (is_whole or wave.kind.itemsize > 2)
+        if in_place and not self.is_mixed(name):
+            out = to if to.ndim == 3 else to[:, None]
+            _MULTIPLY(out, left, right, None, wave.bounds, not wave.begins)
+            return
+        part = left.new_empty((len(to), left.shape[1], right.shape[1]))
+        _MULTIPLY(part, left, right, None, wave.bounds, False)
+        if not is_whole:
+            part = part.to(accumulate_type(part.dtype))
+            part = part if wave.begins else self.sums.pop(name).add_(part)
+        if not wave.ends:
+            self.sums[name] = part
+        elif self.is_mixed(name):
+            to[:, ::2], to[:, 1::2] = part.view(to.shape).chunk(2, 1)
+        else:
+            to.copy_(part.view(to.shape))
 
 
 # --- Both passes ----------------------------------------------------------------------------------
+
+
+class _Rows:
+    """The rows of all tokens, sorted by expert."""
+
+    def __init__(self, rows: Sorted, weights: torch.Tensor, dtype: torch.dtype) -> None:
+        top = weights.shape[-1]
+        self.order, self.bounds = rows
+        self.tokens = self.order // top
+        self.scale = weights.reshape(-1)[self.order].to(accumulate_type(dtype))
+        places = torch.empty_like(self.order)
+        places[self.order] = torch.arange(len(places))
+        self.places = places.view(-1, top).sort(-1).values
+
+    def take(self, wave: _Wave, of: torch.Tensor) -> torch.Tensor:
+        """The rows of a wave's tokens."""
+        return of.index_select(0, self.tokens[wave.rows]).to(wave.kind)
+
+    def add(
+        self, sums: torch.Tensor, wave: _Wave, rows: torch.Tensor, scale: torch.Tensor | None
+    ) -> None:
+        """Add a wave's rows to the sums of their tokens."""
+        _ADD_ROWS(sums, rows, self.places, scale, wave.rows.start)
 
 
 def _run_forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -192,92 +280,27 @@ def _forward(
     save: bool,
 ) -> tuple[torch.Tensor, ...]:
     """The result, and what is kept for the backward pass: the order and the first products."""
-    rows, flat, scales = sort(indices, factors.gate_up.shape[0]), _flatten(x), weights.reshape(-1)
-    z_width = factors.gate_up.shape[2 if form.transposed else 1]
-    kept = x.new_empty((len(rows.order) if save else 0, z_width))
+    flat, experts = _flatten(x), _Experts(form, factors, _NONE)
+    rows = _Rows(sort(indices, len(factors.gate_up)), weights, x.dtype)  # type: ignore[arg-type]
+    kept = x.new_empty((len(rows.order) if save else 0, _find_z(factors, form)))
     width = _find_out(factors, form)
-    y = x.new_zeros((flat.shape[0], width), dtype=accumulate_type(x.dtype))
-    for _, expert, chunks in _experts(form, factors, rows, indices.shape[-1], _CONVERTED_ROWS):
-        for chunk in chunks:
-            assert expert is not None
-            kind = expert.gate_up.dtype
-            given, scale = flat[chunk.tokens].to(kind), scales[chunk.places].to(kind)
-            given = _scale(given, scale) if form.weights_first else given
-            z = expert.multiply(given)
-            if save:
-                kept[chunk.rows] = z
-            hidden = expert.activate(z)
-            made = torch.nn.functional.linear(hidden, expert.down, expert.down_bias)
-            _add_rows(y, chunk.tokens, made if form.weights_first else _scale(made, scale))
+    y = x.new_zeros((len(flat), width), dtype=accumulate_type(x.dtype))
+    for wave in _split(form, factors, rows.bounds, _CONVERTED_ROWS):
+        if wave.bounds[-1] == 0:
+            continue
+        gate_up, down, gate_up_bias, down_bias = [experts.take(n, wave) for n in Factors._fields]
+        given, scale = rows.take(wave, flat), rows.scale[wave.rows]
+        if form.weights_first:
+            given.mul_(scale[:, None])
+        to = kept[wave.rows] if save else None
+        out = None if to is None or to.dtype is not wave.kind else to
+        z = experts.multiply(wave, given, gate_up.mT, gate_up_bias, out)  # type: ignore[union-attr]
+        if to is not None and out is None:
+            to.copy_(z)
+        hidden = _ACTIVATE(z, *experts.how)
+        made = experts.multiply(wave, hidden, down.mT, down_bias)  # type: ignore[union-attr]
+        rows.add(y, wave, made, None if form.weights_first else scale)
     return y.to(x.dtype).view(*x.shape[:-1], width), rows.order, kept
-
-
-class _Gradients:
-    """The gradients so far; None where one is not wanted."""
-
-    def __init__(
-        self, x: torch.Tensor, factors: Factors, weights: torch.Tensor, needs: Needs
-    ) -> None:
-        def make(need: bool, like: torch.Tensor | None) -> torch.Tensor | None:
-            made = need and like is not None
-            return torch.empty_like(like, memory_format=_PACKED) if made else None  # type: ignore[arg-type]
-
-        kind = accumulate_type(x.dtype)
-        self.x = x.new_zeros(x.shape, dtype=kind) if needs.input else None
-        self.scales = weights.new_zeros(weights.numel()) if needs.weights else None
-        self.gate_up = make(needs.gate_up, factors.gate_up)
-        self.down = make(needs.down, factors.down)
-        self.gate_up_bias = make(needs.gate_up_bias, factors.gate_up_bias)
-        self.down_bias = make(needs.down_bias, factors.down_bias)
-        self.factors = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-
-
-_PACKED = torch.contiguous_format
-
-
-class _Sums:
-    """The sums over one expert's chunks of a gradient of each of its parameters."""
-
-    def __init__(self, gradients: _Gradients, at: int, expert: _Expert, chunks: int) -> None:
-        self.gradients, self.at, self.expert, self.several = gradients, at, expert, chunks > 1
-        self.made: dict[str, torch.Tensor] = {}
-        self.in_place: set[str] = set()  # sums that are parts of the gradients themselves
-
-    def add(self, name: str, part: torch.Tensor) -> None:
-        """Add a chunk's part; several are added in float32."""
-        if self.several:
-            part = part.to(accumulate_type(part.dtype))
-        self.made[name] = self.made[name].add_(part) if name in self.made else part
-
-    def add_product(self, name: str, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add left.t() @ right."""
-        if name in self.made and left.dtype is self.made[name].dtype:
-            self.made[name].addmm_(left.t(), right)
-        elif (to := self._find(name, left.dtype)) is not None:
-            self.made[name] = torch.mm(left.t(), right, out=to)
-            self.in_place.add(name)
-        else:
-            self.add(name, gemm.weight_gradient(left, right))
-
-    def _find(self, name: str, kind: torch.dtype) -> torch.Tensor | None:
-        """This expert's part of a gradient, if a GEMM of this dtype can write to it."""
-        part: torch.Tensor = getattr(self.gradients, name)[self.at]
-        mixed = self.expert.form.interleaved and name == "gate_up"
-        return (
-            None if mixed or part.dtype is not kind or kind.itemsize == 2 else self.expert.lay(part)
-        )
-
-    def write(self) -> None:
-        """Write the sums to the gradients, in the layout of the parameters."""
-        for name, total in self.made.items():
-            if name in self.in_place:
-                continue
-            to = getattr(self.gradients, name)[self.at]
-            to = self.expert.lay(to) if to.ndim == 2 else to
-            if self.expert.form.interleaved and name.startswith("gate_up"):
-                to[::2], to[1::2] = total.chunk(2)
-            else:
-                to.copy_(total)
 
 
 def _run_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -300,80 +323,78 @@ def _backward(
     needs: Needs,
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients in the order of the arguments; z is computed again if it was not kept."""
-    rows = sort(indices, factors.gate_up.shape[0])._replace(order=order)
-    flat, grad, scales = _flatten(x), _flatten(grad), weights.reshape(-1)
-    gradients = _Gradients(flat, factors, weights, needs)
-    for at, expert, chunks in _experts(form, factors, rows, indices.shape[-1], 1):
-        if expert is None:
-            for one in gradients.factors:
-                if one is not None:
-                    one[at].zero_()
-            continue
-        kind, sums = expert.gate_up.dtype, _Sums(gradients, at, expert, len(chunks))
-        for chunk in chunks:
-            taken = _Taken(
-                grad[chunk.tokens].to(kind),
-                flat[chunk.tokens].to(kind),
-                scales[chunk.places].to(kind),
-                kept[chunk.rows].to(kind) if len(kept) else None,
-            )
-            _add_chunk(gradients, sums, needs, expert, chunk, taken)
-        sums.write()
+    wanted = Factors(
+        *[
+            torch.empty_like(like, memory_format=_PACKED) if need and like is not None else None
+            for need, like in zip((*needs[1:3], *needs[4:]), factors, strict=True)
+        ]
+    )
+    experts = _Experts(form, factors, wanted)
+    rows = _Rows(sort(indices, len(factors.gate_up), order), weights, x.dtype)  # type: ignore[arg-type]
+    flat, kind = _flatten(x), accumulate_type(x.dtype)
+    of_x = flat.new_zeros(flat.shape, dtype=kind) if needs.input else None
+    of_weights = weights.new_zeros(weights.numel()) if needs.weights else None
+    for wave in _split(form, factors, rows.bounds, 1):
+        of_scale = _add_wave(experts, rows, wave, _flatten(grad), flat, kept, of_x, needs.weights)
+        if of_weights is not None:
+            of_weights[rows.order[wave.rows]] = of_scale.to(weights.dtype)
     return (
-        None if gradients.x is None else gradients.x.to(x.dtype).view(x.shape),
-        gradients.gate_up,
-        gradients.down,
-        None if gradients.scales is None else gradients.scales.view(weights.shape),
-        gradients.gate_up_bias,
-        gradients.down_bias,
+        None if of_x is None else of_x.to(x.dtype).view(x.shape),
+        wanted.gate_up,
+        wanted.down,
+        None if of_weights is None else of_weights.view(weights.shape),
+        wanted.gate_up_bias,
+        wanted.down_bias,
     )
 
 
-def _add_chunk(
-    gradients: _Gradients,
-    sums: _Sums,
-    needs: Needs,
-    expert: _Expert,
-    chunk: _Chunk,
-    of: _Taken,
-) -> None:
-    """Add a chunk's share of all gradients."""
-    first, of_scales, grad, scale = expert.form.weights_first, gradients.scales, of.grad, of.scale
-    taken = _scale(of.input, scale) if first else of.input
-    z = expert.multiply(taken) if of.z is None else of.z
-    if needs.down_bias:
-        sums.add("down_bias", grad.sum(0) if first else scale @ grad)
-    grad_hidden = grad @ expert.down
-    if needs.down or (of_scales is not None and not first):
-        hidden = expert.activate(z)
-        if of_scales is not None and not first:
-            made = _sum_products(grad_hidden, hidden)
-            if expert.down_bias is not None:
-                made += grad @ expert.down_bias
-            of_scales[chunk.places] = made.to(of_scales.dtype)
-        if needs.down:
-            sums.add_product("down", grad, hidden if first else hidden.mul_(scale[:, None]))
-    if not first:
-        grad_hidden.mul_(scale[:, None])
-    grad_z = expert.find_gradient(z, grad_hidden)
-    if needs.gate_up_bias:
-        sums.add("gate_up_bias", grad_z.sum(0))
-    if needs.gate_up:
-        sums.add_product("gate_up", grad_z, taken)
-    if gradients.x is not None or (of_scales is not None and first):
-        grad_taken = grad_z @ expert.gate_up
-        if first and of_scales is not None:
-            of_scales[chunk.places] = _sum_products(grad_taken, of.input).to(of_scales.dtype)
-        if gradients.x is not None:
-            _add_rows(gradients.x, chunk.tokens, _scale(grad_taken, scale) if first else grad_taken)
+_PACKED = torch.contiguous_format
 
 
-def _sum_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The sum of a * b over each row."""
-    return (a.to(accumulate_type(a.dtype)) * b).sum(-1)
+def _add_wave(
+    experts: _Experts,
+    rows: _Rows,
+    wave: _Wave,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    kept: torch.Tensor,
+    of_x: torch.Tensor | None,
+    needs_scale: bool,
+) -> torch.Tensor:
+    """Add a wave's share of all gradients; returns the gradients of the rows' weights."""
+    gate_up, down, gate_up_bias, down_bias = [experts.take(n, wave) for n in Factors._fields]
+    assert gate_up is not None
+    assert down is not None
+    first, scale, grad = experts.form.weights_first, rows.scale[wave.rows], rows.take(wave, grad)
+    given = rows.take(wave, x)
+    taken = given * scale[:, None].to(wave.kind) if first else given
+    if len(kept):
+        z = kept[wave.rows].to(wave.kind)
+    else:
+        z = experts.multiply(wave, taken, gate_up.mT, gate_up_bias)
+    hidden = experts.multiply(wave, grad, down)
+    grad_z, of_scale = _DIFFERENTIATE(hidden, z, None if first else scale, *experts.how)
+    if down_bias is not None and not first:
+        of_scale += experts.multiply(wave, grad, down_bias[..., None])[:, 0]
+    ones = torch.ones_like(scale, dtype=wave.kind)
+    factor = ones if first else scale.to(wave.kind)
+    experts.add_product("down_bias", wave, factor[:, None], grad)
+    experts.add_product("down", wave, grad, hidden)
+    del grad, hidden
+    experts.add_product("gate_up_bias", wave, ones[:, None], grad_z)
+    experts.add_product("gate_up", wave, grad_z, taken)
+    if of_x is not None or (first and needs_scale):
+        grad_taken = experts.multiply(wave, grad_z, gate_up)
+        if first:
+            of_scale = (grad_taken.to(of_scale.dtype) * given).sum(-1)
+        if of_x is not None:
+            rows.add(of_x, wave, grad_taken, scale if first else None)
+    return of_scale
 
 
 # --- The ops --------------------------------------------------------------------------------------
+
+_NONE = Factors(None, None, None, None)
 
 _TENSORS = (
     "Tensor input, Tensor gate_up, Tensor down, Tensor indices, Tensor weights,"
@@ -396,17 +417,20 @@ def _flatten(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
+def _find_z(factors: Factors, form: Form) -> int:
+    return factors.gate_up.shape[2 if form.transposed else 1]  # type: ignore[union-attr]
+
+
 def _find_out(factors: Factors, form: Form) -> int:
-    return factors.down.shape[2 if form.transposed else 1]
+    return factors.down.shape[2 if form.transposed else 1]  # type: ignore[union-attr]
 
 
 def _fake_forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     x, factors, indices, _, form, (save,) = _read(inputs)
-    z_width = factors.gate_up.shape[2 if form.transposed else 1]
     return (
         x.new_empty((*x.shape[:-1], _find_out(factors, form))),
         indices.new_empty((indices.numel(),), dtype=torch.int64),
-        x.new_empty((indices.numel() if save else 0, z_width)),
+        x.new_empty((indices.numel() if save else 0, _find_z(factors, form))),
     )
 
 
