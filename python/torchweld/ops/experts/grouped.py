@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from torchweld.dispatch.bare import BareOp
 from torchweld.ops.gemm import gemm
@@ -108,13 +107,6 @@ _ADD_ROWS = BareOp(
     "experts_sum_",
     "(Tensor(a!) sums, Tensor rows, Tensor places, Tensor? scale, int first) -> ()",
 ).overload("cpu")
-
-
-@register_flop_formula(_MULTIPLY.overloadpacket, get_raw=True)
-def _count_flops(
-    out: Any, left: Any, right: Any, _: Any, bounds: list[int], *__: Any, **___: Any
-) -> int:
-    return 2 * (bounds[-1] - bounds[0]) * int(left.shape[-1]) * int(right.shape[-1])
 
 
 # --- Waves ----------------------------------------------------------------------------------------

@@ -426,10 +426,10 @@ OP = Composite(
     sized=lambda leading, row: arguments(leading, 2, 3, (row[0],) * 3, biases=True),
     flops=_flops,
     sources={
-        "cpu": activations.SOURCES["cpu"],
+        "cpu": ("csrc/cpu/experts.cpp",),
         "triton": (grouped.TRITON_SOURCE, *activations.SOURCES["triton"]),
     },
-    made_of="torch's GEMMs, expert by expert, on the GPU grouped ones in Triton; among them {}",
+    made_of="torch's GEMMs, in blocks of all experts, on the GPU Triton's; among them {}",
     saves="input, the result of the first GEMMs and the order of the rows; with `recompute`, no"
     " result of a GEMM",
     sample=_take_sample,
