@@ -133,21 +133,23 @@ def _split(form: Form, factors: Factors, bounds: list[int], converted_rows: int)
     most = max(1, _WAVE // max(per_row, 1))
     group = max(_WAVE // 2, _NUMBERS_OF_A_THREAD * torch.get_num_threads())
 
-    def find_kind(rows: int) -> torch.dtype:
-        return torch.float32 if converts and rows >= converted_rows else dtype
+    def describe(at: int) -> tuple[torch.dtype, int]:
+        """The dtype of an expert's GEMMs, and the number of waves that its rows take."""
+        rows = bounds[at + 1] - bounds[at]
+        kind = torch.float32 if converts and rows >= converted_rows else dtype
+        return kind, max(1, -(-rows // most))
 
     first, experts = 0, len(bounds) - 1
     while first < experts:
-        begin, stop = bounds[first], bounds[first + 1]
-        kind, at = find_kind(stop - begin), first + 1
+        begin, at, (kind, parts) = bounds[first], first + 1, describe(first)
         copied = form.interleaved or kind is not dtype
         # The copies of a factor and of its gradient.
         per_expert = 2 * (gate_up[0].numel() + down[0].numel()) if copied else 0
-        while at < experts and find_kind(bounds[at + 1] - bounds[at]) is kind:
+        while parts == 1 and at < experts and describe(at) == (kind, 1):
             if (bounds[at + 1] - begin) * per_row + (at + 1 - first) * per_expert > group:
                 break
-            at, stop = at + 1, bounds[at + 1]
-        parts = max(1, -(-(stop - begin) // most)) if at == first + 1 else 1
+            at += 1
+        stop = bounds[at]
         step = max(1, -(-(stop - begin) // parts))
         for row in range(begin, max(stop, begin + 1), step):
             end = min(row + step, stop)
@@ -162,9 +164,8 @@ class _Experts:
     def __init__(self, form: Form, factors: Factors, gradients: Factors) -> None:
         self.form, self.factors, self.gradients = form, factors, gradients
         self.how = (*form[:3], *form[-2:])
-        self.sums: dict[
-            str, torch.Tensor
-        ] = {}  # of the rows so far of an expert with several waves
+        # Of the rows so far of an expert with several waves.
+        self.sums: dict[str, torch.Tensor] = {}
 
     def lay(self, factor: torch.Tensor) -> torch.Tensor:
         """A view of stacked factors, or of their gradients, as [E, out, in]."""
