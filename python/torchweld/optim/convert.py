@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -39,21 +41,16 @@ def from_bitsandbytes(state_dict: State, optimizer: FusedOptimizer) -> State:
     Codes become what `optimizer` stores: codes or floating-point numbers. Raises ArgumentError if
     the state does not fit the optimizer's parameters.
     """
-    states, groups, again = {}, [], 0
-    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        groups.append({key: saved[key] for key in ("params", *_SETTINGS) if key in saved})
-        for p, key in zip(group["params"], saved["params"], strict=True):
-            if key not in state_dict["state"]:
-                continue
-            theirs = dict(state_dict["state"][key])
-            theirs |= theirs.pop(_WRAPPED, {})
-            step = torch.tensor(float(theirs["step"]), dtype=torch.float32, device="cpu")
-            state: State = {"step": step}
-            for number, (name, moment) in enumerate(optimizer._moments(group, p).items(), 1):
-                again += _read(state, name, moment, p, theirs, number)
-            states[key] = state
-    _warn(again)
-    return {"state": states, "param_groups": groups}
+    states, again = {}, 0
+    for p, key, moments in _list_states(optimizer, state_dict):
+        theirs = dict(state_dict["state"][key])
+        theirs |= theirs.pop(_WRAPPED, {})
+        step = torch.tensor(float(theirs["step"]), dtype=torch.float32, device="cpu")
+        state: State = {"step": step}
+        for number, (name, moment) in enumerate(moments.items(), 1):
+            again += _read(state, name, moment, p, theirs, number)
+        states[key] = state
+    return _finish(states, state_dict, again)
 
 
 def to_bitsandbytes(optimizer: FusedOptimizer) -> State:
@@ -63,23 +60,27 @@ def to_bitsandbytes(optimizer: FusedOptimizer) -> State:
     parameters continue from their rounded values.
     """
     saved = optimizer.state_dict()
-    states, groups, again = {}, [], 0
-    for group, kept in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        groups.append({key: kept[key] for key in ("params", *_SETTINGS) if key in kept})
-        for p, key in zip(group["params"], kept["params"], strict=True):
-            if key not in saved["state"]:
-                continue
-            moments = optimizer._moments(group, p)
-            if len(moments) > 2 or is_dtensor(p):
-                actual = "sharded" if is_dtensor(p) else f"with the moments {', '.join(moments)}"
-                accepted = "a whole tensor with at most two moments"
-                raise ArgumentError("to_bitsandbytes", "a parameter", actual, accepted)
-            state: State = {"step": int(saved["state"][key]["step"])}
-            for number, (name, moment) in enumerate(moments.items(), 1):
-                again += _write(state, number, moment, p, saved["state"][key], name)
-            states[key] = state
-    _warn(again)
-    return {"state": states, "param_groups": groups}
+    states, again = {}, 0
+    for p, key, moments in _list_states(optimizer, saved):
+        if len(moments) > 2 or is_dtensor(p):
+            actual = "sharded" if is_dtensor(p) else f"with the moments {', '.join(moments)}"
+            accepted = "a whole tensor with at most two moments"
+            raise ArgumentError("to_bitsandbytes", "a parameter", actual, accepted)
+        state: State = {"step": int(saved["state"][key]["step"])}
+        for number, (name, moment) in enumerate(moments.items(), 1):
+            again += _write(state, number, moment, p, saved["state"][key], name)
+        states[key] = state
+    return _finish(states, saved, again)
+
+
+def _list_states(
+    optimizer: FusedOptimizer, saved: State
+) -> Iterator[tuple[torch.Tensor, Any, Mapping[str, Moment]]]:
+    """Each parameter with a saved state, the state's key, and the parameter's moments."""
+    for group, of_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        for p, key in zip(group["params"], of_group["params"], strict=True):
+            if key in saved["state"]:
+                yield p, key, optimizer._moments(group, p)
 
 
 def _same_blocks(p: torch.Tensor) -> bool:
@@ -130,10 +131,14 @@ def _write(
     return not same
 
 
-def _warn(again: int) -> None:
+def _finish(states: State, saved: State, again: int) -> State:
+    """The converted state, with a warning about moments that were quantised again."""
     if again:
         warnings.warn(
             f"{again} moments were rounded to 8 bits again: the rows of their parameters are not"
             f" multiples of {BLOCK} elements, so blocks differ from bitsandbytes'",
             stacklevel=3,
         )
+    kept = ("params", *_SETTINGS)
+    groups = [{k: group[k] for k in kept if k in group} for group in saved["param_groups"]]
+    return {"state": states, "param_groups": groups}

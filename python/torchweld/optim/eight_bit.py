@@ -28,9 +28,10 @@ _LAMBS_ONLY: dict[str, Any] = {"amsgrad": False, "adam_w_mode": True, "max_unorm
 
 
 def _store_8bit(
-    optimizer: Any, options: Mapping[str, Any], min_8bit_size: int, **given: Any
+    optimizer: Any, options: Mapping[str, Any], min_8bit_size: int, *own: Any, **lambs: Any
 ) -> dict[str, Any]:
-    """The options of 8-bit states, after a check of bitsandbytes' arguments."""
+    """The options of 8-bit states, after a check of bitsandbytes' arguments: `own` as in _ONLY."""
+    given = dict(zip(_ONLY, own, strict=True)) | lambs
     for name, value in given.items():
         only = (_ONLY | _LAMBS_ONLY)[name]
         if value != only:
@@ -64,11 +65,7 @@ class Adam8bit(Adam):
     ) -> None:
         stored = _store_8bit(
             *(self, options, min_8bit_size),
-            optim_bits=optim_bits,
-            args=args,
-            percentile_clipping=percentile_clipping,
-            block_wise=block_wise,
-            is_paged=is_paged,
+            *(optim_bits, args, percentile_clipping, block_wise, is_paged),
         )
         super().__init__(
             *(params, lr, betas, eps, weight_decay, amsgrad),
@@ -99,11 +96,7 @@ class AdamW8bit(AdamW):
     ) -> None:
         stored = _store_8bit(
             *(self, options, min_8bit_size),
-            optim_bits=optim_bits,
-            args=args,
-            percentile_clipping=percentile_clipping,
-            block_wise=block_wise,
-            is_paged=is_paged,
+            *(optim_bits, args, percentile_clipping, block_wise, is_paged),
         )
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **stored)
 
@@ -141,11 +134,7 @@ class LAMB8bit(LAMB):
     ) -> None:
         stored = _store_8bit(
             *(self, options, min_8bit_size),
-            optim_bits=optim_bits,
-            args=args,
-            percentile_clipping=percentile_clipping,
-            block_wise=block_wise,
-            is_paged=is_paged,
+            *(optim_bits, args, percentile_clipping, block_wise, is_paged),
             amsgrad=amsgrad,
             adam_w_mode=adam_w_mode,
             max_unorm=max_unorm,
@@ -180,10 +169,6 @@ class Lion8bit(Lion):
     ) -> None:
         stored = _store_8bit(
             *(self, options, min_8bit_size),
-            optim_bits=optim_bits,
-            args=args,
-            percentile_clipping=percentile_clipping,
-            block_wise=block_wise,
-            is_paged=is_paged,
+            *(optim_bits, args, percentile_clipping, block_wise, is_paged),
         )
         super().__init__(params, lr, betas, weight_decay, **stored)
