@@ -15,6 +15,7 @@ import torch
 
 import torchweld
 from conftest import PLACES, running_at
+from optimizers import threads
 from processes import on, processes
 from sharded_optimizers import FACTORED, assert_near, drawn, placer, reductions, run, whole_of
 from torchweld import optim
@@ -70,16 +71,6 @@ def _kernels_alone() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _factored(rank: int) -> None:
     """Averages and norms are taken over whole tensors, and stored as shards of whole averages."""
     with _kernels_alone():
@@ -113,7 +104,7 @@ def _factored_on(kernel: bool, limit: float | None) -> None:
                     assert isinstance(value, DTensor) == (name != "step")
             begun = run(settings, place, range(1, 3), kind=kind)
             saved = ([whole_of(p.detach()) for p in begun[0]], begun[1].state_dict())
-            with _threads(3 if kernel else 1):
+            with threads(3 if kernel else 1):
                 again = run(settings, place, range(3, 4), saved, kind=kind)
             for p, q in zip(found[0], again[0], strict=True):
                 assert torch.equal(p.to_local(), q.to_local())

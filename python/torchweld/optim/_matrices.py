@@ -73,7 +73,9 @@ def find_iteration(function: str, group: Group) -> Iteration:
         raise ArgumentError(function, "ns_steps", repr(steps), "an int in [0, 100)")
     fits = isinstance(numbers, (tuple, list)) and len(numbers) > 0
     each = fits and all(isinstance(one, (tuple, list)) and len(one) == 3 for one in numbers)
-    if not each and not (fits and len(numbers) == 3 and all(map(_is_number, numbers))):
+    if not each and not (
+        fits and len(numbers) == 3 and all(isinstance(number, (int, float)) for number in numbers)
+    ):
         accepted = "three numbers, or three for each step"
         raise ArgumentError(function, "ns_coefficients", repr(numbers), accepted)
     if each and len(numbers) != steps:
@@ -89,10 +91,6 @@ def find_iteration(function: str, group: Group) -> Iteration:
         coefficients = polar_express(steps)
     eps = float(group["eps"])
     return Iteration(tuple(coefficients), algorithm == "gram", dtype, eps, group["adjust_lr_fn"])
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
 
 
 def find_regions(function: str, shape: Sequence[int], group: Group) -> list[Region]:
@@ -111,7 +109,8 @@ def _cut(function: str, size: int, split_sizes: Any, heads: Any) -> list[tuple[i
         raise ArgumentError(
             function, "split_sizes", repr(split_sizes), f"sizes that add up to {size}"
         )
-    counts = [1 if heads is None else heads] * len(parts) if _is_count(heads) else list(heads)
+    heads = 1 if heads is None else heads
+    counts = [heads] * len(parts) if isinstance(heads, int) else list(heads)
     if len(counts) != len(parts):
         accepted = f"a number for each of {len(parts)} parts"
         raise ArgumentError(function, "heads", repr(heads), accepted)
@@ -121,10 +120,6 @@ def _cut(function: str, size: int, split_sizes: Any, heads: Any) -> list[tuple[i
     sizes = [part // count for part, count in zip(parts, counts, strict=True) for _ in range(count)]
     ends = list(accumulate(sizes))
     return [(end - of_one, end) for end, of_one in zip(ends, sizes, strict=True)]
-
-
-def _is_count(heads: Any) -> bool:
-    return heads is None or isinstance(heads, int)
 
 
 class Matrix(NamedTuple):

@@ -59,7 +59,7 @@ class _MuonRule(Rule):
         return (
             Pass(self._find_new_absmaxes, Exchange.LARGEST, lambda task: bool(task.batch.splits)),
             Pass(self._find_directions, Exchange.ORTHOGONAL),
-            Pass(self._mask, Exchange.SUM, _is_cautious),
+            Pass(self._mask, Exchange.SUM, lambda task: task.ratios_of is not None),
             Pass(self._move),
         )
 
@@ -133,10 +133,6 @@ def _begin(task: Task) -> Task:
         is_sharded=batch.is_sharded,
     )
     return replace(task, batch=directions, handed_on=None, average_rate=None)
-
-
-def _is_cautious(task: Task) -> bool:
-    return task.ratios_of is not None
 
 
 def _directions(batch: Batch) -> Tensors:

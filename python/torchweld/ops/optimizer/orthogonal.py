@@ -144,7 +144,7 @@ def _normalize(some: list[torch.Tensor], dtype: torch.dtype, eps: float) -> torc
 def _by_steps(x: torch.Tensor, coefficients: Coefficients) -> torch.Tensor:
     for a, b, c in coefficients:
         gram = _symmetric(x, x)
-        x = _add_product(x, a, _polynomial(gram, b, c), x)
+        x = torch.baddbmm(x, _polynomial(gram, b, c), x, beta=a)
     return x
 
 
@@ -277,8 +277,3 @@ _MIRROR = BareOp("mirror_", "(Tensor(a!) matrix) -> ()", reference=_mirror_block
 
 def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x, y)
-
-
-def _add_product(z: torch.Tensor, a: float, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """a Z + X Y."""
-    return torch.baddbmm(z, x, y, beta=a)

@@ -109,10 +109,6 @@ class Member:
         """Record that the twin has the parameter's current values."""
         self.stamp = Stamp(self.param)
 
-    def is_changed(self) -> bool:
-        """Whether something has written the parameter since it was copied to its twin."""
-        return self.stamp is None or not self.stamp.matches(self.param)
-
 
 class Bucket:
     """A run of an optimizer's parameters that are copied and stepped together."""
@@ -227,7 +223,8 @@ class Bucket:
         return torch.equal(torch.stack(now), torch.stack(sent))  # type: ignore[arg-type]
 
     def _list_changed(self) -> list[Member]:
-        return [m for m in self.members if m.is_changed()]
+        """The members whose parameter was written since it was copied to its twin."""
+        return [m for m in self.members if m.stamp is None or not m.stamp.matches(m.param)]
 
     def distrust(self) -> None:
         """Copy every parameter to the host at the next `send`, as if it had been written."""
