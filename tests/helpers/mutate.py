@@ -180,8 +180,8 @@ FAULTS = [
     ),
     Fault(
         "triton_kernels/dropout.py",
-        "odd = tl.join(word1 >= limit, word3 >= limit)",
-        "odd = tl.join(word3 >= limit, word1 >= limit)",
+        "tl.join(even, tl.join(word1 >= limit, word3 >= limit))",
+        "tl.join(even, tl.join(word3 >= limit, word1 >= limit))",
         f"{RANDOM} {ORACLE} -k 'interpreter and dropout'",
     ),
     Fault(
@@ -231,7 +231,7 @@ FAULTS = [
     # --- Repeated calls ---
     Fault(
         "python/torchweld/dispatch/replay.py",
-        "not self.fits or len(owners) < len(given) + len(self.made)",
+        "not self.fits or len(begins) < len(given) + len(self.made)",
         "not self.fits",
         "tests/tools/test_replay.py",
     ),
@@ -248,10 +248,10 @@ FAULTS = [
         "tests/tools/test_replay.py",
     ),
     Fault(
-        "python/torchweld/dispatch/engine/recent.py",
-        'f" and ({addresses}) % ALIGNMENT == 0"',
-        '""',
-        "tests/tools/test_replay.py tests/tools/test_recent.py",
+        "python/torchweld/dispatch/alike.py",
+        'conditions.append(f"({addresses}) % ALIGNMENT == 0")',
+        "pass",
+        "tests/tools/test_replay.py",
     ),
     # --- Losses ---
     Fault(
@@ -268,32 +268,32 @@ FAULTS = [
     ),
     Fault(
         "python/torchweld/dispatch/call.py",
-        "inputs = [_cast(value, dtype) for value in inputs]",
-        "pass",
+        "return lambda *inputs: kernel(*[_cast(value, dtype) for value in inputs])",
+        "return kernel",
         "tests/pytorch/test_autocast.py tests/pytorch/test_torch.py -k autocast",
     ),
     Fault(
         "python/torchweld/dispatch/autograd.py",
-        "if torch.is_grad_enabled() and not compiling:\n            made = op.eager_backward",
-        "if False:\n            made = op.eager_backward",
+        '"if _is_eager and torch.is_grad_enabled():"',
+        '"if False:"',
         f"{GRADIENTS}",
     ),
     Fault(
         "python/torchweld/dispatch/autograd.py",
-        "ctx.save_for_backward(*to_save)",
-        "ctx.save_for_backward(*[v if v is None else v.clone() for v in to_save])",
+        "_ctx.save_for_backward({', '.join(to_save)})",
+        "_ctx.save_for_backward(*[v if v is None else v.clone() for v in ({', '.join(to_save)},)])",
         f"{GRADIENTS}",
     ),
     Fault(
         "python/torchweld/dispatch/autograd.py",
-        'named[ctx.same.get(name, f"grad_{name}")] if need',
-        'named[f"grad_{name}"] if need',
+        'f"({same[name]} if _{name}_same else {own}) if',
+        'f"{own} if',
         f"{GRADIENTS} {ORACLE}",
     ),
     Fault(
         "python/torchweld/dispatch/dtensor.py",
-        "grad.append(Partial())",
-        "grad.append(Replicate())",
+        "grads.append(Partial())",
+        "grads.append(Replicate())",
         f"{SHARDS}/test_distributed.py",
     ),
     Fault(
@@ -307,6 +307,13 @@ FAULTS = [
         'elif not torch.equal(here, torch.arange(len(here), device="cpu") + here[0]):',
         "elif False:",
         f"{SHARDS}/test_distributed.py",
+    ),
+    # --- fuse() ---
+    Fault(
+        "python/torchweld/fusion/trial.py",
+        "(p / n for n in itertools.count(1))",
+        "itertools.repeat(p)",
+        "tests/pytorch/test_fuse_calls.py -k most_copied",
     ),
     # --- Optimizers ---
     Fault(
