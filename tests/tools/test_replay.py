@@ -143,9 +143,10 @@ OTHERS: dict[str, Callable[[], list[Any]]] = {
 def test_a_call_that_differs_has_its_own_plan_or_none(name: str, plans: list[Any]) -> None:
     op = OPS["layer_norm"]
     _run_with_plans(op, _norm())
-    for _ in range(3):
+    for number in range(3):
         inputs = OTHERS[name]()
         _assert_same(_run_with_plans(op, inputs), run(op, inputs))
+        assert number or not plans, "the plan of the call before served"
 
 
 @kernels
