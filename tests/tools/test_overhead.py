@@ -133,9 +133,9 @@ GATES: dict[str, tuple[float, ...]] = {
 SMALL = {
     "layer_norm": (1.3, 1.3, 1.25, 1.25),
     "rms_norm": (1.4, 1.4, 1.3, 1.3),
-    "cross_entropy": (1.7, 1.7, 1.25),
-    "linear_cross_entropy": (1.7, 1.7, 1.25),
-    "linear_logprobs": (1.5, 1.5, 1.25),
+    "cross_entropy": (1.8, 1.95, 1.4),
+    "linear_cross_entropy": (1.7, 1.9, 1.45),
+    "linear_logprobs": (1.55, 1.55, 1.3),
 }
 SHAPES = {"x": (1, WIDTH), "w": (WIDTH,), "m": (100, WIDTH)}
 
