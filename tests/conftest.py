@@ -125,6 +125,13 @@ def running_at(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     way.forget()  # a backend serves other devices now
 
 
+@pytest.fixture(params=["cpu", "eager"])
+def on_cpu(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The kernels, then eager torch, selected by name."""
+    with torchweld.use_backend(request.param):
+        yield request.param
+
+
 @pytest.fixture
 def kernels() -> Iterator[None]:
     """The CPU's kernels serve small inputs too."""

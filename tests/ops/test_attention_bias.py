@@ -21,12 +21,6 @@ from torchweld.sparse import BlockBias, BlockLayout
 attention: Callable[..., Any] = functional.block_sparse_attention
 
 
-@pytest.fixture(params=["cpu", "eager"])
-def backend(request: pytest.FixtureRequest) -> Any:
-    with torchweld.use_backend(request.param):
-        yield request.param
-
-
 def _pairs(table: Any, places: torch.Tensor, queries: int, keys: int) -> Any:
     """A bias by distance, expanded to each pair one by one."""
     row = keys if places.ndim == 1 else (places.shape[1] + 1) // 2
@@ -44,7 +38,7 @@ WIDTHS = [(24, 16), (16, 40), (192, 128), (576, 512), (1, 7), (5, 1)]
 
 
 @pytest.mark.parametrize(("width", "deep"), WIDTHS)
-def test_values_of_another_width(width: int, deep: int, backend: str) -> None:
+def test_values_of_another_width(width: int, deep: int, on_cpu: str) -> None:
     """With key heads that several query heads share, and one that all share."""
     layout = BlockLayout.sliding_window(70, window_size=(30, 4), block=32)
     for key_heads in (2, 1):
@@ -72,7 +66,7 @@ DENSE: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_dense_biases(name: str, backend: str) -> None:
+def test_dense_biases(name: str, on_cpu: str) -> None:
     layout = BlockLayout.random(
         (60, 75), 2, block=16, num_heads=4, different_layout_per_head=True
     ) | BlockLayout.sliding_window((60, 75), window_size=(9, 3), block=16)
@@ -85,7 +79,7 @@ def test_dense_biases(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("places", [(31,), (3,), (201,), (9, 13), (5, 21), (3, 199)], ids=str)
 @pytest.mark.parametrize("heads", [4, 1])
-def test_biases_by_distance(places: tuple[int, ...], heads: int, backend: str) -> None:
+def test_biases_by_distance(places: tuple[int, ...], heads: int, on_cpu: str) -> None:
     """On lines and planes, with clamped distances, fewer queries than keys and one table."""
     layout = BlockLayout.sliding_window((60, 75), 1, block=32)
     q, k, v = draw(2, 4, 60, 16), draw(2, 4, 75, 16, seed=1), draw(2, 4, 75, 8, seed=2)

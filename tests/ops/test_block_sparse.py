@@ -18,15 +18,9 @@ from torchweld import functional
 from torchweld.ops.attention.block_sparse import OP
 from torchweld.random import find_scale, make_mask
 from torchweld.sparse import BlockLayout
+from torchweld.sparse.lists import token_mask
 
 attention: Callable[..., Any] = functional.block_sparse_attention
-
-
-@pytest.fixture(params=["cpu", "eager"])
-def backend(request: pytest.FixtureRequest) -> Any:
-    """A backend, selected by name."""
-    with torchweld.use_backend(request.param):
-        yield request.param
 
 
 def _drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -99,7 +93,7 @@ def test_layouts_of_memory_in_16_bits(dtype: torch.dtype) -> None:
 # --- Empty rows and columns -----------------------------------------------------------------------
 
 
-def test_empty_rows_and_columns_are_zero(backend: str) -> None:
+def test_empty_rows_and_columns_are_zero(on_cpu: str) -> None:
     blocks = torch.ones(4, 5, dtype=torch.bool)
     blocks[1], blocks[:, 2] = False, False
     layout = BlockLayout.from_blocks(blocks, block=16)
@@ -121,7 +115,7 @@ def test_empty_rows_and_columns_are_zero(backend: str) -> None:
 
 
 @pytest.mark.parametrize("block", [16, 128])
-def test_dropout_drops_what_softmax_dropout_drops(block: int, backend: str) -> None:
+def test_dropout_drops_what_softmax_dropout_drops(block: int, on_cpu: str) -> None:
     """Both drop the same scores. With unit vectors as values, y holds the weights."""
     q, k = (x.detach() for x in _drawn((2, 3, 70, 16), (2, 3, 150, 16)))
     v = torch.eye(150).expand(2, 3, 150, 150)
@@ -138,7 +132,7 @@ def test_dropout_drops_what_softmax_dropout_drops(block: int, backend: str) -> N
     assert y[~drops & layout.to_mask().expand_as(drops)].all()
 
 
-def test_a_part_of_the_heads_drops_as_the_whole(backend: str) -> None:
+def test_a_part_of_the_heads_drops_as_the_whole(on_cpu: str) -> None:
     """With keys and values of only these heads, and of all heads."""
     q, k, v = (x.detach() for x in _drawn((2, 6, 40, 8), (2, 2, 40, 8), (2, 2, 40, 8)))
     layout = BlockLayout.bigbird(40, block=16)
@@ -151,7 +145,7 @@ def test_a_part_of_the_heads_drops_as_the_whole(backend: str) -> None:
 
 @pytest.mark.parametrize(("first_query", "first_key"), [(48, 0), (0, 48), (48, 48)])
 def test_a_part_of_the_sequence_is_that_of_the_whole(
-    backend: str, first_query: int, first_key: int
+    on_cpu: str, first_query: int, first_key: int
 ) -> None:
     """Distances and drops for keys before, after and at the queries."""
     lines, columns = slice(first_query, first_query + 48), slice(first_key, first_key + 48)
@@ -175,7 +169,7 @@ def test_a_part_of_the_sequence_is_that_of_the_whole(
 # --- Heads and layers -----------------------------------------------------------------------------
 
 
-def test_permuted_heads_have_permuted_layouts(backend: str) -> None:
+def test_permuted_heads_have_permuted_layouts(on_cpu: str) -> None:
     order = [2, 0, 3, 1]
     blocks = torch.rand(4, 6, 6, generator=torch.Generator().manual_seed(3)) < 0.4
     q, k, v = (x.detach() for x in _drawn(*[(2, 4, 96, 16)] * 3))
@@ -227,7 +221,7 @@ def test_a_layout_may_change_at_every_step_of_a_compiled_function() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_packed_sequences_are_their_own(causal: bool, backend: str) -> None:
+def test_packed_sequences_are_their_own(causal: bool, on_cpu: str) -> None:
     bounds = [0, 30, 31, 100, 130]
     layout = BlockLayout.documents(torch.tensor(bounds), block=32, causal=causal)
     q, k, v = (x.detach() for x in _drawn((4, 130, 16), (2, 130, 16), (2, 130, 16)))
@@ -238,7 +232,7 @@ def test_packed_sequences_are_their_own(causal: bool, backend: str) -> None:
         torch.testing.assert_close(y[:, begin:end], expected)
 
 
-def test_parts_of_keys_merge_by_their_sums(backend: str) -> None:
+def test_parts_of_keys_merge_by_their_sums(on_cpu: str) -> None:
     """As in ring attention, with gradients through the log-sum-exps."""
     q, k, v = _drawn(*[(1, 2, 64, 16)] * 3)
     layout = BlockLayout.dense((64, 32), block=32)
@@ -251,7 +245,7 @@ def test_parts_of_keys_merge_by_their_sums(backend: str) -> None:
     assert_as_exact(merged, scaled_dot_product_attention(q, k, v), [q, k, v])
 
 
-def test_sinks_are_keys_without_values(backend: str) -> None:
+def test_sinks_are_keys_without_values(on_cpu: str) -> None:
     """A sink equals one more key per head, with that score and a value of zero."""
     q, k, v, sinks = _drawn(*[(2, 3, 50, 8)] * 3, (3,))
     layout = BlockLayout.sliding_window(50, window_size=(9, 0), block=16)
@@ -261,7 +255,7 @@ def test_sinks_are_keys_without_values(backend: str) -> None:
     assert_as_exact(y, z.softmax(-1)[..., :-1] @ v, [q, k, v, sinks])
 
 
-def test_slopes_and_soft_capping(backend: str) -> None:
+def test_slopes_and_soft_capping(on_cpu: str) -> None:
     """ALiBi's distances are those with the last query aligned to the last key."""
     q, k, v = _drawn((2, 3, 40, 8), (2, 3, 70, 8), (2, 3, 70, 8))
     slopes = torch.tensor([[0.5, 0.25, 0.1], [0.3, 0.2, 0.0]])
@@ -315,7 +309,7 @@ def test_lists_that_lead_out_of_the_layout_are_refused(name: str, at: Any, bad: 
         kernels.backward(y, None, *inputs, y, lse, True, True, True, False, False)
 
 
-def test_one_sequence_of_keys_serves_the_batch(backend: str) -> None:
+def test_one_sequence_of_keys_serves_the_batch(on_cpu: str) -> None:
     """Keys, values and padding of batch 1, with gradients summed over the batch."""
     q, k, v = _drawn((3, 2, 40, 8), (1, 2, 50, 8), (1, 2, 50, 8))
     padding = torch.arange(50)[None] > 44
@@ -371,3 +365,18 @@ def test_a_layout_from_scores_in_a_compiled_model(heads: int | None, mode: str) 
             with torch.inference_mode():
                 y = compiled(*inputs).double()
                 torch.testing.assert_close(y, expected(*inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_a_sample_of_heads_with_layouts_of_their_own() -> None:
+    """Kernels are judged by the first and last tokens, of the first and last heads."""
+    layout = BlockLayout.random(
+        2000, 20, block=32, num_heads=4, different_layout_per_head=True, seed=3
+    )
+    q = torch.randn(1, 4, 2000, 8)
+    inputs = OP.inputs(q, q, q, layout)  # type: ignore[misc]
+    whole = token_mask(inputs[5], inputs[6], inputs[9], 32, 2000, 2000)
+    sample = OP.take_sample(inputs, 4093)
+    rows = token_mask(sample[5], sample[6], sample[9], 32, 509, 509)
+    last = slice(1491 // 32 * 32, 1491 // 32 * 32 + 509)
+    assert torch.equal(rows[0], whole[0, [0, 3], :509, :509])
+    assert torch.equal(rows[1], whole[0, [0, 3], last, last])

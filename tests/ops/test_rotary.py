@@ -37,10 +37,7 @@ def _pairs(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(turned).flatten(-2)
 
 
-@pytest.fixture(params=["cpu", "eager"], autouse=True)
-def _backend(request: pytest.FixtureRequest) -> Any:
-    with torchweld.use_backend(request.param):
-        yield
+pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
 # --- Layouts --------------------------------------------------------------------------------------
