@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,23 +83,24 @@ def forward(model: nn.Module, optimizer: Any, seed: int, rows: int = ROWS) -> to
         return model(data(seed, rows))
 
 
-def run(optimizer_of: Any, steps: int = 6, micro: int = 1, recomputes: bool = False) -> Any:
-    model = Deep()
-    model.recomputes = recomputes
-    optimizer = optimizer_of(model)
-    for step in range(steps):
+def train(model: Deep, optimizer: Any, micro: int = 1) -> None:
+    for step in range(6):
         for k in range(micro):
             # Sequences of varying lengths: the number of tensors that stay depends on the bytes.
             forward(model, optimizer, 10 * step + k, ROWS * (1 + step % 2)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model, optimizer
 
 
-def assert_alike(go: Any, **arguments: Any) -> Any:
+def assert_alike(
+    go: Callable[[Deep, Any], Any], clip: float | None = None, **arguments: Any
+) -> Any:
     """The same calls with the optimizer and with its offloaded version, which is returned."""
     runs = []
-    for make in (given, lambda model: offload_of(model, **arguments)):
+    for make in (
+        lambda model: adamw(model.parameters(), max_grad_norm=clip),
+        lambda model: offload_of(model, clip_norm=clip, **arguments),
+    ):
         model = Deep()
         optimizer = make(model)
         go(model, optimizer)
@@ -113,31 +116,25 @@ def take_steps(model: Any, optimizer: Any, *seeds: int) -> None:
         optimizer.zero_grad()
 
 
-def given(model: nn.Module, clip: float | None = None) -> Any:
-    return adamw(model.parameters(), max_grad_norm=clip)
-
-
 @pytest.mark.parametrize("clip", [None, 1e-2])
 @pytest.mark.parametrize("micro", [1, 4])
 @pytest.mark.parametrize("placement", ["cpu", "auto", "cuda"])
 def test_the_same_bits(placement: str, micro: int, clip: float | None) -> None:
     """With "auto", the device has room for some of the activations."""
     transfers = SimulatedTransfers(capacity=120_000)
-    expected = run(lambda model: given(model, clip), micro=micro)
-    found = run(
-        lambda model: offload_of(model, placement=placement, clip_norm=clip, transfers=transfers),
-        micro=micro,
-    )
-    assert_same_run(found, expected)
-    assert (found[1].memory()["host"]["activations"] > 0) == (placement != "cuda")
+    go = partial(train, micro=micro)
+    optimizer = assert_alike(go, clip, placement=placement, transfers=transfers)
+    assert (optimizer.memory()["host"]["activations"] > 0) == (placement != "cuda")
 
 
 def test_recomputed_activations() -> None:
     """Only the inputs of recomputed blocks leave."""
-    expected = run(given, recomputes=True)
-    found = run(offload_of, recomputes=True)
-    assert_same_run(found, expected)
-    assert found[1].memory()["host"]["activations"] > 0
+
+    def go(model: Deep, optimizer: Any) -> None:
+        model.recomputes = True
+        train(model, optimizer)
+
+    assert assert_alike(go).memory()["host"]["activations"] > 0
 
 
 @pytest.mark.parametrize("stay", [0, 3, len(SAVED)])
@@ -397,8 +394,7 @@ def test_the_host_does_not_wait_in_the_backward() -> None:
 
 
 def test_copies_are_waited_for() -> None:
-    found = run(lambda model: offload_of(model, transfers=Late()))
-    assert_same_run(found, run(given))
+    assert_alike(train, transfers=Late())
 
 
 def test_shared_memory_leaves_once() -> None:

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import optimizers
-import torchweld
 from optimizers import KINDS, SHAPES, ScheduleFreeAdamW, U, draw, draw_grads, run, same, snapshot
 from torchweld import optim
 from torchweld.errors import ArgumentError
@@ -113,7 +112,7 @@ def test_a_state_that_does_not_fit_changes_nothing(damage: str) -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     function, named = DAMAGE[damage]
     function(saved["state"][1])
-    with pytest.raises(torchweld.ArgumentError, match=named):
+    with pytest.raises(ArgumentError, match=named):
         optimizer.load_state_dict(saved)
     assert same(snapshot(params, optimizer), before)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -412,3 +411,34 @@ def test_a_flat_state_loads_as_the_nested_one_does_or_not_at_all(
         assert by_flat.state[p].keys() == by_nested.state[q].keys()
         for key, value in by_nested.state[q].items():
             assert torch.equal(by_flat.state[p][key], value), key
+
+
+FREEZE = 4
+
+
+@pytest.mark.parametrize("kind", [optim.OneBitAdam, optim.OneBitLAMB])
+@pytest.mark.parametrize("loader", ["fresh", "in the warm-up", "after it"])
+@pytest.mark.parametrize("saved_after", [FREEZE - 2, FREEZE, FREEZE + 3])
+def test_flat_states_of_one_bit_are_whole_or_refused(
+    kind: Any, loader: str, saved_after: int
+) -> None:
+    """They are whole or refused: the flat form has only the loading optimizer's entries."""
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, other = _model(), _model()
+    saved, loaded = (kind(m.parameters(), lr=1e-3, freeze_step=FREEZE) for m in (model, other))
+    _train(model, saved, saved_after)
+    state = copy.deepcopy(get_optimizer_state_dict(model, saved, options=flat))
+    before = {"fresh": 0, "in the warm-up": 1, "after it": FREEZE + 1}[loader]
+    _train(other, loaded, before)
+    get_optimizer_state_dict(other, loaded, options=flat)  # as before torch's dcp.load
+    other.load_state_dict(model.state_dict())
+    # The warm-up's entries are there until the first step after it.
+    if (saved_after > FREEZE) != (before > FREEZE):
+        with pytest.raises(ArgumentError, match="state_dict is without"):
+            set_optimizer_state_dict(other, loaded, state, options=flat)
+        return
+    set_optimizer_state_dict(other, loaded, state, options=flat)
+    for m, optimizer in ((model, saved), (other, loaded)):
+        _train(m, optimizer, FREEZE + 2)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(p, q) for p, q in pairs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -10,11 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 import one_bit
 import torchweld
@@ -130,51 +124,6 @@ def test_a_group_without_parameters(kind: str) -> None:
     with pytest.raises(torchweld.ArgumentError, match="a sparse"):
         optimizer.step()
     assert params[0].isfinite().all()
-
-
-# --- Flat checkpoints -----------------------------------------------------------------------------
-
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-def _model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 3))
-
-
-def _train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        model(_drawn(step, (5, 8))).square().sum().backward()
-        optimizer.step()
-    optimizer.zero_grad()
-
-
-@BOTH
-@pytest.mark.parametrize("loader", ["fresh", "in the warm-up", "after it"])
-@pytest.mark.parametrize("saved_after", [FREEZE - 2, FREEZE, FREEZE + 3])
-def test_flat_checkpoints_are_whole_or_refused(kind: str, loader: str, saved_after: int) -> None:
-    """torch's flat form has only the entries that the loading optimizer's states have."""
-    model, other = _model(), _model()
-    saved, loaded = (
-        getattr(optim, kind)(m.parameters(), lr=1e-2, freeze_step=FREEZE) for m in (model, other)
-    )
-    _train(model, saved, range(saved_after))
-    flat = copy.deepcopy(get_optimizer_state_dict(model, saved, options=FLAT))
-    before = {"fresh": 0, "in the warm-up": 1, "after it": FREEZE + 1}[loader]
-    _train(other, loaded, range(before))
-    get_optimizer_state_dict(other, loaded, options=FLAT)  # as before torch's dcp.load
-    other.load_state_dict(model.state_dict())
-    # The warm-up's entries are there until the first step after it.
-    if (saved_after > FREEZE) != (before > FREEZE):
-        with pytest.raises(torchweld.ArgumentError, match="state_dict is without"):
-            set_optimizer_state_dict(other, loaded, flat, options=FLAT)
-        return
-    set_optimizer_state_dict(other, loaded, flat, options=FLAT)
-    for m, optimizer in ((model, saved), (other, loaded)):
-        _train(m, optimizer, range(20, 20 + FREEZE + 2))
-    pairs = zip(model.parameters(), other.parameters(), strict=True)
-    assert all(torch.equal(p, q) for p, q in pairs)
 
 
 def test_phases_of_groups_agree() -> None:
