@@ -1,7 +1,8 @@
 """Whole models of transformers, eager, compiled and fused: python -m torchweld.bench.models.
 
-Twelve architectures at a size that a CPU steps in a second. Contenders take turns, step by step.
---write FILE writes the page of the documentation.
+Sixteen architectures at a size that a CPU steps in a second. Contenders take turns, step by step.
+--write FILE writes the page of the documentation. With the names of some models it replaces only
+their rows, if the page was measured on the same machine and versions.
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ _IMAGES = {key: size for key, size in _SIZES.items() if "vocab" not in key and "
 _STATE = {"num_heads": 8, "head_dim": WIDTH // 4, "n_groups": 1, "state_size": 32}
 _STATE |= {"vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": LAYERS}
 _STATE |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "chunk_size": 32}
+_FINE = {"num_experts": 16, "num_experts_per_tok": 4}
+_MLA = {"q_lora_rank": 64, "kv_lora_rank": 64, "num_key_value_heads": HEADS, "v_head_dim": 32}
+_MLA |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "first_k_dense_replace": 1}
+_ROUTED = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+_SMALL_EXPERTS = {"moe_intermediate_size": WIDTH // 2}
 
 # The name of a configuration, the end of the model's name, and the settings.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -67,11 +73,15 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "T5": ("T5", "ForConditionalGeneration", {**_T5, "decoder_start_token_id": 0}),
     "ViT": ("ViT", "ForImageClassification", {**_IMAGES, "image_size": 64, "patch_size": 8}),
     "Mixtral": ("Mixtral", "ForCausalLM", {**_GROUPED, "num_local_experts": 4}),
+    "Qwen3-MoE": ("Qwen3Moe", "ForCausalLM", {**_HEAD, **_FINE, **_SMALL_EXPERTS}),
+    "OLMoE": ("Olmoe", "ForCausalLM", {**_GROUPED, **_FINE, "intermediate_size": WIDTH // 2}),
+    "gpt-oss": ("GptOss", "ForCausalLM", {**_HEAD, "num_local_experts": 8, "sliding_window": 64}),
+    "DeepSeek-V3": ("DeepseekV3", "ForCausalLM", {**_GROUPED, **_MLA, **_ROUTED, **_SMALL_EXPERTS}),
     "Mamba2": ("Mamba2", "ForCausalLM", _STATE),
 }
 _PAGE = """# Whole models
 
-Training steps of twelve architectures of transformers, made small: width {width}, {layers} layers,
+Training steps of sixteen architectures of transformers, made small: width {width}, {layers} layers,
 {words} words, {batch} x {length} tokens, float32, on {machine} ({isa}, {threads} threads), torch
 {torch}, transformers {transformers}. This page is measured by
 `python -m torchweld.bench.models --write docs/models.md`.
@@ -139,22 +149,28 @@ def measure(name: str, seconds: float, compiles: bool) -> Row:
     return Row(name, steps, report)
 
 
-def write_page(rows: Sequence[Row], transformers: str) -> str:
-    """The page of the documentation, with the version of transformers."""
+def write_page(rows: Sequence[Row], transformers: str, before: str = "") -> str:
+    """The page of the documentation, with the version of transformers.
+
+    The models that are not in `rows` keep their rows of the page before.
+    """
     names = ["eager", "compiled", "fused"]
     timed = any("total" in row.steps[0] for row in rows)
     of_times = [*(f"{name} ms" for name in names), "eager / fused"] if timed else []
     header = ["model", *of_times, "peak MB, eager", "fused"]
-    lines = [_line(header), "|---|" + "--:|" * (len(header) - 1)]
+    head = [_line(header), "|---|" + "--:|" * (len(header) - 1)]
+    lines, reports = _read_page(before)
     for row in rows:
         by_name = {step["contender"]: step for step in row.steps}
         times = [_round(by_name.get(n, {}).get("total")) for n in names]
         gain = by_name["fused"].get("speed_up")
         times.append("" if gain is None else f"{gain:.2f}x")
         peaks = [f"{by_name[n]['peak_bytes'] / 1e6:.0f}" for n in ("eager", "fused")]
-        lines.append(_line([row.name, *(times if timed else []), *peaks]))
+        lines[row.name] = _line([row.name, *(times if timed else []), *peaks])
+        reports[row.name] = _describe(row)
+    named = sorted(lines, key=[*MODELS, *lines].index)
     machine = describe_machine("cpu")
-    return _PAGE.format(
+    page = _PAGE.format(
         width=WIDTH,
         layers=LAYERS,
         words=WORDS,
@@ -166,9 +182,20 @@ def write_page(rows: Sequence[Row], transformers: str) -> str:
         torch=torch.__version__.partition("+")[0],
         transformers=transformers,
         times=_TIMED if timed else _NOT_TIMED,
-        table="\n".join(lines),
-        reports="\n".join(map(_describe, rows)),
+        table="\n".join([*head, *(lines[name] for name in named)]),
+        reports="\n".join(reports[name] for name in named),
     )
+    if before and before.partition("\n|")[0] != page.partition("\n|")[0]:
+        raise ValueError("the page is of another machine or other versions: measure all models")
+    return page
+
+
+def _read_page(page: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The line and the report of each model of a page."""
+    found = re.finditer(r"^- \*\*(.+?)\*\*:.*(?:\n  - .*)*", page, re.MULTILINE)
+    reports = {report[1]: report[0] for report in found}
+    starts = {line.split(" | ")[0].removeprefix("| "): line for line in page.splitlines()}
+    return {name: starts[name] for name in reports}, reports
 
 
 def _round(value: float | None) -> str:
@@ -210,6 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(MODELS)}")
     warnings.simplefilter("ignore")
+    keeps = options.write and options.names and options.write.exists()
+    before = options.write.read_text() if keeps else ""
     rows = []
     for name in options.names or MODELS:
         rows.append(measure(name, options.seconds, not options.no_compile))
@@ -218,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.seconds:
             training.table(rows[-1].steps).show()
         if options.write:  # after each, so that an interrupted run leaves what it has
-            options.write.write_text(write_page(rows, version("transformers")))
+            options.write.write_text(write_page(rows, version("transformers"), before))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import torchweld
@@ -45,4 +46,20 @@ def test_the_page_of_models_has_what_was_measured() -> None:
     page = models.write_page([models.Row("A", timed, report)], "5.0")
     assert "**A**: 1 linear_act (gelu), 1 layer_norm" in page
     assert "transformers 5.0" in " ".join(page.split())
-    assert len(models.MODELS) == 12
+    assert len(models.MODELS) == 16
+
+
+def test_a_page_keeps_the_rows_of_models_that_are_not_measured() -> None:
+    report = torchweld.explain_fusion(torchweld.fuse(torch.nn.Sequential(torch.nn.LayerNorm(8))))
+
+    def make(name: str, peak: float) -> models.Row:
+        steps = [{"contender": way, "peak_bytes": peak} for way in ("eager", "fused")]
+        return models.Row(name, steps, report)
+
+    before = models.write_page([make("ViT", 1e6), make("Llama", 2e6)], "5.0")
+    page = models.write_page([make("Llama", 3e6), make("OLMoE", 4e6)], "5.0", before)
+    rows = [line for line in page.splitlines() if line.endswith(" |")][1:]
+    assert rows == ["| Llama | 3 | 3 |", "| ViT | 1 | 1 |", "| OLMoE | 4 | 4 |"]
+    assert page.count("1 layer_norm") == 3
+    with pytest.raises(ValueError, match="other versions"):
+        models.write_page([make("Llama", 3e6)], "5.1", before)
