@@ -34,7 +34,7 @@ NUMBERS := contract/test_{absent_lanes,determinism,oracle,random,shapes}.py,$\
   ops/test_quantize_{8bit,one_bit}.py,optim/test_optim{,_averages,_cautious,_cuda,_cuda_cut}.py,$\
   optim/test_optim_{gradients,layouts,masters,published,rounding}.py
 KERNELS := contract/test_{bad_input,gradients}.py,tools/test_replay.py::test_samples_have_the_bits_of_their_calls,$\
-  ops/test_{attention_few,experts_triton,out_of_memory,rotary,rotary_triton,route_triton}.py
+  ops/test_{attention_few,experts,experts_triton,out_of_memory,rotary,rotary_triton,route_triton}.py
 # Those that depend on torch's version, and one of each kind of the tests of several processes.
 OF_TORCH := pytorch,contract/test_{acceptance,bad_input,declaration,gradients,oracle,random}.py,$\
   ops/test_{batch_norm,choice,experts,linear_act_roles,losses_odd,losses_of_torch,residual,route,seams}.py,$\
