@@ -284,13 +284,13 @@ def test_numbers_on_the_device(kind: Any, state_dtype: Any, cuda_device: str) ->
     rate, number, shapes = torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.25), SHAPES
     there = {"device": cuda_device, "dtype": torch.float64}
     cases: list[Any] = [
+        ("eager", 0.1, number),
+        ("cuda", 0.1, number),
         ("cuda", rate, number.to(cuda_device)),
         ("cuda", rate.to(cuda_device), number.to(**there)),  # type: ignore[call-overload]
     ]
     if kind is optim.Adafactor:  # whose sums have another order than the reference's
-        cases, shapes = [("cuda", rate, number), *cases], FACTORED  # type: ignore[assignment]
-    else:
-        cases = [("eager", 0.1, number), ("cuda", 0.1, number), *cases]
+        cases, shapes = cases[1:], FACTORED  # type: ignore[assignment]
     results = []
     for backend, lr, scale in cases:
         params = draw(shapes=shapes, device=cuda_device)
