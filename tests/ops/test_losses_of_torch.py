@@ -398,7 +398,7 @@ def test_only_a_gpu_pads_logits(classes: int, dtype: torch.dtype) -> None:
             needs = chunks.Needs(True, False, False)
             taken = chunks.count_bytes_of_row(layer, False, needs)
             assert taken == width * dtype.itemsize
-            plan = chunks.make_plan(layer, needs)._replace(each=64)
+            plan = chunks.make_plan(layer, needs, rows.FORWARD.run)._replace(each=64)
             buffer = chunks._Gemms(layer, plan)._buffer
             assert buffer.shape == (64, classes)
             assert buffer.stride() == (width, 1)

@@ -63,6 +63,7 @@ def _make_step() -> Callable[[], Any]:
 
 X, WEIGHT, COLUMNS = _leaf(256, 512), _leaf(512, 512), _leaf(512)
 CLASSES = torch.randint(0, 2048, (256,))
+_LOGPROBS: Any = functional.linear_logprobs
 ENCODER_LAYER = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
 LAYOUT = BlockLayout.sliding_window(128, 3, block=32)
 WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
@@ -96,8 +97,13 @@ WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
     ),
     "linear_cross_entropy": (
         _train(lambda x, w: functional.linear_cross_entropy(x, w, CLASSES), X, _leaf(2048, 512)),
-        44,
+        43,
         8,
+    ),
+    "linear_logprobs": (
+        _train(lambda x, w: _LOGPROBS(x, w, CLASSES), X, _leaf(2048, 512)),
+        43,
+        9,
     ),
     "linear_gelu": (_train(functional.linear_gelu, X, WEIGHT, COLUMNS), 5, 4),
 }

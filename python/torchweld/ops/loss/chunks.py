@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -164,12 +164,10 @@ class Plan(NamedTuple):
     needs: Needs
     is_widened: bool
     sums: bool  # whether the weight's gradient has a float32 buffer
-    both: Callable[..., Results]  # the kernel of run_both
+    kernel: Callable[..., Any]  # what runs on the logits of a chunk
 
 
-def make_plan(
-    layer: Layer, needs: Needs, both: Callable[..., Results] | None = None, adds: bool = False
-) -> Plan:
+def make_plan(layer: Layer, needs: Needs, kernel: Callable[..., Any], adds: bool = False) -> Plan:
     """Make the plan of a layer; with `adds` the weight's gradient is added to an existing one."""
     each, block, classes = find_rows(layer, needs), _block(layer), layer.weight.shape[0]
     return Plan(
@@ -180,7 +178,7 @@ def make_plan(
         needs,
         layer.is_widened(),
         not adds and keeps_sums(layer, needs, each),
-        both or rows.BOTH_IN_PLACE.find(layer.input),
+        kernel,
     )
 
 
@@ -325,16 +323,21 @@ def _cut(layer: Layer, target: torch.Tensor, how: How, each: int) -> Iterator[_C
 
 
 def run_forward(
-    layer: Layer, target: torch.Tensor, how: How, entropy: bool, smooth: bool, argmax: bool
+    plan: Plan,
+    layer: Layer,
+    target: torch.Tensor,
+    how: How,
+    entropy: bool,
+    smooth: bool,
+    argmax: bool,
 ) -> Results:
     """Run the row kernel on all rows; the results of dropped rows are zeros, and a sum of 1."""
     made = _make_results(layer, target, how, argmax)
-    plan, kernel = make_plan(layer, NO_GRADIENT), rows.FORWARD.find(layer.input)
     gemms = _Gemms(layer, plan)
     for chunk in _cut(layer, target, how, plan.each):
         logits = gemms.compute_logits(chunk.x)
         arguments = (*chunk.how[1:6], entropy, smooth, argmax)
-        _keep(made, chunk.at, kernel(logits, chunk.target, *arguments))
+        _keep(made, chunk.at, plan.kernel(logits, chunk.target, *arguments))
     return made
 
 
@@ -353,26 +356,25 @@ def _keep(made: Results, at: slice | torch.Tensor, parts: Results) -> None:
 
 
 def run_backward(
+    plan: Plan,
     layer: Layer,
     target: torch.Tensor,
     how: How,
     statistics: torch.Tensor,
     coefficients: torch.Tensor,
     grad_picked: torch.Tensor,
-    needs: Needs,
     total: torch.Tensor | None = None,
 ) -> Gradients:
     """Compute the gradients from logits that are computed again.
 
     The weight's gradient is added to `total` if it is given.
     """
-    plan = make_plan(layer, needs, adds=total is not None)
-    gemms, kernel = _Gemms(layer, plan, total), rows.BACKWARD_IN_PLACE.find(layer.input)
-    grad_input = torch.zeros_like(layer.input) if needs.input else None
+    gemms = _Gemms(layer, plan, total)
+    grad_input = torch.zeros_like(layer.input) if plan.needs.input else None
     for chunk in _cut(layer, target, how, plan.each):
         logits = gemms.compute_logits(chunk.x)
         parts = (statistics[chunk.at], coefficients[chunk.at], grad_picked[chunk.at])
-        kernel(logits, chunk.target, *parts, *chunk.how[1:6])
+        plan.kernel(logits, chunk.target, *parts, *chunk.how[1:6])
         _take_gradients(gemms, chunk, logits, grad_input)
     return (grad_input, *gemms.finish())
 
@@ -392,7 +394,7 @@ def run_both(
     for chunk in _cut(layer, target, how, plan.each):
         logits = gemms.compute_logits(chunk.x)
         parts = (coefficients[chunk.at], grad_picked[chunk.at], *chunk.how[1:6])
-        _keep(made, chunk.at, plan.both(logits, chunk.target, *parts, smooth, False))
+        _keep(made, chunk.at, plan.kernel(logits, chunk.target, *parts, smooth, False))
         _take_gradients(gemms, chunk, logits, grad_input)
     return made, (grad_input, *gemms.finish())
 

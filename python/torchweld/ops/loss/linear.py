@@ -14,7 +14,16 @@ from torchweld.dispatch.recorder import leave_open, run_final
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.names import Accumulation, Reduction
-from torchweld.ops.loss import arguments, chunks, cross_entropy, nodes, results, sharded, small
+from torchweld.ops.loss import (
+    arguments,
+    chunks,
+    cross_entropy,
+    nodes,
+    results,
+    rows,
+    sharded,
+    small,
+)
 from torchweld.ops.loss.arguments import Settings
 from torchweld.ops.loss.chunks import Layer, Needs, Plan
 from torchweld.ops.loss.results import RowResults, Wanted
@@ -186,6 +195,7 @@ def linear_logprobs(
     scaling["temperature"] = temperature
     kind = _prepare(_LOGPROBS, place, parts, chunking, target, ignore_index, **scaling)
     wanted = Wanted(entropy=return_entropy, argmax=return_argmax)
+    kind = _add_plans(kind, _make_layer(kind, *parts))
     kind = kind._replace(wanted=wanted, returns_lse=return_lse)
     whole: small.Run = partial(_compute_logprobs, kind)
     given = (*parts, target, temperature)
@@ -244,6 +254,7 @@ class _Kind(NamedTuple):
     needs: Needs
     takes_eager: bool  # plain torch serves, with all logits
     is_plain: bool  # no option asks for more than torch's own ops compute
+    plans: tuple[Plan, Plan] | None = None  # of both passes; None: numbers cannot be read
     plan: Plan | None = None  # for gradients that are computed with the loss
     keeps_gradients: bool = False
     returns_lse: bool = False
@@ -301,12 +312,21 @@ def _prepare_loss(
     kind = kind._replace(settings=settings, returns_lse=returns_lse, is_plain=is_plain)
     layer, shared, plan = _make_layer(kind, *parts), kind.place.classes, None
     if not _keeps_gradients(kind, layer, token_weights):
-        return kind
+        return _add_plans(kind, layer)
     if shared is not None:
         plan = chunks.make_plan(layer, kind.needs, partial(sharded.run_both, shared))
     elif checks.can_read(*layer[:3], token_weights):
-        plan = chunks.make_plan(layer, kind.needs)
+        plan = chunks.make_plan(layer, kind.needs, rows.BOTH_IN_PLACE.find(layer.input))
     return kind._replace(keeps_gradients=True, plan=plan)
+
+
+def _add_plans(kind: _Kind, layer: Layer) -> _Kind:
+    """Add the plans of calls whose backward pass computes the logits again."""
+    if kind.takes_eager or not checks.can_read(*layer[:3]):
+        return kind
+    forward, backward = (op.find(layer.input) for op in (rows.FORWARD, rows.BACKWARD_IN_PLACE))
+    plan = chunks.make_plan(layer, chunks.NO_GRADIENT, forward)
+    return kind._replace(plans=(plan, chunks.make_plan(layer, kind.needs, backward)))
 
 
 def _keeps_gradients(kind: _Kind, layer: Layer, token_weights: torch.Tensor | None) -> bool:
@@ -361,10 +381,10 @@ def _compute_loss(
         made = place.add_up(nodes.find_total(layer, target, how, *rest))
         made = torch.where(count == 0, torch.nan, made) if averages else made
         return made.to(kind.dtype or made.dtype)
-    rows = _find(kind, layer, target, how, factors.find_wanted())
-    made = results.reduce(settings, factors, rows, count, place.add_up)
+    found = _find(kind, layer, target, how, factors.find_wanted())
+    made = results.reduce(settings, factors, found, count, place.add_up)
     made = made.to(kind.dtype or made.dtype)
-    return (made, rows.lse.reshape(settings.leading)) if kind.returns_lse else made
+    return (made, found.lse.reshape(settings.leading)) if kind.returns_lse else made
 
 
 def _compute_logprobs(
@@ -378,18 +398,18 @@ def _compute_logprobs(
     layer = _make_layer(kind, input, linear_weight, linear_bias)
     marked, how = arguments.read_rows(kind.settings, target, None, temperature)
     marked, how = kind.place.take_classes(marked, how)
-    rows = _find(kind, layer, marked, how, kind.wanted)
+    found = _find(kind, layer, marked, how, kind.wanted)
     asked = (kind.wanted.entropy, kind.returns_lse, kind.wanted.argmax)
-    each = zip(asked, (rows.entropy, rows.lse, rows.argmax), strict=True)
+    each = zip(asked, (found.entropy, found.lse, found.argmax), strict=True)
     more = [result.reshape(kind.settings.leading) for wanted, result in each if wanted]
-    made = rows.log_probabilities.reshape(target.shape)
+    made = found.log_probabilities.reshape(target.shape)
     return (made, *more) if more else made
 
 
 def _find(kind: _Kind, layer: Layer, target: torch.Tensor, how: How, wanted: Wanted) -> RowResults:
     shared = kind.place.classes
     if not kind.takes_eager:
-        return nodes.find(layer, target, how, wanted, kind.into_grad, shared)
+        return nodes.find(layer, target, how, wanted, kind.into_grad, shared, kind.plans)
     if shared is not None:
         accepted = "one that no transform sees: devices share its classes"
         raise ArgumentError(_CROSS_ENTROPY, "linear_weight", why_not_now(), accepted)

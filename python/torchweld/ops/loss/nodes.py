@@ -41,7 +41,8 @@ def _split(inputs: tuple[Any, ...]) -> tuple[Layer, torch.Tensor, How, tuple[Any
 
 def _forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     layer, target, how, wanted = _split(inputs)
-    return chunks.run_forward(layer, target, how, *wanted)
+    plan = chunks.make_plan(layer, chunks.NO_GRADIENT, rows.FORWARD.find(layer.input))
+    return chunks.run_forward(plan, layer, target, how, *wanted)
 
 
 def _fake_forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -61,8 +62,9 @@ def _present(layer: Layer, grads: chunks.Gradients) -> tuple[torch.Tensor, ...]:
 
 def _backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     layer, target, how, (statistics, coefficients, grad_picked, *needs) = _split(inputs)
-    rest = (statistics, coefficients, grad_picked, Needs(*needs))
-    return _present(layer, chunks.run_backward(layer, target, how, *rest))
+    plan = chunks.make_plan(layer, Needs(*needs), rows.BACKWARD_IN_PLACE.find(layer.input))
+    rest = (statistics, coefficients, grad_picked)
+    return _present(layer, chunks.run_backward(plan, layer, target, how, *rest))
 
 
 def _fake_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -73,7 +75,8 @@ def _fake_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
 
 def _both(*inputs: Any) -> tuple[torch.Tensor, ...]:
     layer, target, how, rest = _split(inputs[:-3])
-    plan = chunks.make_plan(layer, Needs(*inputs[-3:]))
+    kernel = rows.BOTH_IN_PLACE.find(layer.input)
+    plan = chunks.make_plan(layer, Needs(*inputs[-3:]), kernel)
     made, gradients = chunks.run_both(plan, layer, target, how, *rest)
     return (*made, *_present(layer, gradients))
 
@@ -133,16 +136,18 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
         layer, how = Layer(*inputs[:_LAYERS]), How(*inputs[_LAYERS:_FIELDS])
-        target, entropy, smooth, argmax, in_place, classes = inputs[_FIELDS:]
+        target, entropy, smooth, argmax, in_place, classes, plans = inputs[_FIELDS:]
         wanted = Wanted(entropy, smooth, argmax)
         if layer.weight is None:
             made = rows.FORWARD.run(layer.input, target, *how[1:6], *wanted)
-        else:
+        elif plans is None:
             made = _run_forward(*layer, target, *how[1:6], *wanted)
+        else:
+            made = chunks.run_forward(plans[0], layer, target, how, *wanted)
         if classes is not None:
             made = sharded.combine(classes, made, target, wanted, how.probabilities is not None)
         row_results = results.find(made, target, how, wanted)
-        ctx.classes, ctx.in_place = classes, in_place
+        ctx.classes, ctx.in_place, ctx.plans = classes, in_place, plans
         ctx.save_for_backward(*layer[:3], target, made[1], *how[:4])
         ctx.layer, ctx.numbers = layer[3:], how[4:]
         ctx.wanted = (entropy, smooth, argmax)
@@ -152,7 +157,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        needs, after = Needs(*ctx.needs_input_grad[:3]), (*_AFTER, *(None,) * 6)
+        needs, after = Needs(*ctx.needs_input_grad[:3]), (*_AFTER, *(None,) * 7)
         if all(grad is None for grad in grads) or not any(needs):
             return (None, None, None, *after)
         x, linear_weight, bias, target, statistics, *tensors = ctx.saved_tensors
@@ -172,16 +177,19 @@ class _Rows(torch.autograd.Function):
             torch.autograd.graph.increment_version(x)
             return (x.detach(), None, None, *after)
         may_add = ctx.in_place and needs.weight and checks.can_read(linear_weight, *grads)
+        rest = (layer, target, how, statistics, *coefficients)
         if may_add and linear_weight.grad is not None:
-            rest = (statistics, *coefficients, needs, linear_weight.grad)
-            return (*chunks.run_backward(layer, target, how, *rest), *after)
+            plan = chunks.make_plan(layer, needs, rows.BACKWARD_IN_PLACE.find(x), adds=True)
+            return (*chunks.run_backward(plan, *rest, linear_weight.grad), *after)
+        if ctx.plans is not None and checks.can_read(*grads):
+            return (*chunks.run_backward(ctx.plans[1], *rest), *after)
         arguments = (*layer, target, *how[1:6], statistics, *coefficients, *needs)
         made = zip(_run_backward(*arguments), needs, strict=True)
         return (*[grad if need else None for grad, need in made], *after)
 
 
 def _run_rows(*inputs: Any) -> Any:
-    return _Rows.apply(*inputs, None)
+    return _Rows.apply(*inputs, None, None)
 
 
 _exported = define_differentiable(
@@ -286,12 +294,16 @@ def find(
     wanted: Wanted,
     in_place: bool,
     classes: Classes | None = None,
+    plans: tuple[Plan, Plan] | None = None,
 ) -> RowResults:
-    """Compute the results of rows, as _Rows says."""
+    """Compute the results of rows, as _Rows says.
+
+    `plans` are of the forward and the backward pass; None: as for find_total.
+    """
     inputs = (*layer, *how, target, *wanted, in_place)
     if classes is None and exports_a_derivative():
         return RowResults(*_exported(*inputs))
-    return RowResults(*_Rows.apply(*inputs, classes))
+    return RowResults(*_Rows.apply(*inputs, classes, plans))
 
 
 def find_of_logits(
