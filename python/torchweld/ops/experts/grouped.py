@@ -175,8 +175,8 @@ class _Experts:
         """Whether its rows take turns between gates and ups; waves have all gates first."""
         return self.form.interleaved and name.startswith("gate_up")
 
-    def take(self, name: str, wave: _Wave) -> torch.Tensor | None:
-        """A parameter of the wave's experts in the dtype of its GEMMs."""
+    def take(self, name: str, wave: _Wave) -> Any:
+        """A parameter of the wave's experts in the dtype of its GEMMs; None if there is none."""
         whole: torch.Tensor | None = getattr(self.factors, name)
         if whole is None:
             return None
@@ -281,17 +281,18 @@ def _forward(
     for wave in _split(form, factors, rows.bounds, _CONVERTED_ROWS):
         if wave.bounds[-1] == 0:
             continue
-        gate_up, down, gate_up_bias, down_bias = [experts.take(n, wave) for n in Factors._fields]
         given, scale = rows.take(wave, flat), rows.scale[wave.rows]
         if form.weights_first:
             given.mul_(scale[:, None])
         to = kept[wave.rows] if save else None
         out = None if to is None or to.dtype is not wave.kind else to
-        z = experts.multiply(wave, given, gate_up.mT, gate_up_bias, out)  # type: ignore[union-attr]
+        bias = experts.take("gate_up_bias", wave)
+        z = experts.multiply(wave, given, experts.take("gate_up", wave).mT, bias, out)
         if to is not None and out is None:
             to.copy_(z)
         hidden = _ACTIVATE(z, *experts.how)
-        made = experts.multiply(wave, hidden, down.mT, down_bias)  # type: ignore[union-attr]
+        bias = experts.take("down_bias", wave)
+        made = experts.multiply(wave, hidden, experts.take("down", wave).mT, bias)
         rows.add(y, wave, made, None if form.weights_first else scale)
     return y.to(x.dtype).view(*x.shape[:-1], width), rows.order, kept
 
@@ -355,20 +356,19 @@ def _add_wave(
     needs_scale: bool,
 ) -> torch.Tensor:
     """Add a wave's share of all gradients; returns the gradients of the rows' weights."""
-    gate_up, down, gate_up_bias, down_bias = [experts.take(n, wave) for n in Factors._fields]
-    assert gate_up is not None
-    assert down is not None
     first, scale, grad = experts.form.weights_first, rows.scale[wave.rows], rows.take(wave, grad)
     given = rows.take(wave, x)
     taken = given * scale[:, None].to(wave.kind) if first else given
     if len(kept):
         z = kept[wave.rows].to(wave.kind)
     else:
-        z = experts.multiply(wave, taken, gate_up.mT, gate_up_bias)
-    hidden = experts.multiply(wave, grad, down)
+        bias = experts.take("gate_up_bias", wave)
+        z = experts.multiply(wave, taken, experts.take("gate_up", wave).mT, bias)
+    # A factor is taken when it is needed, and not kept: it may be a copy in float32.
+    hidden = experts.multiply(wave, grad, experts.take("down", wave))
     grad_z, of_scale = _DIFFERENTIATE(hidden, z, None if first else scale, *experts.how)
-    if down_bias is not None and not first:
-        of_scale += experts.multiply(wave, grad, down_bias[..., None])[:, 0]
+    if experts.factors.down_bias is not None and not first:
+        of_scale += experts.multiply(wave, grad, experts.take("down_bias", wave)[..., None])[:, 0]
     ones = torch.ones_like(scale, dtype=wave.kind)
     factor = ones if first else scale.to(wave.kind)
     experts.add_product("down_bias", wave, factor[:, None], grad)
@@ -377,7 +377,7 @@ def _add_wave(
     experts.add_product("gate_up_bias", wave, ones[:, None], grad_z)
     experts.add_product("gate_up", wave, grad_z, taken)
     if of_x is not None or (first and needs_scale):
-        grad_taken = experts.multiply(wave, grad_z, gate_up)
+        grad_taken = experts.multiply(wave, grad_z, experts.take("gate_up", wave))
         if first:
             of_scale = (grad_taken.to(of_scale.dtype) * given).sum(-1)
         if of_x is not None:
