@@ -81,7 +81,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 _PAGE = """# Whole models
 
-Training steps of sixteen architectures of transformers, made small: width {width}, {layers} layers,
+Training steps of architectures of transformers, made small: width {width}, {layers} layers,
 {words} words, {batch} x {length} tokens, float32, on {machine} ({isa}, {threads} threads), torch
 {torch}, transformers {transformers}. This page is measured by
 `python -m torchweld.bench.models --write docs/models.md`.
