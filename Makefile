@@ -30,15 +30,14 @@ PYTEST := $(PY) -m pytest
 NATIVE := not interpreter and not compile and not [eager and not -eager and not of_the_reference
 # Files of tests/ that ask whether kernels are right, and others that call kernels.
 NUMBERS := contract/test_{absent_lanes,determinism,oracle,random,shapes}.py,$\
-  ops/test_{batch_invariant,linear,losses,losses_in_examples,losses_odd,losses_of_torch,losses_recorded}.py,$\
+  ops/test_{batch_invariant,linear,losses,losses_in_examples,losses_of_torch,losses_recorded}.py,$\
   ops/test_quantize_{8bit,one_bit}.py,optim/test_optim{,_averages,_cautious,_cuda,_cuda_cut}.py,$\
   optim/test_optim_{gradients,layouts,masters,published,rounding}.py
 KERNELS := contract/test_{bad_input,gradients}.py,tools/test_replay.py::test_samples_have_the_bits_of_their_calls,$\
   ops/test_{attention_few,experts,experts_triton,out_of_memory,rotary,rotary_triton,route_triton}.py
 # Those that depend on torch's version, and one of each kind of the tests of several processes.
 OF_TORCH := pytorch,contract/test_{acceptance,bad_input,declaration,gradients,oracle,random}.py,$\
-  ops/test_{batch_norm,choice,experts,linear_act_roles,losses_odd,losses_of_torch,residual,route,seams}.py,$\
-  ops/test_losses.py::test_compiled_{whole_with_ignored_rows,steps_compute_logits_once},$\
+  ops/test_{batch_norm,choice,experts,linear_act_roles,losses_of_torch,losses_recorded,residual,route,seams}.py,$\
   optim/test_optim{,_arguments,_checkpoints,_conformance,_gradients,_habits}.py,tools/test_{imitated_gluon,native,triton_aot}.py
 OF_EACH_KIND := distributed/test_{distributed,experts_distributed,fuse_distributed,plan,shards,stack}.py
 

@@ -131,3 +131,16 @@ def test_every_room_is_packaged() -> None:
     package = ROOT / "python" / "torchweld"
     folders = {path.parent for path in package.rglob("*.py")}
     assert all((folder / "__init__.py").exists() for folder in folders)
+
+
+@pytest.mark.parametrize("name", ["NUMBERS", "KERNELS", "OF_TORCH", "OF_EACH_KIND"])
+def test_the_tests_that_make_names_exist(name: str) -> None:
+    text = (ROOT / "Makefile").read_text().replace("$\\\n  ", "")
+    found = re.search(rf"^{name} := (.*)$", text, re.MULTILINE)
+    assert found, name
+    command = ["bash", "-c", f"printf '%s\n' tests/{{{found[1]},conftest.py}}"]
+    named = subprocess.check_output(command, cwd=ROOT, text=True).split()
+    assert len(named) > 1
+    for path, _, function in (each.partition("::") for each in named):
+        assert (ROOT / path).exists(), path
+        assert not function or f"def {function}(" in (ROOT / path).read_text(), function
