@@ -6,19 +6,12 @@
 // faster than memory.
 #include "core/act.h"
 
-#include "core/dispatch.h"
+#include "cpu/activation.h"
 #include "cpu/chunks.h"
 
 namespace {
 
 using namespace torchweld;
-
-// call(T, P, activation) for every compiled combination of types.
-template <class Call>
-void dispatch_all(Activation activation, DType dtype, DType param_dtype, Call&& call) {
-  dispatch(dtype, param_dtype,
-           [&](auto t, auto p) { dispatch(activation, [&](auto act) { call(t, p, act); }); });
-}
 
 template <class T, class P, class Act>
 void bias_act_row(const BiasActForward& a, int64_t row, Act act, bool streamed) {

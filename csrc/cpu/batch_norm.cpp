@@ -7,19 +7,12 @@
 // L2.
 #include "core/batch_norm.h"
 
-#include "core/dispatch.h"
+#include "cpu/activation.h"
 #include "cpu/chunks.h"
 
 namespace {
 
 using namespace torchweld;
-
-// call(T, activation) for every compiled combination of types.
-template <class Call>
-void dispatch_all(Activation activation, DType dtype, Call&& call) {
-  dispatch(dtype, dtype,
-           [&](auto t, auto) { dispatch(activation, [&](auto act) { call(t, act); }); });
-}
 
 // x_hat and z for a vector.
 template <class A>
@@ -142,7 +135,7 @@ TW_EXPORT void normalize_columns(const NormalizeColumns& a, int64_t begin, int64
 
 // Items are rows.
 TW_EXPORT void normalize_act_forward(const NormalizeActForward& a, int64_t begin, int64_t end) {
-  dispatch_all(a.activation, a.dtype, [&](auto t, auto act) {
+  dispatch_all(a.activation, a.dtype, a.dtype, [&](auto t, auto, auto act) {
     using T = typename decltype(t)::type;
     using A = Accumulate<T>;
     const Columns<A> columns(a.columns, a.width);
@@ -163,7 +156,7 @@ TW_EXPORT int64_t normalize_act_chunks(int64_t rows) { return chunks_of(rows); }
 
 // Items are chunks of rows.
 TW_EXPORT void normalize_act_backward(const NormalizeActBackward& a, int64_t begin, int64_t end) {
-  dispatch_all(a.activation, a.dtype, [&](auto t, auto act) {
+  dispatch_all(a.activation, a.dtype, a.dtype, [&](auto t, auto, auto act) {
     using T = typename decltype(t)::type;
     using A = Accumulate<T>;
     const auto first_row = [&](int64_t chunk) { return chunk_begin(a.rows, a.chunks, chunk); };

@@ -5,18 +5,12 @@
 // each token's sum, which stays in the caches.
 #include "core/experts.h"
 
-#include "core/dispatch.h"
+#include "cpu/activation.h"
 #include "cpu/vec.h"
 
 namespace {
 
 using namespace torchweld;
-
-template <class Call>
-void dispatch_all(Activation activation, DType dtype, Call&& call) {
-  dispatch(dtype, dtype,
-           [&](auto t, auto) { dispatch(activation, [&](auto act) { call(t, act); }); });
-}
 
 // The limits of gated rows, infinite if there are none.
 template <class A>
@@ -84,7 +78,7 @@ void backward_row(const ExpertsAct& a, int64_t row, Act act) {
 
 // Items are rows.
 TW_EXPORT void experts_act_forward(const ExpertsAct& a, int64_t begin, int64_t end) {
-  dispatch_all(a.activation, a.dtype, [&](auto t, auto act) {
+  dispatch_all(a.activation, a.dtype, a.dtype, [&](auto t, auto, auto act) {
     for (int64_t row = begin; row < end; ++row)
       forward_row<typename decltype(t)::type>(a, row, act);
   });
@@ -92,7 +86,7 @@ TW_EXPORT void experts_act_forward(const ExpertsAct& a, int64_t begin, int64_t e
 
 // Items are rows.
 TW_EXPORT void experts_act_backward(const ExpertsAct& a, int64_t begin, int64_t end) {
-  dispatch_all(a.activation, a.dtype, [&](auto t, auto act) {
+  dispatch_all(a.activation, a.dtype, a.dtype, [&](auto t, auto, auto act) {
     for (int64_t row = begin; row < end; ++row) {
       backward_row<typename decltype(t)::type>(a, row, act);
     }

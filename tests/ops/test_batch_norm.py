@@ -69,7 +69,7 @@ def test_a_constant_column_has_no_variance() -> None:
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
-# Of the input, and of the statistics and parameters: under autocast these have 32 bits.
+# Dtypes: the input's, and the statistics' and parameters', which have 32 bits under autocast.
 @pytest.mark.parametrize(
     ("x_dtype", "dtype"), [(F32, F32), (BF16, BF16), (F16, F16), (F64, F64), (BF16, F32)]
 )

@@ -350,7 +350,7 @@ def test_a_call_by_keyword_works_unchanged(
 
 
 _SIZES = {"in_features": 8, "out_features": 8, "bias": True, "device": "cpu", "dtype": X.dtype}
-# The arguments that torch's module and ours both are made with, and those of only ours.
+# Both classes, the arguments that both take, and the arguments that only ours takes.
 BUILT: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = [
     (torch.nn.LayerNorm, nn.LayerNorm, (8, 1e-3), {}, {}),
     (torch.nn.RMSNorm, nn.RMSNorm, (8, 1e-3), {}, {}),

@@ -164,7 +164,7 @@ class _Experts:
     def __init__(self, form: Form, factors: Factors, gradients: Factors) -> None:
         self.form, self.factors, self.gradients = form, factors, gradients
         self.how = (*form[:3], *form[-2:])
-        # Of the rows so far of an expert with several waves.
+        # Gradients of the rows so far, where an expert takes several waves.
         self.sums: dict[str, torch.Tensor] = {}
 
     def lay(self, factor: torch.Tensor) -> torch.Tensor:
