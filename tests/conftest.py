@@ -15,6 +15,9 @@ from typing import Any
 # Waiting threads sleep: with a test on every core, spinning would slow the threads that they wait
 # for.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
+# NumPy multiplies for Triton's interpreter and the imitation of Gluon. With a test on every core a
+# second thread for such small products only waits: they took 6 ms, not 0.1.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when NumPy is imported
 # Inductor compiles in the test's process: another one for its pool would only import torch again.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
