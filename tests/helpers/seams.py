@@ -174,8 +174,16 @@ def assert_kept(y: torch.Tensor, leaves: list[torch.Tensor]) -> None:
         some = [leaves[i] for i in wanted]
         found = torch.autograd.grad(y, some, grad, retain_graph=True)
         assert all(torch.equal(f, expected[i]) for f, i in zip(found, wanted, strict=True))
-    (other,) = torch.autograd.grad(y, leaves[2], 2 * grad)
+    (other,) = torch.autograd.grad(y, leaves[2], 2 * grad, retain_graph=True)
     assert torch.equal(other, 2 * expected[2])
+    torch.autograd.grad(y, leaves[2], grad, retain_graph=True)
+    (other,) = torch.autograd.grad(y, leaves[0], grad.mul_(2), retain_graph=True)
+    assert torch.equal(other, 2 * expected[0])
+    torch.autograd.grad(y, leaves[2], grad, retain_graph=True)
+    with torch.no_grad():
+        leaves[0].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y, leaves[0], grad)
 
 
 def assert_graphs_can_be_kept() -> None:

@@ -133,9 +133,9 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str], ready: b
         f"if {' and '.join(f'{name} is None' for name in incoming)}:",
         f"    return (None,) * {len(first) + len(passed)}",
         f"_grads = {_tuple(incoming)}",
+        f"{_tuple(saved)} = _ctx.saved_tensors" if saved else "",  # raises if one has changed
         "if _ctx.late is not None and (_late := take_left_over(_ctx, _grads)) is not None:",
         "    return _late",
-        f"{_tuple(saved)} = _ctx.saved_tensors" if saved else "",
         f"{_tuple(kept)} = _ctx.kept" if kept else "",
         unpack,
         f"{_tuple([*under, *(f'need_{name}' for name in passed)])} = _ctx.needs_input_grad",
@@ -220,18 +220,25 @@ def leave_over(ctx: Any, grads: tuple[Any, ...], gradients: Sequence[Any]) -> No
         for i, goes_on in enumerate(list_reached(ctx))
         if not goes_on and gradients[i] is not None
     }
-    ctx.late = (grads, unused) if unused else None
+    ctx.late = (grads, _list_versions(grads), unused) if unused else None
 
 
 def take_left_over(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """The gradients needed now, if an earlier run on the same gradients kept all of them."""
-    (earlier, unused), goes_on = ctx.late, list_reached(ctx)
+    (earlier, versions, unused), goes_on = ctx.late, list_reached(ctx)
     if any(a is not b for a, b in zip(earlier, grads, strict=True)) or torch.is_grad_enabled():
+        return None
+    if _list_versions(grads) != versions:
         return None
     if any(goes and i not in unused for i, goes in enumerate(goes_on)):
         return None
     ctx.late = None
     return tuple([unused[i] if goes else None for i, goes in enumerate(goes_on)])
+
+
+def _list_versions(grads: tuple[Any, ...]) -> list[int]:
+    """How often each gradient was changed in place; inference mode does not count changes."""
+    return [0 if grad is None or grad.is_inference() else grad._version for grad in grads]
 
 
 def list_reached(ctx: Any) -> list[bool]:

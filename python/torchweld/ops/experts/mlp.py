@@ -123,9 +123,9 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *tensors, order, z = ctx.saved_tensors  # raises if one has changed
         if ctx.late is not None and (late := take_left_over(ctx, (grad,))) is not None:
             return late
-        *tensors, order, z = ctx.saved_tensors
         needs = [ctx.needs_input_grad[1 + at] for at in _DIFFERENTIABLE]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             made = _derive(grad, *tensors, *ctx.kept)
