@@ -18,10 +18,19 @@ namespace {
 
 // --- Products ---
 
-// Rows and columns of a block of a product. Threads take blocks, each by a GEMM on one thread:
-// experts with few rows would leave most of a GEMM's threads waiting. They do not depend on the
-// number of threads, so that the bits do not.
-constexpr int64_t kBlockRows = 512, kBlockColumns = 1024;
+// Threads take blocks of the products, each by a GEMM on one thread: experts with few rows would
+// leave most of a GEMM's threads waiting. A block of many rows has fewer columns, so that a wave of
+// one expert has blocks for several threads; a gradient of weights sums over the rows and has enough
+// blocks. They do not depend on the number of threads, so that the bits do not.
+constexpr int64_t kBlockRows = 512, kBlockColumns = 1024, kFewColumns = 256, kBlockSize = 1 << 16;
+
+// The steps of `size`: a power of two of them, nearly equal, so that threads get as much each.
+int64_t find_step(int64_t size, int64_t most) {
+  int64_t parts = 1;
+  while (parts * most < size) parts *= 2;
+  const int64_t step = (size + parts - 1) / parts;
+  return std::min(most, (step + 15) / 16 * 16);
+}
 
 // A matrix with any strides.
 struct View {
@@ -114,10 +123,15 @@ void multiply(Tensor out, Tensor left, Tensor right, OptionalTensor bias, Shape 
         out.dim() == 3 ? of_expert(left, e, bounds).transposed() : of_expert(left, e, bounds);
     STD_TORCH_CHECK(a.size[0] == to.size[0] && a.size[1] == b.size[0] && b.size[1] == to.size[1],
                     "the sizes of a product do not match");
-    for (int64_t i = 0; i < to.size[0]; i += kBlockRows) {
-      const int64_t rows = std::min(kBlockRows, to.size[0] - i);
-      for (int64_t j = 0; j < to.size[1]; j += kBlockColumns) {
-        const int64_t columns = std::min(kBlockColumns, to.size[1] - j);
+    const int64_t height = find_step(to.size[0], kBlockRows);
+    int64_t width = kBlockColumns;
+    if (out.dim() == 2)
+      width = std::clamp(kBlockSize / std::max<int64_t>(height, 1), kFewColumns, width);
+    width = find_step(to.size[1], width);
+    for (int64_t i = 0; i < to.size[0]; i += height) {
+      const int64_t rows = std::min(height, to.size[0] - i);
+      for (int64_t j = 0; j < to.size[1]; j += width) {
+        const int64_t columns = std::min(width, to.size[1] - j);
         blocks.push_back({to.part(0, i, rows, item).part(1, j, columns, item),
                           a.part(0, i, rows, item), b.part(1, j, columns, item), e, j});
       }
@@ -125,7 +139,10 @@ void multiply(Tensor out, Tensor left, Tensor right, OptionalTensor bias, Shape 
   }
   std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};
-  torch::stable::parallel_for(0, (int64_t)blocks.size(), 1, [&](int64_t, int64_t) {
+  // A range of one would run outside of a parallel region, where a GEMM takes several threads and
+  // may add in another order.
+  const int64_t range = std::max<int64_t>(blocks.size(), 2);
+  torch::stable::parallel_for(0, range, 1, [&](int64_t, int64_t) {
     for (int64_t at = next++; at < (int64_t)blocks.size(); at = next++) {
       try {
         multiply_block(blocks[at], out, bias, add);

@@ -43,6 +43,12 @@ def test_every_form(form: str) -> None:
     assert_right(OP, materialize(sample, torch.float32))
 
 
+def test_several_blocks_of_each_product() -> None:
+    assert_right(
+        OP, materialize(mlp.arguments((530,), 2, 1, (70, 1100, 1060), biases=True), torch.float32)
+    )
+
+
 @pytest.mark.parametrize("form", mlp.FORMS)
 def test_chunks_change_no_more_than_the_order_of_sums(
     form: str, monkeypatch: pytest.MonkeyPatch
@@ -114,10 +120,14 @@ def test_skipped_indices_give_zeros() -> None:
         assert torch.equal(value, found[name]), name
 
 
+# Tokens, experts of each, experts and widths: one block for each product, and several.
+SIZES = [((200,), 4, 6, (64, 48, 64)), ((1300,), 1, 1, (40, 280, 300))]
+
+
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("form", mlp.FORMS)
-def test_the_same_bits_at_every_run_and_number_of_threads(form: str) -> None:
-    sample = mlp.arguments((200,), 4, 6, (64, 48, 64), mlp.FORMS[form], biases=True)
-    inputs = materialize(sample, torch.float32)
+def test_the_same_bits_at_every_run_and_number_of_threads(form: str, size: Any) -> None:
+    inputs = materialize(mlp.arguments(*size, mlp.FORMS[form], biases=True), torch.float32)
     threads = torch.get_num_threads()
     try:
         found = []
@@ -130,9 +140,10 @@ def test_the_same_bits_at_every_run_and_number_of_threads(form: str) -> None:
         assert all(torch.equal(value, other[name]) for other in found[1:]), name
 
 
-def test_other_tokens_order_changes_no_bit() -> None:
-    inputs = materialize(mlp.arguments((200,), 4, 6, (64, 48, 64)), torch.float32)
-    order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("size", SIZES)
+def test_other_tokens_order_changes_no_bit(size: Any) -> None:
+    inputs = materialize(mlp.arguments(*size), torch.float32)
+    order = torch.randperm(len(inputs[0]), generator=torch.Generator().manual_seed(0))
     moved = [v[order] if at in (0, 3, 4) else v for at, v in enumerate(inputs)]
     assert torch.equal(
         functional.experts_mlp(*moved[:5]), functional.experts_mlp(*inputs[:5])[order]
