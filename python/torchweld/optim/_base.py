@@ -84,7 +84,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # The norm of all gradients before clipping; set by a step with max_grad_norm.
     grad_norm: torch.Tensor | None = None
 
-    def __init__(self, params: Any, *args: Any, **options: Any) -> None:
+    def __init__(self, params: Any, **options: Any) -> None:
         storage = with_defaults(StorageOptions, options)
         self.max_grad_norm = storage.pop("max_grad_norm")
         self.ema_decay = options.pop("ema_decay", None)
@@ -105,7 +105,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._codec = codec
         self._codecs_of: dict[torch.Tensor, Codec] = {}  # for groups with a codec of their own
         self._is_made = False
-        super().__init__(params, *args, **options)
+        super().__init__(params, **options)
         check_apart(type(self).__name__, self.param_groups)
         self._is_made = True
 
@@ -545,23 +545,25 @@ def moments_of(rule: Rule, count: int | None = None) -> Moments:
     return {name: Moment(signed) for name, signed in [*rule.moments.items()][:count]}
 
 
-class OwnOptimizer(FusedOptimizer):
-    """An optimizer that torch.optim lacks, with the arguments that torch's optimizers share."""
+class _NotOfTorch(torch.optim.Optimizer):
+    """The base class in the place of torch's, with the arguments that torch's classes share."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any], **options: Any) -> None:
+    def __init__(self, params: Any, **settings: Any) -> None:
         name = type(self).__name__
         for argument, (accepted, fits) in _ACCEPTED.items():
-            value = defaults.get(argument)
+            value = settings.get(argument)
             if isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise ArgumentError(name, argument, f"of {list(value.shape)}", "one number")
             if value is not None and not fits(value):
                 raise ArgumentError(name, argument, repr(value), accepted)
-        of_torch = with_defaults(TorchOptions, options)
-        if of_torch.pop("differentiable"):
-            raise ArgumentError(name, "differentiable", "True", "False")
+        of_torch = with_defaults(TorchOptions, settings)
         # Groups have only the options in use: checkpoints of other implementations lack these keys.
         asked = {key: value for key, value in of_torch.items() if value}
-        super().__init__(params, defaults | asked, **options)
+        super().__init__(params, settings | asked)
+
+
+class OwnOptimizer(FusedOptimizer, _NotOfTorch):
+    """An optimizer that torch.optim lacks."""
 
 
 def _hide(name: str, value: Any) -> Any:

@@ -60,14 +60,13 @@ class OneBitOptimizer(OwnOptimizer):
     def __init__(
         self,
         params: Any,
-        defaults: dict[str, Any],
         *,
-        group: Any = None,
-        error_dtype: torch.dtype = torch.float32,
+        freeze_step: int,
+        group: Any,
+        error_dtype: torch.dtype,
         **others: Any,
     ) -> None:
         name = type(self).__name__
-        freeze_step = defaults["freeze_step"]
         if not isinstance(freeze_step, int) or freeze_step < 1:
             raise ArgumentError(name, "freeze_step", repr(freeze_step), "an int >= 1")
         check_error_dtype(name, error_dtype)
@@ -84,7 +83,7 @@ class OneBitOptimizer(OwnOptimizer):
         self._exchanged: list[torch.Tensor] = []  # the parameters of the current exchange
         self._attached: list[weakref.ref[Any]] = []
         self._is_checked = False
-        super().__init__(params, defaults, **others)
+        super().__init__(params, freeze_step=freeze_step, **others)
 
     @property
     def bytes_sent(self) -> int:

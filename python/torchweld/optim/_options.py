@@ -1,6 +1,6 @@
 """The options that optimizers share: each with its type and its default, declared once.
 
-An optimizer takes them as `**options: Unpack[...]`. `takes` shows them in its signature.
+An optimizer takes them as `**options: Unpack[...]`. `takes` makes its `__init__` of the signature.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from torchweld.names import StateName
 
-Init = TypeVar("Init", bound=Callable[..., None])
+Init = TypeVar("Init", bound=Callable[..., Any])
 
 
 class TorchOptions(TypedDict, total=False):
@@ -76,17 +76,29 @@ def with_defaults(options: type, given: dict[str, Any]) -> dict[str, Any]:
     return {name: given.pop(name, p.default) for name, p in list_options(options).items()}
 
 
-def takes(options: type, *, without: str = "") -> Callable[[Init], Init]:
-    """Let an __init__ show these options in its signature, and refuse other keywords."""
+class takes:  # noqa: N801
+    """Make an optimizer's `__init__` of its signature.
 
-    def decorate(init: Init) -> Init:
-        *own, rest = inspect.signature(init).parameters.values()
-        assert rest.kind is inspect.Parameter.VAR_KEYWORD
-        added = [p for name, p in list_options(options).items() if name != without]
-        names = {p.name for p in (*own, *added)}
+    The signature shows these options, and other keywords are refused. The body only checks and
+    prepares. Then the `__init__` of the next class gets all arguments by name, and what the body
+    returns: further settings of groups.
+    """
 
-        @functools.wraps(init)
-        def checked(self: Any, *args: Any, **given: Any) -> None:
+    def __init__(self, options: type, *, without: str = "") -> None:
+        shown = list_options(options).items()
+        self._options = [p for name, p in shown if name != without]
+
+    def __call__(self, init: Init) -> Init:
+        self._body = init
+        return self  # type: ignore[return-value]
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        body, signature = self._body, inspect.signature(self._body)
+        *own, rest = signature.parameters.values()
+        names = {p.name for p in (*own, *self._options)}
+
+        @functools.wraps(body)
+        def init(self: Any, *args: Any, **given: Any) -> None:
             for name in given.keys() - names:
                 near = difflib.get_close_matches(name, names, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -94,9 +106,14 @@ def takes(options: type, *, without: str = "") -> Callable[[Init], Init]:
                     f"{type(self).__name__}.__init__() got an unexpected keyword argument"
                     f" {name!r}{hint}"
                 )
-            init(self, *args, **given)
+            more = body(self, *args, **given) or {}
+            bound = signature.bind(self, *args, **given)
+            bound.apply_defaults()
+            _, *arguments = bound.arguments.items()
+            options = bound.arguments[rest.name]
+            named = {key: value for key, value in arguments if key != rest.name}
+            super(owner, self).__init__(**named, **options, **more)  # type: ignore[misc]
 
-        checked.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
-        return checked  # type: ignore[return-value]
-
-    return decorate
+        shown = inspect.Signature([*own, *self._options])
+        init.__signature__ = shown  # type: ignore[attr-defined]
+        setattr(owner, name, init)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,16 +35,16 @@ class AdafactorSettings(NamedTuple):
     """The fields of the struct in csrc/core/adafactor.h."""
 
     decay_rate: float
-    eps_square: float
-    eps_floor: float
-    eps_scale: float
-    clip: float
-    beta1: float
-    weight_decay: float
-    relative: bool
-    warmup: bool
-    scaled: bool
-    scaled_decay: bool
+    eps_square: float = 0.0
+    eps_floor: float = 0.0
+    eps_scale: float = 1e-3
+    clip: float = 1.0
+    beta1: float = 0.0
+    weight_decay: float = 0.0
+    relative: bool = True
+    warmup: bool = False
+    scaled: bool = True
+    scaled_decay: bool = False
 
 
 class _Factored(Rule):
@@ -132,23 +132,19 @@ class _Updates:
 
     def __init__(self, begun: Iterable[tuple[Callable[[], Read], Update]]) -> None:
         self._begun = list(begun)
-        self._sums: list[Sums] | None = None
+        self._known: list[Any] = [None] * len(self._begun)  # the sums that updates wait for
 
     def next_sums(self) -> list[Sums]:
         """Each update's next sums; the previous ones must be summed over all devices by now."""
-        self._sums = [update.send(known) for (_, update), known in self._with_known()]
-        return self._sums
+        every = zip(self._begun, self._known, strict=True)
+        sums: list[Any] = [update.send(known) for (_, update), known in every]
+        self._known = [[here for here, _ in of_one] for of_one in sums]  # devices add in place
+        return sums
 
     def steps(self) -> Updates:
         """Each parameter before the step and after it, and its new moments."""
-        for (of_parameter, update), known in self._with_known():
+        for (of_parameter, update), known in zip(self._begun, self._known, strict=True):
             yield of_parameter()[0], *update.send(known)  # type: ignore[arg-type]
-
-    def _with_known(self) -> Iterator[tuple[tuple[Callable[[], Read], Update], Any]]:
-        if self._sums is None:
-            return ((one, None) for one in self._begun)
-        known = ([here for here, _ in of_one] for of_one in self._sums)
-        return zip(self._begun, known, strict=True)
 
 
 def _whole_sizes(batch: Batch) -> list[int]:
@@ -253,9 +249,8 @@ def _torchs(task: Task) -> bool:
     """
     s, batch = task.settings, task.batch
     assert isinstance(s, AdafactorSettings)
-    rule = s._replace(
-        eps_square=0.0, beta1=0.0, relative=True, warmup=False, scaled=True, scaled_decay=False
-    )
+    of_torch = ("decay_rate", "eps_floor", "eps_scale", "clip", "weight_decay")
+    rule = AdafactorSettings(**{name: getattr(s, name) for name in of_torch})
     waits = not (torch.compiler.is_compiling() or _is_captured(batch.params[0]))
     whole = not batch.is_sharded and all(p.numel() for p in batch.params)
     if s != rule or task.found_inf is not None or not (waits and whole):
@@ -314,12 +309,12 @@ def _make_average(p: torch.Tensor, *dims: int | None) -> Moment:
 
 
 class _AdafactorStep(FusedOptimizer):
-    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, params: Any, **kwargs: Any) -> None:
         if kwargs.get("state_dtype", torch.float32) != torch.float32:
             accepted = "torch.float32: averages of rows and columns are small already"
             actual = repr(kwargs["state_dtype"])
             raise ArgumentError(type(self).__name__, "state_dtype", actual, accepted)
-        super().__init__(params, *args, **kwargs)
+        super().__init__(params, **kwargs)
 
     _rule = ADAFACTOR
 
@@ -353,12 +348,7 @@ class Adafactor(_AdafactorStep, torch.optim.Adafactor):
         maximize: bool = False,
         **options: Unpack[StorageOptions],
     ) -> None:
-        super().__init__(
-            *(params, lr, beta2_decay, eps, d, weight_decay),
-            foreach=foreach,
-            maximize=maximize,
-            **options,
-        )
+        """As in torch.optim."""
 
     def _moments(self, group: Group, p: torch.Tensor) -> Moments:
         if p.ndim < 2:
@@ -371,19 +361,8 @@ class Adafactor(_AdafactorStep, torch.optim.Adafactor):
         floor, scale = group["eps"]
         if floor is None:
             floor = torch.finfo(torch.float32 if batch.masters else batch.params[0].dtype).eps
-        return AdafactorSettings(
-            decay_rate=float(group["beta2_decay"]),
-            eps_square=0.0,
-            eps_floor=float(floor),
-            eps_scale=float(scale),
-            clip=float(group["d"]),
-            beta1=0.0,
-            weight_decay=float(group["weight_decay"]),
-            relative=True,
-            warmup=False,
-            scaled=True,
-            scaled_decay=False,
-        )
+        own = {"decay_rate": group["beta2_decay"], "eps_floor": floor, "eps_scale": scale}
+        return ADAFACTOR.read_settings({**group, **own, "clip": group["d"]})
 
 
 class TransformersAdafactor(_AdafactorStep, OwnOptimizer):
@@ -417,18 +396,6 @@ class TransformersAdafactor(_AdafactorStep, OwnOptimizer):
             raise ArgumentError(name, "lr", repr(lr), accepted)
         if warmup_init and not relative_step:
             raise ArgumentError(name, "warmup_init", "True", "False without relative_step")
-        defaults = {
-            "lr": lr,
-            "eps": eps,
-            "clip_threshold": clip_threshold,
-            "decay_rate": decay_rate,
-            "beta1": beta1,
-            "weight_decay": weight_decay,
-            "scale_parameter": scale_parameter,
-            "relative_step": relative_step,
-            "warmup_init": warmup_init,
-        }
-        super().__init__(params, defaults, **options)
 
     def _get_lr(self, group: Group, state: State) -> float:
         """Return the learning rate of a parameter's last step, for transformers' AdafactorSchedule.
@@ -460,16 +427,14 @@ class TransformersAdafactor(_AdafactorStep, OwnOptimizer):
 
     def _settings(self, group: Group, batch: Batch) -> AdafactorSettings:
         square, scale = group["eps"]
-        return AdafactorSettings(
-            decay_rate=float(group["decay_rate"]),
-            eps_square=float(square),
-            eps_floor=0.0,
-            eps_scale=float(scale),
-            clip=float(group["clip_threshold"]),
-            beta1=float(group["beta1"] or 0.0),
-            weight_decay=float(group["weight_decay"]),
-            relative=group["relative_step"],
-            warmup=group["warmup_init"],
-            scaled=group["scale_parameter"],
-            scaled_decay=True,
-        )
+        own = {
+            "eps_square": square,
+            "eps_scale": scale,
+            "clip": group["clip_threshold"],
+            "beta1": group["beta1"] or 0.0,
+            "relative": group["relative_step"],
+            "warmup": group["warmup_init"],
+            "scaled": group["scale_parameter"],
+            "scaled_decay": True,
+        }
+        return ADAFACTOR.read_settings(group | own)

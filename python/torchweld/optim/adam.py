@@ -160,11 +160,7 @@ class Adam(_AdamStep, torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         **options: Unpack[CautiousOptions],
     ) -> None:
-        super().__init__(
-            *(params, lr, betas, eps, weight_decay, amsgrad),
-            decoupled_weight_decay=decoupled_weight_decay,
-            **options,
-        )
+        """As in torch.optim."""
 
 
 class AdamW(_AdamStep, torch.optim.AdamW):
@@ -184,4 +180,4 @@ class AdamW(_AdamStep, torch.optim.AdamW):
         amsgrad: bool = False,
         **options: Unpack[CautiousOptions],
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+        """As in torch.optim."""

@@ -98,16 +98,7 @@ class AdEMAMix(OwnOptimizer):
         weight_decay: float = 0.0,
         **options: Unpack[OwnOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "alpha": alpha,
-            "beta3_warmup": beta3_warmup,
-            "alpha_warmup": alpha_warmup,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults, **options)
+        """Every argument is a setting of groups, or an option."""
 
     _varying = frozenset({"betas", "alpha", "eps", "weight_decay"})
 

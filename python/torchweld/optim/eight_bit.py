@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from torchweld.errors import ArgumentError
+from torchweld.optim._base import FusedOptimizer
 from torchweld.optim._codecs import EIGHT_BIT
 from torchweld.optim._options import CautiousOptions, OwnOptions, takes
 from torchweld.optim.adam import Adam, AdamW
@@ -24,24 +24,23 @@ _ONLY: dict[str, Any] = {
     "block_wise": True,
     "is_paged": False,
 }
-_LAMBS_ONLY: dict[str, Any] = {"amsgrad": False, "adam_w_mode": True, "max_unorm": 1.0}
 
 
-def _store_8bit(
-    optimizer: Any, options: Mapping[str, Any], min_8bit_size: int, *own: Any, **lambs: Any
-) -> dict[str, Any]:
-    """The options of 8-bit states, after a check of bitsandbytes' arguments: `own` as in _ONLY."""
-    given = dict(zip(_ONLY, own, strict=True)) | lambs
-    for name, value in given.items():
-        only = (_ONLY | _LAMBS_ONLY)[name]
-        if value != only:
-            raise ArgumentError(type(optimizer).__name__, name, repr(value), repr(only))
-    asked = options.get("min_quantized_size")
-    size = min_8bit_size if asked is None else asked
-    return {**options, "state_dtype": EIGHT_BIT, "min_quantized_size": size}
+class _EightBit(FusedOptimizer):
+    """Checks bitsandbytes' arguments, and has 8-bit states."""
+
+    _only: ClassVar[dict[str, Any]] = _ONLY
+
+    def __init__(self, params: Any, *, min_8bit_size: int, **arguments: Any) -> None:
+        for name, only in self._only.items():
+            if (value := arguments.pop(name)) != only:
+                raise ArgumentError(type(self).__name__, name, repr(value), repr(only))
+        if arguments.get("min_quantized_size") is None:
+            arguments["min_quantized_size"] = min_8bit_size
+        super().__init__(params, state_dtype=EIGHT_BIT, **arguments)
 
 
-class Adam8bit(Adam):
+class Adam8bit(_EightBit, Adam):
     """Adam with 8-bit states; takes bitsandbytes.optim.Adam8bit's arguments, and Adam's."""
 
     @takes(CautiousOptions, without="state_dtype")
@@ -63,18 +62,10 @@ class Adam8bit(Adam):
         decoupled_weight_decay: bool = False,
         **options: Unpack[CautiousOptions],
     ) -> None:
-        stored = _store_8bit(
-            *(self, options, min_8bit_size),
-            *(optim_bits, args, percentile_clipping, block_wise, is_paged),
-        )
-        super().__init__(
-            *(params, lr, betas, eps, weight_decay, amsgrad),
-            decoupled_weight_decay=decoupled_weight_decay,
-            **stored,
-        )
+        """As in bitsandbytes."""
 
 
-class AdamW8bit(AdamW):
+class AdamW8bit(_EightBit, AdamW):
     """AdamW with 8-bit states; takes bitsandbytes.optim.AdamW8bit's arguments, and AdamW's."""
 
     @takes(CautiousOptions, without="state_dtype")
@@ -94,19 +85,21 @@ class AdamW8bit(AdamW):
         is_paged: bool = False,
         **options: Unpack[CautiousOptions],
     ) -> None:
-        stored = _store_8bit(
-            *(self, options, min_8bit_size),
-            *(optim_bits, args, percentile_clipping, block_wise, is_paged),
-        )
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **stored)
+        """As in bitsandbytes."""
 
 
-class LAMB8bit(LAMB):
+class LAMB8bit(_EightBit, LAMB):
     """LAMB with 8-bit states; takes bitsandbytes.optim.LAMB8bit's arguments by name, and LAMB's.
 
     max_unorm must be its default, 1: a tensor's step is at most lr times as long as the tensor, as
     in LAMB without a trust_clip.
     """
+
+    _only: ClassVar[dict[str, Any]] = _ONLY | {
+        "amsgrad": False,
+        "adam_w_mode": True,
+        "max_unorm": 1.0,
+    }
 
     @takes(OwnOptions, without="state_dtype")
     def __init__(
@@ -132,24 +125,10 @@ class LAMB8bit(LAMB):
         max_unorm: float = 1.0,
         **options: Unpack[OwnOptions],
     ) -> None:
-        stored = _store_8bit(
-            *(self, options, min_8bit_size),
-            *(optim_bits, args, percentile_clipping, block_wise, is_paged),
-            amsgrad=amsgrad,
-            adam_w_mode=adam_w_mode,
-            max_unorm=max_unorm,
-        )
-        super().__init__(
-            *(params, lr, betas, eps, weight_decay),
-            bias_correction=bias_correction,
-            grad_averaging=grad_averaging,
-            trust_clip=trust_clip,
-            always_adapt=always_adapt,
-            **stored,
-        )
+        """As in bitsandbytes."""
 
 
-class Lion8bit(Lion):
+class Lion8bit(_EightBit, Lion):
     """Lion with 8-bit states; takes bitsandbytes.optim.Lion8bit's arguments, and Lion's."""
 
     @takes(CautiousOptions, without="state_dtype")
@@ -167,8 +146,4 @@ class Lion8bit(Lion):
         is_paged: bool = False,
         **options: Unpack[CautiousOptions],
     ) -> None:
-        stored = _store_8bit(
-            *(self, options, min_8bit_size),
-            *(optim_bits, args, percentile_clipping, block_wise, is_paged),
-        )
-        super().__init__(params, lr, betas, weight_decay, **stored)
+        """As in bitsandbytes."""

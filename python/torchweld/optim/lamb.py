@@ -92,17 +92,6 @@ class LAMB(OwnOptimizer):
         if trust_clip is not None and not 0 <= trust_clip[0] <= trust_clip[1]:
             accepted = "two numbers, 0 <= least <= largest, or None"
             raise ArgumentError(type(self).__name__, "trust_clip", repr(trust_clip), accepted)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "grad_averaging": grad_averaging,
-            "trust_clip": trust_clip,
-            "always_adapt": always_adapt,
-        }
-        super().__init__(params, defaults, **options)
 
     _rule = RULE
 

@@ -42,17 +42,7 @@ class LARS(SgdStep, OwnOptimizer):
         clip: bool = False,
         **options: Unpack[OwnOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "trust_coefficient": trust_coefficient,
-            "eps": eps,
-            "clip": clip,
-        }
-        super().__init__(params, defaults, **options)
+        """Every argument is a setting of groups, or an option."""
 
     def _ratios_of(self, group: Group, lr: torch.Tensor) -> RatiosOf:
         def ratios_of(of_param: torch.Tensor, of_grad: torch.Tensor) -> torch.Tensor:

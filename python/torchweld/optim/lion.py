@@ -76,8 +76,7 @@ class Lion(OwnOptimizer):
         weight_decay: float = 0.0,
         **options: Unpack[CautiousOptions],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, defaults, **options)
+        """Every argument is a setting of groups, or an option."""
 
     _is_cautious_rule = True
     _varying = frozenset({"betas", "weight_decay"})

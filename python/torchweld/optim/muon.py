@@ -18,10 +18,10 @@ from torchweld.ops.optimizer.orthogonal import QUINTIC
 from torchweld.ops.optimizer.passes import Exchange, Part, Pass, over_all
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.optim._base import FusedOptimizer, Group, moments_of
-from torchweld.optim._codecs import SIGNED, STEP, UNSIGNED, Moments, State
+from torchweld.optim._codecs import STEP, Moments, State
 from torchweld.optim._gather import Gathering
 from torchweld.optim._matrices import find_iteration, find_regions
-from torchweld.optim._options import CautiousOptions, TorchOptions, takes, with_defaults
+from torchweld.optim._options import CautiousOptions, takes
 from torchweld.optim._owners import Owners
 from torchweld.optim.adam import ADAM
 from torchweld.optim.lion import LION
@@ -159,19 +159,26 @@ _OPTIONS: dict[str, Any] = {
     "maximize": False,
     "capturable": False,
 }
+_IGNORED = {"foreach", "fused", "differentiable"}
 
 
 class _TorchsMuon(torch.optim.Muon):
     """torch.optim.Muon that also takes stacks of matrices, and vectors for other rules."""
 
-    def __init__(self, params: ParamsT, options: dict[str, Any], **settings: Any) -> None:
+    def __init__(self, params: ParamsT, **settings: Any) -> None:
+        asked = {
+            name: value
+            for name, default in _OPTIONS.items()
+            if (value := settings.pop(name, default)) != default
+        }
+        settings = {key: value for key, value in settings.items() if key not in _IGNORED}
         # torch checks its own arguments.
         of_torch = settings
         coefficients = settings["ns_coefficients"]
         if isinstance(coefficients, (tuple, list)) and len(coefficients) != 3:
             of_torch = settings | {"ns_coefficients": QUINTIC}
         torch.optim.Muon([torch.empty(0, 0, device="cpu")], **of_torch)
-        torch.optim.Optimizer.__init__(self, params, settings | options)
+        torch.optim.Optimizer.__init__(self, params, settings | asked)
 
 
 class Muon(FusedOptimizer, _TorchsMuon):
@@ -224,33 +231,6 @@ class Muon(FusedOptimizer, _TorchsMuon):
         split_dim: int = 0,
         **options: Unpack[CautiousOptions],
     ) -> None:
-        rest: dict[str, Any] = {**options}
-        of_torch = with_defaults(TorchOptions, rest)
-        if of_torch["differentiable"]:
-            raise ArgumentError(type(self).__name__, "differentiable", "True", "False")
-        own = {
-            "algorithm": algorithm,
-            "ns_dtype": ns_dtype,
-            "heads": heads,
-            "split_sizes": split_sizes,
-            "split_dim": split_dim,
-            "maximize": of_torch["maximize"],
-            "capturable": of_torch["capturable"],
-        }
-        asked = {name: value for name, value in own.items() if value != _OPTIONS[name]}
-        super().__init__(
-            params,
-            asked,
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=nesterov,
-            ns_coefficients=ns_coefficients,
-            eps=eps,
-            ns_steps=ns_steps,
-            adjust_lr_fn=adjust_lr_fn,
-            **rest,
-        )
         self._owners = Owners()
 
     def __getstate__(self) -> State:
@@ -344,18 +324,6 @@ class Muon(FusedOptimizer, _TorchsMuon):
                 if _rule_of(group) == "muon" and not self._codec_of(p).rounds(p) and key in states:
                     states[key] = {name: v for name, v in states[key].items() if name != STEP}
         return saved
-
-
-_MOMENTS: dict[str, Moments] = {
-    "muon": {"momentum_buffer": SIGNED},
-    "adamw": {"exp_avg": SIGNED, "exp_avg_sq": UNSIGNED},
-    "lion": {"exp_avg": SIGNED},
-}
-_SETTINGS = {
-    "muon": ("weight_decay", "momentum", "nesterov"),
-    "adamw": ("weight_decay", "betas", "eps"),
-    "lion": ("weight_decay", "betas"),
-}
 
 
 def _rule_of(group: Group) -> str:

@@ -51,12 +51,4 @@ class OneBitAdam(OneBitOptimizer):
         error_dtype: torch.dtype = torch.float32,
         **options: Unpack[OwnStorageOptions],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "freeze_step": freeze_step,
-            "bias_correction": bias_correction,
-        }
-        super().__init__(params, defaults, group=group, error_dtype=error_dtype, **options)
+        """Every argument is a setting of groups, or an option."""

@@ -72,19 +72,6 @@ class OneBitLAMB(OneBitOptimizer):
                 accepted = "two numbers, 0 <= least <= largest"
                 raise ArgumentError(name, argument, repr(clip), accepted)
         self._forget_step()
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "freeze_step": freeze_step,
-            "bias_correction": bias_correction,
-            "trust_clip": trust_clip,
-            "coeff_beta": coeff_beta,
-            "factor_clip": factor_clip,
-            "factor_threshold": factor_threshold,
-        }
-        super().__init__(params, defaults, group=group, error_dtype=error_dtype, **options)
 
     def _forget_step(self) -> None:
         """Reset the values that the passes of a step share."""

@@ -112,18 +112,9 @@ class ScheduleFreeAdamW(OwnOptimizer):
         r: float = 0.0,
         weight_lr_power: float = 2.0,
         **options: Unpack[OwnStorageOptions],
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "warmup_steps": warmup_steps,
-            "r": r,
-            "weight_lr_power": weight_lr_power,
-        }
+    ) -> Any:
         self._found: dict[torch.Tensor, tuple[list[torch.Tensor], int]] = {}
-        super().__init__(params, defaults | _COUNTS, **options)
+        return _COUNTS
 
     def __getstate__(self) -> State:
         return super().__getstate__() | {"_found": {}}

@@ -123,14 +123,7 @@ class SGD(SgdStep, torch.optim.SGD):
         fused: bool | None = None,
         **options: Unpack[StateOptions],
     ) -> None:
-        super().__init__(
-            *(params, lr, momentum, dampening, weight_decay, nesterov),
-            maximize=maximize,
-            foreach=foreach,
-            differentiable=differentiable,
-            fused=fused,
-            **options,
-        )
+        """As in torch.optim."""
 
     def state_dict(self) -> State:
         """Return a state like torch's, which does not count steps.

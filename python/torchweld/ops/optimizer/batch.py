@@ -40,18 +40,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 Tensor = torch.Tensor
 Tensors = list[torch.Tensor]
 Stepped = tuple[torch.Tensor, Tensors]  # what a rule's update and direction return
-_LISTS = [
-    "params",
-    "grads",
-    "masters",
-    "moments",
-    "absmaxes",
-    "new_absmaxes",
-    "steps",
-    "edges",
-    "rounding_offsets",
-    "companions",
-]
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STATE_DTYPES = {torch.float32, torch.bfloat16, torch.uint8}
 
@@ -116,24 +104,17 @@ class Batch:
 
     def lists(self) -> tuple[Tensors, ...]:
         """The batch as the arguments of an op."""
-        return (
-            self.params,
-            self.grads,
-            self.masters,
-            self.moments,
-            self.absmaxes,
-            self.new_absmaxes,
-            self.steps,
-            self.edges,
-            self.rounding_offsets,
-            self.companions,
-        )
+        return tuple(getattr(self, name) for name in _LISTS)
 
     def list_written(self) -> Tensors:
         """Every tensor that a step writes; autograd counts their versions."""
         parts = itertools.compress(self.params, map(operator.is_not, self.params, self.wholes))
         states = (*self.masters, *self.moments, *self.absmaxes, *self.steps, *self.companions)
         return [*parts, *self.wholes, *states]
+
+
+# The arguments of an op: all lists up to the companions.
+_LISTS = list(Batch.__dataclass_fields__)[:10]
 
 
 @dataclass

@@ -26,7 +26,7 @@ batch, so batches of a size are all equally long, the last one with zeros at its
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -144,7 +144,7 @@ def _normalize(some: list[torch.Tensor], dtype: torch.dtype, eps: float) -> torc
 def _by_steps(x: torch.Tensor, coefficients: Coefficients) -> torch.Tensor:
     for a, b, c in coefficients:
         gram = _symmetric(x, x)
-        x = torch.baddbmm(x, _polynomial(gram, b, c), x, beta=a)
+        x = torch.baddbmm(x, _symmetric(gram, gram, gram, c, b), x, beta=a)
     return x
 
 
@@ -152,13 +152,13 @@ def _by_gram(x: torch.Tensor, coefficients: Coefficients) -> torch.Tensor:
     for segment in _segments(coefficients):
         gram, whole = _symmetric(x, x), None
         for i, (a, b, c) in enumerate(segment):
-            factor = _polynomial(gram, b, c)
+            factor = _symmetric(gram, gram, gram, c, b)  # b A + c A A
             factor.diagonal(dim1=-2, dim2=-1).add_(a)
             whole = factor if whole is None else _symmetric(whole, factor)
             if i + 1 < len(segment):
                 gram = _symmetric(factor, _symmetric(gram, factor))
         assert whole is not None
-        x = _product(whole, x)
+        x = torch.bmm(whole, x)
     return x
 
 
@@ -179,18 +179,13 @@ def _count_segments(steps: int) -> list[int]:
 # --- Products -------------------------------------------------------------------------------------
 
 
-def _product_in_full(
+def _product(
     x: torch.Tensor, y: torch.Tensor, added: torch.Tensor | None, alpha: float, beta: float
 ) -> torch.Tensor:
-    """Compute alpha X Y^T + beta times what is added."""
+    """Compute alpha X Y + beta times what is added."""
     if added is None:
-        return torch.bmm(x, y.mT) * alpha
-    return torch.baddbmm(added, x, y.mT, beta=beta, alpha=alpha)
-
-
-def _take_one(*inputs: Any) -> list[Any]:
-    """The first matrix of the batch."""
-    return [value[:1] if isinstance(value, torch.Tensor) else value for value in inputs]
+        return torch.bmm(x, y)
+    return torch.baddbmm(added, x, y, beta=beta, alpha=alpha)
 
 
 _SYMMETRIC = BareOp(
@@ -199,8 +194,8 @@ _SYMMETRIC = BareOp(
     lambda x, *_: x.new_empty(len(x), x.shape[1], x.shape[1]),
     backends=(),
     triton="triton_kernels/symmetric.py",
-    reference=_product_in_full,
-    sample=_take_one,
+    reference=lambda x, y, *rest: _product(x, y.mT, *rest),
+    sample=lambda *inputs: [v[:1] if isinstance(v, torch.Tensor) else v for v in inputs],
 )
 
 
@@ -227,33 +222,29 @@ def _in_blocks(n: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + each, n)) for begin in range(0, n, each)]
 
 
-def _symmetric(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """X Y^T, which is symmetric."""
+def _symmetric(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    added: torch.Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+) -> torch.Tensor:
+    """X Y^T, which is symmetric; or alpha X Y + beta times what is added, if Y is symmetric."""
     n = x.shape[-2]
     if _fits_tiles(x):
-        return _SYMMETRIC.run(x, y, None, 1.0, 0.0)  # type: ignore[no-any-return]
+        return _SYMMETRIC.run(x, y, added, alpha, beta)  # type: ignore[no-any-return]
+    y = y.mT if added is None else y
     if n < _limits(x).blocks_from:
-        return torch.bmm(x, y.mT)
+        return _product(x, y, added, alpha, beta)
     result = x.new_empty(len(x), n, n)
-    for left, right, to in zip(x, y, result, strict=True):
+    for i, to in enumerate(result):
         for begin, end in _in_blocks(n):
-            torch.mm(left[begin:end], right[:end].T, out=to[begin:end, :end])
-        _mirror(to)
-    return result
-
-
-def _polynomial(gram: torch.Tensor, b: float, c: float) -> torch.Tensor:
-    """b A + c A A, for a symmetric A."""
-    n = gram.shape[-1]
-    if _fits_tiles(gram):
-        return _SYMMETRIC.run(gram, gram, gram, c, b)  # type: ignore[no-any-return]
-    if n < _limits(gram).blocks_from:
-        return torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-    result = torch.empty_like(gram)
-    for one, to in zip(gram, result, strict=True):
-        for begin, end in _in_blocks(n):
-            part, columns = one[begin:end], one[:, :end]
-            torch.addmm(part[:, :end], part, columns, beta=b, alpha=c, out=to[begin:end, :end])
+            left, right, out = x[i, begin:end], y[i, :, :end], to[begin:end, :end]
+            if added is None:
+                torch.mm(left, right, out=out)
+            else:
+                part = added[i, begin:end, :end]
+                torch.addmm(part, left, right, beta=beta, alpha=alpha, out=out)
         _mirror(to)
     return result
 
@@ -273,7 +264,3 @@ def _mirror_blocks(matrix: torch.Tensor) -> None:
 
 # torch copies 2 GB/s of transposed 16-bit elements, a tenth of a symmetric product's time.
 _MIRROR = BareOp("mirror_", "(Tensor(a!) matrix) -> ()", reference=_mirror_blocks)
-
-
-def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return torch.bmm(x, y)
