@@ -138,6 +138,12 @@ def factor(function: str, name: str, value: Any, dtype: torch.dtype | None = Non
         raise ArgumentError(function, name, repr(value), accepted)
 
 
+def fits(function: str, name: str, value: Any, does_fit: bool, accepted: str) -> None:
+    """Raise an error about the value unless it fits."""
+    if not does_fit:
+        raise ArgumentError(function, name, repr(value), accepted)
+
+
 def flag(function: str, name: str, value: Any) -> None:
     """Check for True or False."""
     if not isinstance(value, bool):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchweld import checks
 from torchweld.dispatch import choice
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer import passes
@@ -38,6 +39,7 @@ from torchweld.optim._shards import local_part, sharing_key
 # Computes ratios from the norms of parameters and of their steps.
 RatiosOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Numbered = Iterable[tuple[int, torch.Tensor]]
+Places = dict[torch.Tensor, tuple[int, int]]
 _CODEC_KEYS = ("state_dtype", "master_weights", "min_quantized_size", "stochastic_rounding")
 _NOT_IN_GROUPS = {*_CODEC_KEYS, "max_grad_norm"}
 # Groups that differ only in these settings share a pass: the settings are per tensor, or have no
@@ -74,8 +76,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     _varying: frozenset[str] = frozenset()
     # Whether it takes the options of cautious steps and of cautious weight decay.
     _is_cautious_rule = False
-    # The number of the first parameter; not 0 if another optimizer steps earlier parameters.
-    _first_number = 0
     # The parameters of a part of a step; None: all.
     _chosen: Sequence[tuple[Group, Sequence[tuple[Codec, Numbered]]]] | None = None
     # The batches of the last step, and how often others had to be gathered.
@@ -92,14 +92,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         name = type(self).__name__
         codec = Codec(**storage)
         codec.check(name)
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            accepted = "a number > 0 or None"
-            raise ArgumentError(name, "max_grad_norm", repr(self.max_grad_norm), accepted)
-        if options.get("differentiable"):
-            raise ArgumentError(name, "differentiable", "True", "False; torch.optim has it")
-        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
-            accepted = "a number in [0, 1) or None"
-            raise ArgumentError(name, "ema_decay", repr(self.ema_decay), accepted)
+        norm, decay = self.max_grad_norm, self.ema_decay
+        fits = norm is None or norm > 0
+        checks.fits(name, "max_grad_norm", norm, fits, "a number > 0 or None")
+        fits = not options.get("differentiable")
+        checks.fits(name, "differentiable", True, fits, "False; torch.optim has it")
+        fits = decay is None or 0 <= decay < 1
+        checks.fits(name, "ema_decay", decay, fits, "a number in [0, 1) or None")
         self._shown: dict[torch.Tensor, torch.Tensor] = {}  # parameters while averages are shown
         self._asked = {name: True for name, flag in flags.items() if flag}
         self._codec = codec
@@ -136,11 +135,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """A group with the cautious options that are in use."""
         for name in CAUTIOUS:
             value = group.get(name, False)
-            if not isinstance(value, bool):
-                raise ArgumentError(type(self).__name__, name, repr(value), "True or False")
-            if value and not self._is_cautious_rule:
-                accepted = "False; Adam, AdamW, Lion and Muon take it"
-                raise ArgumentError(type(self).__name__, name, "True", accepted)
+            checks.flag(type(self).__name__, name, value)
+            fits, accepted = self._is_cautious_rule, "False; Adam, AdamW, Lion and Muon take it"
+            checks.fits(type(self).__name__, name, value, fits or not value, accepted)
         return {k: v for k, v in (self._asked | group).items() if k not in CAUTIOUS or v}
 
     @contextlib.contextmanager
@@ -356,8 +353,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self._chosen is not None:
             yield from self._chosen
             return
-        # The number of a group's first parameter, the same in every process and run.
-        number = self._first_number
+        number = 0  # of a group's first parameter, the same in every process and run
         for group in self.param_groups:
             members = []
             for codec, params in self._by_codec(group["params"]):
@@ -365,12 +361,22 @@ class FusedOptimizer(torch.optim.Optimizer):
                 number += len(params)
             yield group, members
 
-    @torch.no_grad()
-    def _step_some(self, chosen: Sequence[tuple[Group, Sequence[tuple[Codec, Numbered]]]]) -> None:
-        """Step some of the parameters, as a part of a step."""
-        self._chosen = chosen
+    def _find_places(self) -> Places:
+        """The place of each parameter's group, and the parameter's number in the optimizer."""
+        every = [(at, p) for at, group in enumerate(self.param_groups) for p in group["params"]]
+        return {p: (at, number) for number, (at, p) in enumerate(every)}
+
+    @contextlib.contextmanager
+    def _only(self, params: Iterable[torch.Tensor], places: Places) -> Iterator[None]:
+        """Gather only these parameters, as a part of a step."""
+        chosen: dict[tuple[int, Codec], list[tuple[int, torch.Tensor]]] = {}
+        for p in params:
+            at, number = places[p]
+            chosen.setdefault((at, self._codec_of(p)), []).append((number, p))
+        groups = self.param_groups
+        self._chosen = [(groups[at], [(codec, some)]) for (at, codec), some in chosen.items()]
         try:
-            self._run(self._tasks())
+            yield
         finally:
             self._chosen = None
 
@@ -554,8 +560,7 @@ class _NotOfTorch(torch.optim.Optimizer):
             value = settings.get(argument)
             if isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise ArgumentError(name, argument, f"of {list(value.shape)}", "one number")
-            if value is not None and not fits(value):
-                raise ArgumentError(name, argument, repr(value), accepted)
+            checks.fits(name, argument, value, value is None or fits(value), accepted)
         of_torch = with_defaults(TorchOptions, settings)
         # Groups have only the options in use: checkpoints of other implementations lack these keys.
         asked = {key: value for key, value in of_torch.items() if value}

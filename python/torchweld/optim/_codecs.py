@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from torchweld import checks
 from torchweld.errors import ArgumentError
 from torchweld.names import StateName
 from torchweld.ops.optimizer.reference import read_param, split_param
@@ -64,20 +65,17 @@ class Codec:
 
     def check(self, function: str) -> None:
         """Check the options."""
+        fits, masters, size = checks.fits, self.master_weights, self.min_quantized_size
         accepted = (torch.float32, torch.bfloat16, EIGHT_BIT)
-        if self.state_dtype not in accepted:
-            names = 'torch.float32, torch.bfloat16 or "8bit"'
-            raise ArgumentError(function, "state_dtype", repr(self.state_dtype), names)
-        if self.master_weights not in (False, True, REMAINDER, SHORT_REMAINDER):
-            names = 'False, True, "remainder" or "remainder8"'
-            raise ArgumentError(function, "master_weights", repr(self.master_weights), names)
-        size = self.min_quantized_size
-        if not isinstance(size, int) or size < 0:
-            raise ArgumentError(function, "min_quantized_size", repr(size), "an int >= 0")
-        rounding, masters = self.stochastic_rounding, self.master_weights
-        if not isinstance(rounding, bool):
-            raise ArgumentError(function, "stochastic_rounding", repr(rounding), "True or False")
-        if rounding and masters:
+        names = 'torch.float32, torch.bfloat16 or "8bit"'
+        fits(function, "state_dtype", self.state_dtype, self.state_dtype in accepted, names)
+        names = 'False, True, "remainder" or "remainder8"'
+        accepted = (False, True, REMAINDER, SHORT_REMAINDER)
+        fits(function, "master_weights", masters, masters in accepted, names)
+        is_size = isinstance(size, int) and size >= 0
+        fits(function, "min_quantized_size", size, is_size, "an int >= 0")
+        checks.flag(function, "stochastic_rounding", self.stochastic_rounding)
+        if self.stochastic_rounding and masters:
             actual = f"True with master_weights={masters!r}"
             raise ArgumentError(function, "stochastic_rounding", actual, "one of the two")
 

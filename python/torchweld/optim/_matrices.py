@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweld.errors import ArgumentError
+from torchweld import checks
 from torchweld.ops.optimizer.orthogonal import (
     QUINTIC,
     Coefficients,
@@ -63,31 +63,24 @@ class Region(NamedTuple):
 def find_iteration(function: str, group: Group) -> Iteration:
     """Find how this group's matrices are orthogonalised; check its settings."""
     algorithm, dtype = group.get("algorithm", "standard"), group.get("ns_dtype", torch.bfloat16)
-    if algorithm not in ALGORITHMS:
-        raise ArgumentError(function, "algorithm", repr(algorithm), " | ".join(ALGORITHMS))
-    if dtype not in ITERATED:
-        accepted = "torch.bfloat16, float16, float32 or float64"
-        raise ArgumentError(function, "ns_dtype", repr(dtype), accepted)
     numbers, steps = group["ns_coefficients"], group["ns_steps"]
-    if not isinstance(steps, int) or not 0 <= steps < 100:
-        raise ArgumentError(function, "ns_steps", repr(steps), "an int in [0, 100)")
+
+    def check(name: str, value: Any, fits: bool, accepted: str) -> None:
+        checks.fits(function, name, value, fits, accepted)
+
+    check("algorithm", algorithm, algorithm in ALGORITHMS, " | ".join(ALGORITHMS))
+    check("ns_dtype", dtype, dtype in ITERATED, "torch.bfloat16, float16, float32 or float64")
+    check("ns_steps", steps, isinstance(steps, int) and 0 <= steps < 100, "an int in [0, 100)")
     fits = isinstance(numbers, (tuple, list)) and len(numbers) > 0
     each = fits and all(isinstance(one, (tuple, list)) and len(one) == 3 for one in numbers)
-    if not each and not (
-        fits and len(numbers) == 3 and all(isinstance(number, (int, float)) for number in numbers)
-    ):
-        accepted = "three numbers, or three for each step"
-        raise ArgumentError(function, "ns_coefficients", repr(numbers), accepted)
-    if each and len(numbers) != steps:
-        accepted = f"three numbers for each of {steps} steps, as ns_steps says"
-        raise ArgumentError(
-            function, "ns_coefficients", f"three for {len(numbers)} steps", accepted
-        )
+    three = fits and len(numbers) == 3 and all(isinstance(n, (int, float)) for n in numbers)
+    check("ns_coefficients", numbers, each or three, "three numbers, or three for each step")
+    accepted = f"three numbers for each of {steps} steps, as ns_steps says"
+    check("ns_coefficients", numbers, not each or len(numbers) == steps, accepted)
     coefficients: Any = [tuple(one) for one in numbers] if each else [tuple(numbers)] * steps
     if algorithm == "polar_express":
-        if tuple(numbers) != QUINTIC:
-            accepted = "the default: polar_express has its own coefficients"
-            raise ArgumentError(function, "ns_coefficients", repr(numbers), accepted)
+        accepted = "the default: polar_express has its own coefficients"
+        check("ns_coefficients", numbers, tuple(numbers) == QUINTIC, accepted)
         coefficients = polar_express(steps)
     eps = float(group["eps"])
     return Iteration(tuple(coefficients), algorithm == "gram", dtype, eps, group["adjust_lr_fn"])
@@ -105,18 +98,18 @@ def find_regions(function: str, shape: Sequence[int], group: Group) -> list[Regi
 def _cut(function: str, size: int, split_sizes: Any, heads: Any) -> list[tuple[int, int]]:
     """Cut a dimension of packed projections into its parts, and each part into its heads."""
     parts = [size] if split_sizes is None else list(split_sizes)
-    if sum(parts) != size or min(parts, default=0) < 0:
-        raise ArgumentError(
-            function, "split_sizes", repr(split_sizes), f"sizes that add up to {size}"
-        )
+    fits, accepted = (
+        sum(parts) == size and min(parts, default=0) >= 0,
+        f"sizes that add up to {size}",
+    )
+    checks.fits(function, "split_sizes", split_sizes, fits, accepted)
     heads = 1 if heads is None else heads
     counts = [heads] * len(parts) if isinstance(heads, int) else list(heads)
-    if len(counts) != len(parts):
-        accepted = f"a number for each of {len(parts)} parts"
-        raise ArgumentError(function, "heads", repr(heads), accepted)
+    accepted = f"a number for each of {len(parts)} parts"
+    checks.fits(function, "heads", heads, len(counts) == len(parts), accepted)
     for part, count in zip(parts, counts, strict=True):
-        if not isinstance(count, int) or count < 1 or part % count:
-            raise ArgumentError(function, "heads", repr(heads), f"a divisor of {part}")
+        fits = isinstance(count, int) and count >= 1 and part % count == 0
+        checks.fits(function, "heads", heads, fits, f"a divisor of {part}")
     sizes = [part // count for part, count in zip(parts, counts, strict=True) for _ in range(count)]
     ends = list(accumulate(sizes))
     return [(end - of_one, end) for end, of_one in zip(ends, sizes, strict=True)]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from torchweld import checks
 from torchweld.collectives.all_reduce import check_error_dtype, check_rank
 from torchweld.collectives.one_bit import (
     Errors,
@@ -67,15 +68,15 @@ class OneBitOptimizer(OwnOptimizer):
         **others: Any,
     ) -> None:
         name = type(self).__name__
-        if not isinstance(freeze_step, int) or freeze_step < 1:
-            raise ArgumentError(name, "freeze_step", repr(freeze_step), "an int >= 1")
+        fits = isinstance(freeze_step, int) and freeze_step >= 1
+        checks.fits(name, "freeze_step", freeze_step, fits, "an int >= 1")
         check_error_dtype(name, error_dtype)
-        if others.get("state_dtype", torch.float32) != torch.float32:
-            accepted = "torch.float32: the momentum is bits, and second moments are frozen"
-            raise ArgumentError(name, "state_dtype", repr(others["state_dtype"]), accepted)
-        if others.get("max_grad_norm") is not None:
-            accepted = "None: after the warm-up no process has the mean gradient"
-            raise ArgumentError(name, "max_grad_norm", repr(others["max_grad_norm"]), accepted)
+        for argument, only, why in (
+            ("state_dtype", torch.float32, "the momentum is bits, and second moments are frozen"),
+            ("max_grad_norm", None, "after the warm-up no process has the mean gradient"),
+        ):
+            value = others.get(argument, only)
+            checks.fits(name, argument, value, value == only, f"{only}: {why}")
         self._wire, self._error_dtype = Wire(name, group), error_dtype
         self._owed: list[
             tuple[torch.Tensor, Packed, Errors]
@@ -109,9 +110,9 @@ class OneBitOptimizer(OwnOptimizer):
 
     def _check_group(self, group: Group) -> None:
         name, first = type(self).__name__, self.param_groups[0]
-        if group["freeze_step"] != first["freeze_step"]:
-            accepted = f"{first['freeze_step']}, as in the first group"
-            raise ArgumentError(name, "freeze_step", repr(group["freeze_step"]), accepted)
+        steps = first["freeze_step"]
+        fits, accepted = group["freeze_step"] == steps, f"{steps}, as in the first group"
+        checks.fits(name, "freeze_step", group["freeze_step"], fits, accepted)
         if self.is_frozen and any(p.requires_grad for p in group["params"]):
             self._refuse_new()
         devices = {p.device for p in self._params()}

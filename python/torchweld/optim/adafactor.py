@@ -12,6 +12,7 @@ from torch.optim._adafactor import adafactor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from torchweld import checks
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer.batch import Batch, Task, Tensors
 from torchweld.ops.optimizer.passes import Exchange, Part, Pass
@@ -310,10 +311,9 @@ def _make_average(p: torch.Tensor, *dims: int | None) -> Moment:
 
 class _AdafactorStep(FusedOptimizer):
     def __init__(self, params: Any, **kwargs: Any) -> None:
-        if kwargs.get("state_dtype", torch.float32) != torch.float32:
-            accepted = "torch.float32: averages of rows and columns are small already"
-            actual = repr(kwargs["state_dtype"])
-            raise ArgumentError(type(self).__name__, "state_dtype", actual, accepted)
+        asked = kwargs.get("state_dtype", torch.float32)
+        accepted = "torch.float32: averages of rows and columns are small already"
+        checks.fits(type(self).__name__, "state_dtype", asked, asked == torch.float32, accepted)
         super().__init__(params, **kwargs)
 
     _rule = ADAFACTOR
@@ -391,11 +391,10 @@ class TransformersAdafactor(_AdafactorStep, OwnOptimizer):
         **options: Unpack[OwnStorageOptions],
     ) -> None:
         name = type(self).__name__
-        if (lr is None) != relative_step:
-            accepted = "None with relative_step, a number without"
-            raise ArgumentError(name, "lr", repr(lr), accepted)
-        if warmup_init and not relative_step:
-            raise ArgumentError(name, "warmup_init", "True", "False without relative_step")
+        accepted = "None with relative_step, a number without"
+        checks.fits(name, "lr", lr, (lr is None) == relative_step, accepted)
+        fits = relative_step or not warmup_init
+        checks.fits(name, "warmup_init", warmup_init, fits, "False without relative_step")
 
     def _get_lr(self, group: Group, state: State) -> float:
         """Return the learning rate of a parameter's last step, for transformers' AdafactorSchedule.

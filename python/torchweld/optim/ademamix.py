@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from torchweld.errors import ArgumentError
+from torchweld import checks
 from torchweld.ops.optimizer.batch import Batch, Stepped, Tensor, Tensors
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.optim._base import Group, OwnOptimizer
@@ -116,13 +116,12 @@ class AdEMAMix(OwnOptimizer):
 
 def _check(function: str, group: Group) -> None:
     betas, alpha = group["betas"], group["alpha"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 3:
-        raise ArgumentError(function, "betas", repr(betas), "three numbers in [0, 1)")
-    if not alpha >= 0:
-        raise ArgumentError(function, "alpha", repr(alpha), "a number >= 0")
+    fits = isinstance(betas, (tuple, list)) and len(betas) == 3
+    checks.fits(function, "betas", betas, fits, "three numbers in [0, 1)")
+    checks.fits(function, "alpha", alpha, alpha >= 0, "a number >= 0")
     for name in ("beta3_warmup", "alpha_warmup"):
         steps = group[name]
-        if steps is not None and (not isinstance(steps, int) or steps < 0):
-            raise ArgumentError(function, name, repr(steps), "an int >= 0 or None")
-    if group["beta3_warmup"] and betas[0] == 0:
-        raise ArgumentError(function, "beta3_warmup", "given", "None if betas[0] is 0")
+        fits = steps is None or (isinstance(steps, int) and steps >= 0)
+        checks.fits(function, name, steps, fits, "an int >= 0 or None")
+    fits = betas[0] != 0 or not group["beta3_warmup"]
+    checks.fits(function, "beta3_warmup", group["beta3_warmup"], fits, "None if betas[0] is 0")

@@ -8,7 +8,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from torchweld.errors import ArgumentError
+from torchweld import checks
 from torchweld.ops.optimizer.batch import Stepped, Tensor, Tensors
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.optim._base import Group, OwnOptimizer, RatiosOf
@@ -89,9 +89,9 @@ class LAMB(OwnOptimizer):
         always_adapt: bool = True,
         **options: Unpack[OwnOptions],
     ) -> None:
-        if trust_clip is not None and not 0 <= trust_clip[0] <= trust_clip[1]:
-            accepted = "two numbers, 0 <= least <= largest, or None"
-            raise ArgumentError(type(self).__name__, "trust_clip", repr(trust_clip), accepted)
+        fits = trust_clip is None or 0 <= trust_clip[0] <= trust_clip[1]
+        accepted = "two numbers, 0 <= least <= largest, or None"
+        checks.fits(type(self).__name__, "trust_clip", trust_clip, fits, accepted)
 
     _rule = RULE
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchweld.errors import ArgumentError
+from torchweld import checks
 
 
 class _Scaled(LRScheduler):
@@ -28,22 +28,18 @@ class _Scaled(LRScheduler):
         warmup_start: float = 0.0,
         last_epoch: int = -1,
     ) -> None:
-        more = warmup_steps + 1
-        for name, value, accepted, fits in (
-            ("batch_size", batch_size, "a number > 0", batch_size > 0),
-            ("base_batch_size", base_batch_size, "a number > 0", base_batch_size > 0),
-            ("warmup_steps", warmup_steps, "an int >= 0", warmup_steps >= 0),
-            ("warmup_start", warmup_start, "a number in [0, 1]", 0 <= warmup_start <= 1),
-            ("power", power, "a number >= 0", power >= 0),
-            (
-                "total_steps",
-                total_steps,
-                f"None or an int >= {more}",
-                (total_steps or more) >= more,
-            ),
-        ):
-            if not fits:
-                raise ArgumentError(type(self).__name__, name, repr(value), accepted)
+        name, more = type(self).__name__, warmup_steps + 1
+
+        def check(argument: str, value: object, fits: bool, accepted: str) -> None:
+            checks.fits(name, argument, value, fits, accepted)
+
+        check("batch_size", batch_size, batch_size > 0, "a number > 0")
+        check("base_batch_size", base_batch_size, base_batch_size > 0, "a number > 0")
+        check("warmup_steps", warmup_steps, warmup_steps >= 0, "an int >= 0")
+        check("warmup_start", warmup_start, 0 <= warmup_start <= 1, "a number in [0, 1]")
+        check("power", power, power >= 0, "a number >= 0")
+        fits = total_steps is None or total_steps >= more
+        check("total_steps", total_steps, fits, f"None or an int >= {more}")
         self.scale = (batch_size / base_batch_size) ** self.exponent
         self.warmup_steps = warmup_steps
         self.total_steps = total_steps

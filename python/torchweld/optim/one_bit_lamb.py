@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from torchweld import checks
 from torchweld.collectives.one_bit import Packed, flatten_all, list_sizes, split_into_runs
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer.batch import Batch, Task
@@ -68,9 +69,8 @@ class OneBitLAMB(OneBitOptimizer):
     ) -> None:
         name = type(self).__name__
         for argument, clip in (("trust_clip", trust_clip), ("factor_clip", factor_clip)):
-            if not 0 <= clip[0] <= clip[1]:
-                accepted = "two numbers, 0 <= least <= largest"
-                raise ArgumentError(name, argument, repr(clip), accepted)
+            accepted = "two numbers, 0 <= least <= largest"
+            checks.fits(name, argument, clip, 0 <= clip[0] <= clip[1], accepted)
         self._forget_step()
 
     def _forget_step(self) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from torchweld import checks
 from torchweld.errors import ArgumentError
 from torchweld.optim._base import FusedOptimizer, Group
-from torchweld.optim._codecs import Codec
 from torchweld.optim._one_bit import OneBitOptimizer
 from torchweld.optim._sharded_blocks import split_rows
 from torchweld.optim._shards import is_sharded, local_part
@@ -28,7 +28,7 @@ class GradientRelease:
         self, model: torch.nn.Module, optimizer: FusedOptimizer, bucket_bytes: int
     ) -> None:
         self._optimizer, self._bucket_bytes = optimizer, bucket_bytes
-        self._places = _find_places(optimizer)
+        self._places = optimizer._find_places()
         self._pending: list[torch.Tensor] = []
         self._pending_bytes = 0
         self._seen: set[torch.Tensor] = set()  # since the last step
@@ -93,13 +93,8 @@ class GradientRelease:
 
     def _step_pending(self) -> None:
         """Step the parameters whose gradients have arrived, and free the gradients."""
-        chosen: dict[tuple[int, Codec], list[tuple[int, torch.Tensor]]] = {}
-        groups = self._optimizer.param_groups
-        for p in self._pending:
-            at, number = self._places[p]
-            chosen.setdefault((at, self._optimizer._codec_of(p)), []).append((number, p))
-        every = [(groups[at], [(codec, some)]) for (at, codec), some in chosen.items()]
-        self._optimizer._step_some(every)
+        with torch.no_grad(), self._optimizer._only(self._pending, self._places):
+            self._optimizer._run(self._optimizer._tasks())
         for p in self._pending:
             p.grad = None
         self._pending, self._pending_bytes = [], 0
@@ -144,8 +139,8 @@ def release_gradients(
     if not isinstance(optimizer, FusedOptimizer) or isinstance(optimizer, OneBitOptimizer):
         accepted = "an optimizer of torchweld.optim that does not communicate; Offload has its own"
         raise ArgumentError(_NAME, "optimizer", f"a {type(optimizer).__name__}", accepted)
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-        raise ArgumentError(_NAME, "bucket_bytes", repr(bucket_bytes), "an int > 0")
+    fits = type(bucket_bytes) is int and bucket_bytes > 0
+    checks.fits(_NAME, "bucket_bytes", bucket_bytes, fits, "an int > 0")
     wrapper = torch.nn.parallel.DistributedDataParallel
     if any(isinstance(module, wrapper) for module in model.modules()):
         accepted = "a model without DistributedDataParallel; FSDP2's works"
@@ -157,19 +152,10 @@ def release_gradients(
     return GradientRelease(model, optimizer, bucket_bytes)
 
 
-def _find_places(optimizer: FusedOptimizer) -> dict[torch.Tensor, tuple[int, int]]:
-    """Each parameter's group and its number in the optimizer."""
-    places: dict[torch.Tensor, tuple[int, int]] = {}
-    for at, group in enumerate(optimizer.param_groups):
-        for p in group["params"]:
-            places[p] = at, optimizer._first_number + len(places)
-    return places
-
-
 def _check_optimizer(optimizer: FusedOptimizer) -> None:
-    if optimizer.max_grad_norm is not None:
-        accepted = "None: the norm of all gradients is not known in the backward pass"
-        raise ArgumentError(_NAME, "max_grad_norm", repr(optimizer.max_grad_norm), accepted)
+    accepted = "None: the norm of all gradients is not known in the backward pass"
+    limit = optimizer.max_grad_norm
+    checks.fits(_NAME, "max_grad_norm", limit, limit is None, accepted)
 
 
 def _check_param(optimizer: FusedOptimizer, group: Group, p: torch.Tensor) -> None:

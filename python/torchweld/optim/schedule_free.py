@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from torchweld import checks
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer.batch import Batch, Stepped, Task, Tensor, Tensors
 from torchweld.ops.optimizer.reference import read_param, split_param
@@ -128,14 +129,13 @@ class ScheduleFreeAdamW(OwnOptimizer):
 
     def _check(self, group: Group) -> None:
         name = type(self).__name__
-        if group.get("capturable"):
-            raise ArgumentError(name, "capturable", "True", "False: the host counts steps")
-        if not 0 < group["betas"][0] < 1:
-            actual, accepted = repr(group["betas"]), "two numbers in [0, 1), the first one not 0"
-            raise ArgumentError(name, "betas", actual, accepted)
+        fits = not group.get("capturable")
+        checks.fits(name, "capturable", True, fits, "False: the host counts steps")
+        accepted = "two numbers in [0, 1), the first one not 0"
+        checks.fits(name, "betas", group["betas"], 0 < group["betas"][0] < 1, accepted)
         steps = group["warmup_steps"]
-        if not isinstance(steps, int) or steps < 0:
-            raise ArgumentError(name, "warmup_steps", repr(steps), "an int >= 0")
+        fits = isinstance(steps, int) and steps >= 0
+        checks.fits(name, "warmup_steps", steps, fits, "an int >= 0")
 
     # --- Modes --------------------------------------------------------------------------------
 

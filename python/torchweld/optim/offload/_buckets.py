@@ -13,7 +13,7 @@ from torch.utils.weak import TensorWeakRef
 
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer.batch import Batch, Tensors, is_foreign_to_kernels
-from torchweld.optim._base import FusedOptimizer, Group
+from torchweld.optim._base import FusedOptimizer, Group, Places
 from torchweld.optim._codecs import State
 from torchweld.optim._shards import is_dtensor, local_part, make_dtensor, shard_like
 from torchweld.optim.offload._machine import Arrival, Transfers, allocate_pages
@@ -82,10 +82,6 @@ class Member:
         if self.twin is not self.param:
             self.twin.grad = None
 
-    def note_sent(self, grad: torch.Tensor) -> None:
-        """Record the identity and the stamp of the gradient that the host has."""
-        self.sent, self.sent_stamp = TensorWeakRef(grad), Stamp(grad)
-
     def sum_sent(self) -> None:
         """Record the checksum of a gradient that is a DTensor.
 
@@ -113,28 +109,19 @@ class Member:
 class Bucket:
     """A run of an optimizer's parameters that are copied and stepped together."""
 
-    def __init__(
-        self,
-        optimizer: FusedOptimizer,
-        at: int,
-        params: list[torch.Tensor],
-        first_number: int,
-        states: States,
-        transfers: Transfers,
-    ) -> None:
-        self._optimizer, self._states = optimizer, states
-        self._transfers, self._first_number = transfers, first_number
-        self._at = at  # the number of the parameters' group
+    def __init__(self, params: list[torch.Tensor], states: States, transfers: Transfers) -> None:
+        self._states, self._transfers = states, transfers
         self.members = [Member(p) for p in params]
         self.home = DEVICE
         self.missing = 0  # how many expected gradients are not ready
         self._state_bytes = (0, 0)  # the number of states, and their bytes
         self._buffers: list[torch.Tensor] = []
-        self._works: list[tuple[Group, Batch]] | None = None
+        # The prepared step: an optimizer of all parameters, and the batches of these.
+        self._stepper: FusedOptimizer | None = None
+        self._work: list[tuple[Group, Batch]] = []
         self._stepping: list[Member] = []
         self._fetched: Arrival | None = None
         self._given_back: Arrival | None = None
-        self._stepper = self._new_stepper()
 
     # --- Home ---------------------------------------------------------------------------------
 
@@ -158,7 +145,6 @@ class Bucket:
         if home == DEVICE:
             self._drop_buffers()
         self.home = home
-        self._stepper = self._new_stepper()
 
     def _make_twins(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Allocate parameters and gradients on the host, in two buffers."""
@@ -188,12 +174,7 @@ class Bucket:
     def _drop_buffers(self) -> None:
         for buffer in self._buffers:
             self._transfers.unpin(buffer)
-        self._buffers, self._works = [], None
-
-    def _new_stepper(self) -> FusedOptimizer:
-        groups = [{"params": [m.twin for m in self.members]}]
-        codecs = {m.twin: self._optimizer._codec_of(m.param) for m in self.members}
-        return make_stepper(self._optimizer, groups, self._first_number, self._states, codecs)
+        self._buffers, self._stepper = [], None
 
     # --- Gradients ----------------------------------------------------------------------------
 
@@ -249,12 +230,12 @@ class Bucket:
             else:
                 m.twin.grad_dtype = None  # type: ignore[attr-defined]
                 m.twin.grad = shard_like(m.param, part.to("cpu", copy=True))
-            m.note_sent(grad)
+            m.sent, m.sent_stamp = TensorWeakRef(grad), Stamp(grad)
         for m in self._list_changed():
             copies.append((local_part(m.param.detach()), local_part(m.twin.detach())))
             m.mark_copied()
         self._fetched = self._transfers.fetch(copies)
-        self._works = None
+        self._stepper = None
         if release:
             for m in self.members:
                 if m.sent is not None:
@@ -275,21 +256,14 @@ class Bucket:
 
     # --- The step -----------------------------------------------------------------------------
 
-    def adopt_settings(self) -> None:
-        """Adopt the current settings of the group."""
-        settings = dict(self._optimizer.param_groups[self._at])
-        if self.home == HOST:  # on the device, do not wait for a learning rate there
-            settings = {k: v if k == "params" else copy_to_host(v) for k, v in settings.items()}
-        (group,) = self._stepper.param_groups
-        params = group["params"]
-        group.clear()
-        group.update(settings | {"params": params})
-
-    def prepare(self) -> None:
+    def prepare(self, stepper: FusedOptimizer, places: Places) -> None:
         """Check the next step and create missing states; change nothing else."""
         count = sum(local_part(m.param.detach()).numel() for m in self.members)
-        with explain_memory_errors(f"states of {count} parameters", None):
-            self._works = self._stepper._work()
+        twins = [m.twin for m in self.members]
+        explained = explain_memory_errors(f"states of {count} parameters", None)
+        with explained, stepper._only(twins, places):
+            self._work = stepper._work()
+        self._stepper = stepper
         self._stepping = [m for m in self.members if m.twin.grad is not None]
 
     def run(self, factor: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
@@ -297,22 +271,26 @@ class Bucket:
         self.wait_for_gradients()
         if self._given_back is not None:
             self._given_back.synchronize()  # the copy to the device may still read the parameters
-        assert self._works is not None
         stepper = self._stepper
-        stepper.found_inf = found_inf  # type: ignore[attr-defined]
-        stepper._run([stepper._task(group, batch, factor) for group, batch in self._works])
+        assert stepper is not None
+        tasks = [stepper._task(group, batch, factor) for group, batch in self._work]
+        for task in tasks:
+            task.found_inf = found_inf
+        stepper._run(tasks)
 
     def needs_no_exchange(self) -> bool:
         """Whether the step needs no collectives, so that any thread may run it at any time.
 
         All ranks must order collectives alike, which only the training loop's thread ensures.
         """
+        stepper = self._stepper
+        assert stepper is not None
         if not any(is_dtensor(m.param) for m in self.members):
             return True
         return not any(
-            each.exchange is not None and each.concerns(self._stepper._task(group, batch, None))
-            for group, batch in self._works or []
-            for each in self._stepper._passes()
+            each.exchange is not None and each.concerns(stepper._task(group, batch, None))
+            for group, batch in self._work
+            for each in stepper._passes()
             if batch.is_sharded
         )
 
@@ -326,7 +304,7 @@ class Bucket:
         torch.autograd.graph.increment_version([m.param for m in self._stepping])
         for m in self._stepping:
             m.mark_copied()
-        self._works, self._stepping = None, []
+        self._stepper, self._work, self._stepping = None, [], []
 
     def refresh(self) -> None:
         """Copy the parameters to the host, in case something else has written them."""
@@ -351,21 +329,6 @@ class Bucket:
     def host_buffer_bytes(self) -> int:
         """The bytes of parameters and gradients on the host."""
         return sum(buffer.nbytes for buffer in self._buffers)
-
-
-def make_stepper(
-    optimizer: FusedOptimizer,
-    groups: list[Group],
-    first_number: int,
-    states: States,
-    codecs: dict[torch.Tensor, Any],
-) -> FusedOptimizer:
-    """Make a copy of `optimizer` for other parameters, without checks and hooks."""
-    new = object.__new__(type(optimizer))
-    new.__dict__.update(optimizer.__dict__)
-    new.param_groups, new._first_number, new._codecs_of = groups, first_number, codecs
-    new.state = states  # type: ignore[assignment]
-    return new
 
 
 @contextlib.contextmanager
@@ -417,13 +380,10 @@ class Store:
 
     def add(self, at: int, nbytes: int, on_host: bool) -> list[Member]:
         """Divide the parameters of group `at` into buckets of at most `nbytes`."""
-        new = []
-        number = len(self.members)
-        for run in _split_into_runs(self._optimizer.param_groups[at]["params"], nbytes):
-            where = self._states, self._transfers
-            new.append(Bucket(self._optimizer, at, run, number, *where))
-            number += len(run)
-            self._states |= {p: self._optimizer.state[p] for p in run if p in self._optimizer.state}
+        params = self._optimizer.param_groups[at]["params"]
+        self._states |= {p: self._optimizer.state[p] for p in params if p in self._optimizer.state}
+        runs = _split_into_runs(params, nbytes)
+        new = [Bucket(run, self._states, self._transfers) for run in runs]
         try:
             for bucket in new:
                 bucket.move(HOST if on_host else DEVICE)
@@ -443,14 +403,23 @@ class Store:
         """
         return [bucket for bucket in reversed(self.buckets) if bucket.home == HOST]
 
-    def make_whole(self) -> FusedOptimizer:
-        """Make an optimizer over all parameters, each where it is stepped."""
-        groups = [
-            {**group, "params": [self.members[p][1].twin for p in group["params"]]}
+    def make_whole(self, settings_on_host: bool = False) -> FusedOptimizer:
+        """Make an optimizer over all parameters, each where it is stepped, without hooks.
+
+        On the device, the host does not wait for a learning rate there.
+        """
+        copy = copy_to_host if settings_on_host else lambda value: value
+        whole = object.__new__(type(self._optimizer))
+        whole.__dict__.update(self._optimizer.__dict__)
+        whole.param_groups = [
+            {k: copy(v) for k, v in group.items()}
+            | {"params": [self.members[p][1].twin for p in group["params"]]}
             for group in self._optimizer.param_groups
         ]
-        codecs = {m.twin: self._optimizer._codec_of(p) for p, (_, m) in self.members.items()}
-        return make_stepper(self._optimizer, groups, 0, self._states, codecs)
+        every = self.members.items()
+        whole._codecs_of = {m.twin: self._optimizer._codec_of(p) for p, (_, m) in every}
+        whole.state = self._states  # type: ignore[assignment]
+        return whole
 
     def share_states(self) -> None:
         """Share new states with the original optimizer."""

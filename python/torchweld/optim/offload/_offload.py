@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchweld import checks
 from torchweld.errors import ArgumentError
 from torchweld.optim._base import FusedOptimizer, Group, read_scaler_number
 from torchweld.optim._codecs import State
@@ -144,9 +145,8 @@ class Offload(torch.optim.Optimizer):
         of at least `least_bytes` are copied to the host. "auto": the last ones stay on the device
         as far as it has room.
         """
-        if least_bytes < 1:
-            actual = repr(least_bytes)
-            raise ArgumentError("Offload.activations", "least_bytes", actual, "a number > 0")
+        fits = least_bytes >= 1
+        checks.fits("Offload.activations", "least_bytes", least_bytes, fits, "a number > 0")
         return self._activations.intercept(least_bytes)
 
     # --- During the backward pass -------------------------------------------------------------
@@ -237,12 +237,12 @@ class Offload(torch.optim.Optimizer):
         edited = self._update_gradients(hosts)
         factor, found_inf = self._compute_factor(), read_scaler_number(self, "found_inf")
         # Everything that can fail is done before the first bucket is stepped.
-        for bucket in (*devices, *hosts):
-            bucket.adopt_settings()
+        whole = self._store.make_whole(settings_on_host=bool(hosts))
+        places = whole._find_places()
         for bucket in devices:
-            bucket.prepare()
+            bucket.prepare(whole, places)
         for bucket in hosts:
-            self._worker.call(bucket.prepare)
+            self._worker.call(functools.partial(bucket.prepare, whole, places))
         self._learn(edited)
         # The host waits for the device here, unless no bucket is stepped on the host.
         numbers = [copy_to_host(t) if hosts else None for t in (factor, found_inf)]
@@ -431,26 +431,21 @@ def _check_arguments(
 ) -> None:
     """Check Offload's arguments."""
 
-    def refuse(argument: str, actual: object, accepted: str) -> None:
-        raise ArgumentError("Offload", argument, actual, accepted)
-
+    fits = functools.partial(checks.fits, "Offload")
+    kind, argument = type(optimizer).__name__, "params_or_optimizer"
     if not isinstance(optimizer, FusedOptimizer):
         accepted = "parameters, or an optimizer of torchweld.optim"
-        refuse("params_or_optimizer", f"a {type(optimizer).__name__}", accepted)
+        raise ArgumentError("Offload", argument, f"a {kind}", accepted)
     if isinstance(optimizer, OneBitOptimizer):
         accepted = "an optimizer that does not communicate by itself"
-        refuse("params_or_optimizer", f"a {type(optimizer).__name__}", accepted)
-    if optimizer._companion() is not None:
-        actual = f"{type(optimizer).__name__} with {optimizer._companion()}"
-        refuse("params_or_optimizer", actual, "an optimizer without ema_decay or second iterates")
-    if placement not in PLACEMENTS:
-        refuse("placement", repr(placement), ", ".join(map(repr, PLACEMENTS)))
-    if clip_norm is not None and not clip_norm > 0:
-        refuse("clip_norm", repr(clip_norm), "a number > 0 or None")
-    if threads is not None and threads < 1:
-        refuse("threads", repr(threads), "a number > 0 or None")
-    if bucket_bytes < 1:
-        refuse("bucket_bytes", repr(bucket_bytes), "a number > 0")
+        raise ArgumentError("Offload", argument, f"a {kind}", accepted)
+    if companion := optimizer._companion():
+        accepted = "an optimizer without ema_decay or second iterates"
+        raise ArgumentError("Offload", argument, f"{kind} with {companion}", accepted)
+    fits("placement", placement, placement in PLACEMENTS, ", ".join(map(repr, PLACEMENTS)))
+    fits("clip_norm", clip_norm, clip_norm is None or clip_norm > 0, "a number > 0 or None")
+    fits("threads", threads, threads is None or threads >= 1, "a number > 0 or None")
+    fits("bucket_bytes", bucket_bytes, bucket_bytes >= 1, "a number > 0")
 
 
 def _check_release(releases: bool, placement: str, trust_versions: bool) -> None:
