@@ -361,8 +361,9 @@ class Adafactor(_AdafactorStep, torch.optim.Adafactor):
         floor, scale = group["eps"]
         if floor is None:
             floor = torch.finfo(torch.float32 if batch.masters else batch.params[0].dtype).eps
-        own = {"decay_rate": group["beta2_decay"], "eps_floor": floor, "eps_scale": scale}
-        return ADAFACTOR.read_settings({**group, **own, "clip": group["d"]})
+        rate, decay = group["beta2_decay"], group["weight_decay"]
+        own = {"decay_rate": rate, "clip": group["d"], "weight_decay": decay}
+        return ADAFACTOR.read_settings({**own, "eps_floor": floor, "eps_scale": scale})
 
 
 class TransformersAdafactor(_AdafactorStep, OwnOptimizer):
@@ -427,6 +428,8 @@ class TransformersAdafactor(_AdafactorStep, OwnOptimizer):
     def _settings(self, group: Group, batch: Batch) -> AdafactorSettings:
         square, scale = group["eps"]
         own = {
+            "decay_rate": group["decay_rate"],
+            "weight_decay": group["weight_decay"],
             "eps_square": square,
             "eps_scale": scale,
             "clip": group["clip_threshold"],
@@ -436,4 +439,4 @@ class TransformersAdafactor(_AdafactorStep, OwnOptimizer):
             "scaled": group["scale_parameter"],
             "scaled_decay": True,
         }
-        return ADAFACTOR.read_settings(group | own)
+        return ADAFACTOR.read_settings(own)
