@@ -353,7 +353,7 @@ FAULTS = [
         f"{OPTIM}/test_optim_rounding.py",
     ),
     Fault(
-        "python/torchweld/optim/_exchanges.py",
+        "python/torchweld/optim/_shards.py",
         "if dim is not None and dim in part.dims",
         "if dim is not None",
         f"{SHARDS}/test_optim_distributed.py {SHARDS}/test_every_declaration.py",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -54,20 +53,18 @@ def test_a_remainder_completes_any_float(bits: int, backend: str) -> None:
     assert torch.equal(read_param(p, optimizer.state[p]["remainder"]), values)
 
 
-def _every_pattern() -> Iterator[torch.Tensor]:
-    """The float32 of each of 2^24 patterns, in parts that a cache holds."""
-    for first in range(-(2**23), 2**23, 2**16):
-        patterns = torch.arange(first, first + 2**16, dtype=torch.int64)
-        yield patterns.mul(256).int().view(torch.float32)
+# The upper 8 bits of patterns of 24: a sign, and all but one bit of an exponent. The lower 16 bits
+# are all tried, and carry into the exponent.
+_UPPER = torch.tensor([0x00, 0x01, 0x3F, 0x40, 0x7E, 0x7F, 0x80, 0xBF, 0xFE, 0xFF])
 
 
 def test_every_pattern_returns() -> None:
-    """All 2^24 pairs of a bfloat16 and 8 bits: a step of zero changes no value and no second time.
+    """Pairs of a bfloat16 and 8 bits: a step of zero changes no value and no second time.
 
     A float of 24 bits has one pair in this form, whose bfloat16 is the nearest one.
     """
-    patterns = torch.arange(2**24, dtype=torch.int64)
-    half = (patterns >> 8).sub(2**15).to(torch.int16).view(torch.bfloat16)
+    patterns = (_UPPER.unsqueeze(1) * 2**16 + torch.arange(2**16)).flatten()
+    half = (patterns >> 8).to(torch.int16).view(torch.bfloat16)
     low = (patterns & 0xFF).sub(2**7).to(torch.int8)
     p = half.clone().requires_grad_()
     p.grad = torch.zeros_like(p)
@@ -88,19 +85,15 @@ def test_every_pattern_returns() -> None:
     optimizer.step()
     assert torch.equal(p.view(torch.int16), once[0].view(torch.int16))
     assert torch.equal(remainder, once[1])
-    # The number of NaN patterns with sign, of 24 bits.
     pairs = (p.detach()[~nan].view(torch.int16).long() << 8) + remainder[~nan]
-    assert len(pairs.unique()) == 2**24 - 2 * (2**15 - 1)
+    assert len(pairs.unique()) == len(after.view(torch.int32)[~nan].unique()) > 500_000
 
 
 @pytest.mark.parametrize("last", [0x00, 0x7F, 0x80, 0x81, 0xFF])
 def test_every_float_rounds_to_the_nearest(last: int) -> None:
-    """The upper 24 bits of every float32, with the last byte at a tie and next to it, exactly."""
-    for exact in _every_pattern():
-        _assert_rounds_to_the_nearest(exact, last)
-
-
-def _assert_rounds_to_the_nearest(exact: torch.Tensor, last: int) -> None:
+    """The upper 24 bits of float32s, with the last byte at a tie and next to it, exactly."""
+    patterns = (_UPPER.unsqueeze(1) * 2**16 + torch.arange(2**16)).flatten()
+    exact = patterns.mul(256).int().view(torch.float32)
     value = (exact.view(torch.int32) | last).view(torch.float32)
     half, low = split_param(value, torch.bfloat16, INT8)
     assert low is not None

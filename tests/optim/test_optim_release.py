@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import selection
 import torchweld
 from optimizers import ScheduleFreeAdamW, same, snapshot
 from torchweld import optim
@@ -155,9 +156,10 @@ class _Fails(torch.autograd.Function):
         return grad
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("checkpoints", [None, False, True], ids=["", "checkpoint", "reentrant"])
-@pytest.mark.parametrize("bucket_bytes", [1, 2**25])
+@pytest.mark.parametrize(
+    ("bucket_bytes", "checkpoints", "to_none"),
+    selection.combine([1, 2**25], [None, False, True], [True, False]),
+)
 def test_a_backward_pass_that_failed_runs_again(
     bucket_bytes: int, checkpoints: bool | None, to_none: bool
 ) -> None:

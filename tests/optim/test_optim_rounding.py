@@ -108,8 +108,8 @@ def test_bytes_of_the_bits_are_uniform() -> None:
     zero = torch.tensor([[0]])
     samples = [
         random_bits(zero, 2**18, 0, torch.tensor(1)).flatten(),
-        torch.cat([random_bits(zero, 64, n, torch.tensor(1)).flatten() for n in range(2048)]),
-        torch.cat([random_bits(zero, 64, 0, torch.tensor(t)).flatten() for t in range(2048)]),
+        torch.cat([random_bits(zero, 256, n, torch.tensor(1)).flatten() for n in range(512)]),
+        torch.cat([random_bits(zero, 256, 0, torch.tensor(t)).flatten() for t in range(512)]),
     ]
     for bits, shift in itertools.product(samples, (0, 8)):
         counts = (bits >> shift & 255).bincount(minlength=256).double()

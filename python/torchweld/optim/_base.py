@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,12 +30,11 @@ from torchweld.optim._codecs import (
     Moments,
     State,
 )
-from torchweld.optim._exchanges import exchange
 from torchweld.optim._gather import Gathering, to_dense_part
 from torchweld.optim._kept import Kept
 from torchweld.optim._options import StorageOptions, TorchOptions, with_defaults
 from torchweld.optim._params import Group, check_apart, drop_duplicates
-from torchweld.optim._shards import local_part, sharing_key
+from torchweld.optim._shards import exchange, local_part, sharing_key
 
 # Computes ratios from the norms of parameters and of their steps.
 RatiosOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -554,6 +554,8 @@ def moments_of(rule: Rule, count: int | None = None) -> Moments:
 class _NotOfTorch(torch.optim.Optimizer):
     """The base class in the place of torch's, with the arguments that torch's classes share."""
 
+    _counts: Mapping[str, Any] = MappingProxyType({})  # entries of groups that are no settings
+
     def __init__(self, params: Any, **settings: Any) -> None:
         name = type(self).__name__
         for argument, (accepted, fits) in _ACCEPTED.items():
@@ -564,7 +566,7 @@ class _NotOfTorch(torch.optim.Optimizer):
         of_torch = with_defaults(TorchOptions, settings)
         # Groups have only the options in use: checkpoints of other implementations lack these keys.
         asked = {key: value for key, value in of_torch.items() if value}
-        super().__init__(params, settings | asked)
+        super().__init__(params, {**settings, **asked, **self._counts})
 
 
 class OwnOptimizer(FusedOptimizer, _NotOfTorch):

@@ -66,12 +66,13 @@ class Codec:
     def check(self, function: str) -> None:
         """Check the options."""
         fits, masters, size = checks.fits, self.master_weights, self.min_quantized_size
-        accepted = (torch.float32, torch.bfloat16, EIGHT_BIT)
+        dtype = self.state_dtype
         names = 'torch.float32, torch.bfloat16 or "8bit"'
-        fits(function, "state_dtype", self.state_dtype, self.state_dtype in accepted, names)
+        is_one = dtype in (torch.float32, torch.bfloat16, EIGHT_BIT)
+        fits(function, "state_dtype", dtype, is_one, names)
         names = 'False, True, "remainder" or "remainder8"'
-        accepted = (False, True, REMAINDER, SHORT_REMAINDER)
-        fits(function, "master_weights", masters, masters in accepted, names)
+        is_one = masters in (False, True, REMAINDER, SHORT_REMAINDER)
+        fits(function, "master_weights", masters, is_one, names)
         is_size = isinstance(size, int) and size >= 0
         fits(function, "min_quantized_size", size, is_size, "an int >= 0")
         checks.flag(function, "stochastic_rounding", self.stochastic_rounding)

@@ -15,7 +15,7 @@ import torch
 
 from torchweld.names import StateName
 
-Init = TypeVar("Init", bound=Callable[..., Any])
+Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class TorchOptions(TypedDict, total=False):
@@ -80,8 +80,7 @@ class takes:  # noqa: N801
     """Make an optimizer's `__init__` of its signature.
 
     The signature shows these options, and other keywords are refused. The body only checks and
-    prepares. Then the `__init__` of the next class gets all arguments by name, and what the body
-    returns: further settings of groups.
+    prepares. Then the `__init__` of the next class gets all arguments by name.
     """
 
     def __init__(self, options: type, *, without: str = "") -> None:
@@ -92,7 +91,7 @@ class takes:  # noqa: N801
         self._body = init
         return self  # type: ignore[return-value]
 
-    def __set_name__(self, owner: type, name: str) -> None:
+    def __set_name__(self, owner: type[Any], name: str) -> None:
         body, signature = self._body, inspect.signature(self._body)
         *own, rest = signature.parameters.values()
         names = {p.name for p in (*own, *self._options)}
@@ -106,13 +105,13 @@ class takes:  # noqa: N801
                     f"{type(self).__name__}.__init__() got an unexpected keyword argument"
                     f" {name!r}{hint}"
                 )
-            more = body(self, *args, **given) or {}
+            body(self, *args, **given)
             bound = signature.bind(self, *args, **given)
             bound.apply_defaults()
             _, *arguments = bound.arguments.items()
             options = bound.arguments[rest.name]
             named = {key: value for key, value in arguments if key != rest.name}
-            super(owner, self).__init__(**named, **options, **more)  # type: ignore[misc]
+            super(owner, self).__init__(**named, **options)
 
         shown = inspect.Signature([*own, *self._options])
         init.__signature__ = shown  # type: ignore[attr-defined]

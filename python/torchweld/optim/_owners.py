@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from torchweld.dispatch.dtensor import find_indices, find_sharded_dim, is_dtensor
+from torchweld.dispatch.dtensor import find_indices
 from torchweld.ops.optimizer.passes import Part
 from torchweld.optim._matrices import (
     Iteration,
@@ -27,6 +27,7 @@ from torchweld.optim._matrices import (
     orthogonalize_all,
 )
 from torchweld.optim._params import Group
+from torchweld.optim._shards import find_split_dims
 
 # Elements of the matrices that are sent together.
 _BUCKET = 2**26
@@ -98,7 +99,7 @@ class Owners:
         iterations = {id(group): find_iteration(function, group) for _, group in parts}
         for part, group in parts:
             iteration, p = iterations[id(group)], part.param
-            if along := _find_split_dims(p):
+            if along := find_split_dims(p, range(p.ndim)):
                 key = (p.device_mesh, along, part.here.dtype)  # type: ignore[attr-defined]
                 shared.setdefault(key, []).append((part, group))
                 continue
@@ -189,15 +190,6 @@ class Owners:
         arrived = [v for i, views in enumerate(targets) if i != rank for v in views]
         for view, values in zip(arrived, received.split([v.size for v in arrived]), strict=True):
             view.write(values)
-
-
-def _find_split_dims(p: torch.Tensor) -> tuple[int, ...]:
-    """Find the mesh's dimensions whose devices hold different parts of p."""
-    if not is_dtensor(p):
-        return ()
-    mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
-    split = (find_sharded_dim(placement) is not None for placement in placements)
-    return tuple(at for at, cuts in enumerate(split) if cuts and mesh.size(at) > 1)
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,8 +9,7 @@ import torch
 
 from torchweld.dispatch.dtensor import find_indices, is_dtensor
 from torchweld.errors import ArgumentError
-from torchweld.optim._caching import cache_tensors
-from torchweld.optim._shards import local_part
+from torchweld.optim._shards import cache_tensors, local_part
 
 
 class _Part(NamedTuple):

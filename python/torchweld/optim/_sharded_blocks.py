@@ -26,9 +26,13 @@ from torchweld.ops.quantize_8bit import (
     quantize_reference,
     scales_shape,
 )
-from torchweld.optim._caching import cache_tensors
-from torchweld.optim._exchanges import exchange
-from torchweld.optim._shards import find_placements, local_part, make_dtensor
+from torchweld.optim._shards import (
+    cache_tensors,
+    exchange,
+    find_placements,
+    local_part,
+    make_dtensor,
+)
 
 # The parameter's dimension for each dimension of its absmax; a row's blocks have none.
 ABSMAX_DIMS = (0, None)

@@ -1,14 +1,21 @@
-"""Sharded parameters: a step runs on the local part, and states are sharded like parameters."""
+"""Sharded parameters: a step runs on the local part, and states are sharded like parameters.
+
+Devices that share DTensors exchange numbers between the passes of a step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
-from torchweld.dispatch.dtensor import is_dtensor, move_placement
+from torchweld.dispatch.dtensor import find_sharded_dim, is_dtensor, move_placement
 from torchweld.errors import ArgumentError
+from torchweld.ops.optimizer.passes import Exchange, Part
+
+T = TypeVar("T")
 
 
 def local_part(t: torch.Tensor) -> torch.Tensor:
@@ -82,3 +89,62 @@ def check_gradient(function: str, p: torch.Tensor) -> None:
 def sharing_key(t: torch.Tensor) -> object:
     """A key that is equal for all tensors that the same devices share in the same way."""
     return (t.device_mesh, t.placements) if is_dtensor(t) else t.device  # type: ignore[attr-defined]
+
+
+# --- Exchanges ---
+
+
+def exchange(kind: Exchange, parts: Iterable[Part]) -> None:
+    """Reduce the numbers of each part over all devices, in place, to their sum or maximum.
+
+    Parts that the same devices share are reduced together.
+    """
+    alike: dict[Any, list[Part]] = {}
+    for part in parts:
+        if is_dtensor(part.param):
+            mesh = part.param.device_mesh  # type: ignore[attr-defined]
+            along = find_split_dims(part.param, part.dims)
+            alike.setdefault((mesh, along, part.here.device, part.here.dtype), []).append(part)
+    for (mesh, along, *_), parts_together in alike.items():
+        if along:
+            _reduce(kind, parts_together, mesh, along)
+
+
+def find_split_dims(p: torch.Tensor, dims: Sequence[int]) -> tuple[int, ...]:
+    """Find the mesh's dimensions whose devices hold different parts of these dimensions of p."""
+    if not is_dtensor(p):
+        return ()
+    shards = map(find_sharded_dim, p.placements)  # type: ignore[attr-defined]
+    mesh = p.device_mesh  # type: ignore[attr-defined]
+    return tuple(at for at, dim in enumerate(shards) if dim in dims and mesh.size(at) > 1)
+
+
+def _reduce(kind: Exchange, parts: list[Part], mesh: Any, along: tuple[int, ...]) -> None:
+    # Numbers of states on the host are copied to the device on which the mesh communicates.
+    flat = torch.cat([part.here.flatten() for part in parts]).to(mesh.device_type)
+    for at in along:
+        operation = getattr(torch.distributed.ReduceOp, kind.value)
+        torch.distributed.all_reduce(flat, operation, group=mesh.get_group(at))
+    reduced = flat.split([part.here.numel() for part in parts])
+    for part, numbers in zip(parts, reduced, strict=True):
+        part.here.copy_(numbers.view_as(part.here))
+
+
+def cache_tensors(maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Cache results like functools.lru_cache, except under a dispatch mode or inference mode.
+
+    A FakeTensorMode makes and accepts only fake tensors, and autograd cannot save tensors that were
+    made in inference_mode.
+    """
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        cached = functools.lru_cache(maxsize=maxsize)(function)
+
+        @functools.wraps(function)
+        def call(*arguments: Any) -> T:
+            has_mode = torch._C._len_torch_dispatch_stack() or torch.is_inference_mode_enabled()
+            return function(*arguments) if has_mode else cached(*arguments)
+
+        return call
+
+    return decorate

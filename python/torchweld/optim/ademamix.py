@@ -80,9 +80,7 @@ class AdEMAMix(OwnOptimizer):
         beta3_warmup: the number of steps over which betas[2] grows from betas[0]; None: none.
         alpha_warmup: the number of steps over which alpha grows from 0; None: none.
         weight_decay: decoupled, as in AdamW.
-        maximize, foreach, capturable, differentiable, fused: as in torch.optim.
-        state_dtype, master_weights, min_quantized_size, stochastic_rounding, max_grad_norm,
-            ema_decay: as in Adam.
+        options: as in torch.optim and Adam.
     """
 
     @takes(OwnOptions)

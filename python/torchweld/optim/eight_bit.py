@@ -29,10 +29,10 @@ _ONLY: dict[str, Any] = {
 class _EightBit(FusedOptimizer):
     """Checks bitsandbytes' arguments, and has 8-bit states."""
 
-    _only: ClassVar[dict[str, Any]] = _ONLY
+    _accepts: ClassVar[dict[str, Any]] = _ONLY
 
     def __init__(self, params: Any, *, min_8bit_size: int, **arguments: Any) -> None:
-        for name, only in self._only.items():
+        for name, only in self._accepts.items():
             if (value := arguments.pop(name)) != only:
                 raise ArgumentError(type(self).__name__, name, repr(value), repr(only))
         if arguments.get("min_quantized_size") is None:
@@ -95,7 +95,7 @@ class LAMB8bit(_EightBit, LAMB):
     in LAMB without a trust_clip.
     """
 
-    _only: ClassVar[dict[str, Any]] = _ONLY | {
+    _accepts: ClassVar[dict[str, Any]] = _ONLY | {
         "amsgrad": False,
         "adam_w_mode": True,
         "max_unorm": 1.0,

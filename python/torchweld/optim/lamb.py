@@ -67,9 +67,7 @@ class LAMB(OwnOptimizer):
         trust_clip: bounds of |p| / |u|, least and largest; DeepSpeed's are (0.01, 10).
         always_adapt: whether parameters without weight decay are adapted too; Apex has False, and
             max_grad_norm=1.0.
-        maximize, foreach, capturable, differentiable, fused: as in torch.optim.
-        state_dtype, master_weights, min_quantized_size, stochastic_rounding, max_grad_norm: as in
-            Adam.
+        options: as in torch.optim and Adam.
 
     An infinite gradient leaves its tensor unchanged, except for elements that become NaN.
     """
@@ -98,9 +96,14 @@ class LAMB(OwnOptimizer):
     def _ratios_of(self, group: Group, lr: torch.Tensor) -> RatiosOf | None:
         if group["weight_decay"] == 0 and not group["always_adapt"]:
             return None
+        return find_trust_ratios(group["trust_clip"])
 
-        def ratios_of(of_param: torch.Tensor, of_step: torch.Tensor) -> torch.Tensor:
-            ratios = torch.where((of_param > 0) & (of_step > 0), of_param / of_step, 1.0)
-            return ratios if group["trust_clip"] is None else ratios.clamp(*group["trust_clip"])
 
-        return ratios_of
+def find_trust_ratios(clip: tuple[float, float] | None) -> RatiosOf:
+    """Make the function of |p| / |u|, and 1 where either is zero."""
+
+    def ratios_of(of_param: torch.Tensor, of_step: torch.Tensor) -> torch.Tensor:
+        ratios = torch.where((of_param > 0) & (of_step > 0), of_param / of_step, 1.0)
+        return ratios if clip is None else ratios.clamp(*clip)
+
+    return ratios_of

@@ -22,9 +22,7 @@ class LARS(SgdStep, OwnOptimizer):
         params, lr, momentum, dampening, weight_decay, nesterov: as in torch.optim.SGD.
         trust_coefficient, eps: constants of the ratio.
         clip: whether lr times the ratio is at most lr, as by default in Apex's LARC.
-        maximize, foreach, capturable, differentiable, fused: as in torch.optim.
-        state_dtype, master_weights, min_quantized_size, stochastic_rounding, max_grad_norm: as in
-            Adam.
+        options: as in torch.optim and Adam.
     """
 
     @takes(OwnOptions)

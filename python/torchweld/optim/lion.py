@@ -62,9 +62,7 @@ class Lion(OwnOptimizer):
         lr: the size of a step; a tenth of AdamW's is usual.
         betas: decay rates of the momentum that a step follows, and of the one that is stored.
         weight_decay: decoupled, as in AdamW; ten times AdamW's is usual.
-        maximize, foreach, capturable, differentiable, fused: as in torch.optim.
-        state_dtype, master_weights, min_quantized_size, stochastic_rounding, max_grad_norm: as in
-            Adam.
+        options: as in torch.optim and Adam.
     """
 
     @takes(CautiousOptions)

@@ -118,19 +118,13 @@ def _begin(task: Task) -> Task:
     narrow = grads[0].dtype in (torch.bfloat16, torch.float16)
     wide = [make(g, dtype=torch.float32, memory_format=contiguous) for g in grads if narrow]
     count = torch.zeros((), dtype=torch.float32, device=grads[0].device)  # of no use here
-    directions = Batch(
+    directions = replace(
+        batch,
         params=[make(g, memory_format=contiguous) for g in grads],
-        grads=batch.grads,
         masters=wide,
-        moments=batch.moments,
-        absmaxes=batch.absmaxes,
-        new_absmaxes=batch.new_absmaxes,
         steps=[count] * len(grads),
-        edges=batch.edges,
-        splits=batch.splits,
-        block_absmaxes=batch.block_absmaxes,
-        wholes=batch.wholes,
-        is_sharded=batch.is_sharded,
+        rounding_offsets=[],
+        companions=[],
     )
     return replace(task, batch=directions, handed_on=None, average_rate=None)
 
@@ -202,9 +196,7 @@ class Muon(FusedOptimizer, _TorchsMuon):
             divided; or a number for each of split_sizes.
         split_sizes: the numbers of rows of the matrices in a packed projection.
         split_dim: 1 if heads and split_sizes divide columns.
-        maximize, foreach, capturable, differentiable, fused: as in torch.optim.
-        state_dtype, master_weights, min_quantized_size, stochastic_rounding, max_grad_norm: as in
-            Adam.
+        options: as in torch.optim and Adam.
 
     States are made with the optimizer, so that checkpoints have the same keys on all ranks.
     Parameters may be DTensors of any placement: each matrix is gathered on one device that steps
@@ -289,12 +281,10 @@ class Muon(FusedOptimizer, _TorchsMuon):
     def _exchange(self, kind: passes.Exchange, parts: Iterable[passes.Part]) -> None:
         if kind is not passes.Exchange.ORTHOGONAL:
             return super()._exchange(kind, parts)
-        groups = {p: group for group in self.param_groups for p in group["params"]}
-        numbers = {p: number for number, p in enumerate(groups)}
-        ordered = sorted(parts, key=lambda part: numbers[part.param])
-        self._owners.orthogonalize(
-            type(self).__name__, [(part, groups[part.param]) for part in ordered]
-        )
+        places = self._find_places()
+        ordered = sorted(parts, key=lambda part: places[part.param][1])
+        groups = [self.param_groups[places[part.param][0]] for part in ordered]
+        self._owners.orthogonalize(type(self).__name__, list(zip(ordered, groups, strict=True)))
 
     def _shared_settings(self, group: Group, except_for: Collection[str] = ()) -> list[Any]:
         return [_rule_of(group), self._settings(group, None)]

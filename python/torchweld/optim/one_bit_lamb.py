@@ -12,13 +12,14 @@ from typing_extensions import Unpack
 from torchweld import checks
 from torchweld.collectives.one_bit import Packed, flatten_all, list_sizes, split_into_runs
 from torchweld.errors import ArgumentError
-from torchweld.ops.optimizer.batch import Batch, Task
+from torchweld.ops.optimizer.batch import Task
 from torchweld.ops.optimizer.passes import Part, Pass
 from torchweld.ops.optimizer.reference import read_param
 from torchweld.optim._base import RatiosOf
-from torchweld.optim._one_bit import AVG, BITS, SCALE, WORKER, OneBitOptimizer, end_warm_up
 from torchweld.optim._options import OwnStorageOptions, takes
 from torchweld.optim._params import Group
+from torchweld.optim.lamb import find_trust_ratios
+from torchweld.optim.one_bit_adam import AVG, BITS, SCALE, WORKER, OneBitOptimizer, end_warm_up
 
 # Entries of a state: the average of the ratios of the warm-up, the factor of the last step, the
 # normalisation of momenta before they share a scale, and second moments that are still updated.
@@ -77,8 +78,6 @@ class OneBitLAMB(OneBitOptimizer):
         """Reset the values that the passes of a step share."""
         self._momenta: dict[torch.Tensor, torch.Tensor] = {}
         self._previous: dict[torch.Tensor, torch.Tensor] = {}
-        self._group_of: dict[torch.Tensor, Group] = {}
-        self._shared: list[torch.Tensor] | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -88,16 +87,8 @@ class OneBitLAMB(OneBitOptimizer):
         finally:
             self._forget_step()
 
-    def _task(self, group: Group, batch: Batch, factor: torch.Tensor | None) -> Task:
-        self._group_of |= dict.fromkeys(batch.wholes, group)
-        return super()._task(group, batch, factor)
-
     def _ratios_of(self, group: Group, lr: torch.Tensor) -> RatiosOf | None:
-        def ratios_of(of_param: torch.Tensor, of_step: torch.Tensor) -> torch.Tensor:
-            ratios = torch.where((of_param > 0) & (of_step > 0), of_param / of_step, 1.0)
-            return ratios.clamp(*group["trust_clip"])
-
-        return ratios_of
+        return find_trust_ratios(group["trust_clip"])
 
     def _passes(self) -> Iterable[Pass]:
         passes = super()._passes()
@@ -105,8 +96,9 @@ class OneBitLAMB(OneBitOptimizer):
 
     def _average_ratios(self, task: Task) -> Iterable[Part]:
         assert task.ratios is not None
+        places = self._find_places()
         for p, ratio in zip(task.batch.wholes, task.ratios, strict=True):
-            beta = self._group_of[p]["coeff_beta"]
+            beta = self.param_groups[places[p][0]]["coeff_beta"]
             before = self.state[p].get(COEFF, torch.zeros_like(ratio))
             # A ratio of 1 may stand for an undefined ratio.
             average = beta * before + (1 - beta) * ratio
@@ -114,30 +106,26 @@ class OneBitLAMB(OneBitOptimizer):
         return ()
 
     def _find_frozen_ratios(self, task: Task) -> None:
-        batch = task.batch
+        batch, places, ratios = task.batch, self._find_places(), []
         masters: Sequence[Any] = batch.masters or [None] * len(batch.params)
-        columns = zip(
-            batch.wholes, batch.params, masters, task.handed_on, batch.moments, strict=True
-        )
-        task.ratios = torch.stack(
-            [
-                self._compute_ratio(
-                    p, read_param(value, master).float(), momentum, square, task.settings
-                )
-                for p, value, master, momentum, square in columns
-            ]
-        )
+        lists = batch.wholes, batch.params, masters, task.handed_on, batch.moments
+        for p, value, master, momentum, square in zip(*lists, strict=True):
+            group, value = self.param_groups[places[p][0]], read_param(value, master).float()
+            given = p, group, value, momentum, square, task.settings
+            ratios.append(self._compute_ratio(*given))
+        task.ratios = torch.stack(ratios)
 
     def _compute_ratio(
         self,
         p: torch.Tensor,
+        group: Group,
         value: torch.Tensor,
         momentum: torch.Tensor,
         square: torch.Tensor,
         settings: Sequence[Any],
     ) -> torch.Tensor:
         """Compute the average ratio times the factor of this step."""
-        group, state = self._group_of[p], self.state[p]
+        state = self.state[p]
         beta1, beta2, eps, decay, *_ = settings
         gradient = (momentum - self._previous.pop(p) * beta1) / (1 - beta1)
         fresh = state.setdefault(FRESH, square.clone())
@@ -190,9 +178,8 @@ class OneBitLAMB(OneBitOptimizer):
 
     def _store_momentum(self, task: Task) -> Iterable[Part]:
         if self._owed:
-            for p, scaling in zip(
-                self._list_sharing(), self._find_scaling(self._list_sharing()), strict=True
-            ):
+            params = self._list_sharing()
+            for p, scaling in zip(params, self._find_scaling(params), strict=True):
                 self.state[p][SCALING] = scaling.clone()
             for state in self.state.values():
                 end_warm_up(state)
@@ -218,7 +205,5 @@ class OneBitLAMB(OneBitOptimizer):
 
     def _list_sharing(self) -> list[torch.Tensor]:
         """List the parameters that share a scale: all that had a gradient in the warm-up."""
-        if self._shared is None:
-            had = {AVG, SCALING}
-            self._shared = [p for p in self._params() if not had.isdisjoint(self.state.get(p, ()))]
-        return self._shared
+        had = {AVG, SCALING}
+        return [p for p in self._params() if not had.isdisjoint(self.state.get(p, ()))]

@@ -12,11 +12,11 @@ import torch
 from torchweld import checks
 from torchweld.errors import ArgumentError
 from torchweld.optim._base import FusedOptimizer, Group
-from torchweld.optim._one_bit import OneBitOptimizer
 from torchweld.optim._sharded_blocks import split_rows
 from torchweld.optim._shards import is_sharded, local_part
 from torchweld.optim.adafactor import Adafactor, TransformersAdafactor
 from torchweld.optim.muon import Muon
+from torchweld.optim.one_bit_adam import OneBitOptimizer
 
 _NAME = "release_gradients"
 

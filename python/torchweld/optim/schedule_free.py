@@ -113,9 +113,8 @@ class ScheduleFreeAdamW(OwnOptimizer):
         r: float = 0.0,
         weight_lr_power: float = 2.0,
         **options: Unpack[OwnStorageOptions],
-    ) -> Any:
+    ) -> None:
         self._found: dict[torch.Tensor, tuple[list[torch.Tensor], int]] = {}
-        return _COUNTS
 
     def __getstate__(self) -> State:
         return super().__getstate__() | {"_found": {}}
@@ -177,6 +176,7 @@ class ScheduleFreeAdamW(OwnOptimizer):
     # --- The step -----------------------------------------------------------------------------
 
     _rule = SCHEDULE_FREE
+    _counts = _COUNTS
 
     def _companion(self) -> str | None:
         return "z"

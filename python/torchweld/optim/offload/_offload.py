@@ -15,7 +15,6 @@ from torchweld import checks
 from torchweld.errors import ArgumentError
 from torchweld.optim._base import FusedOptimizer, Group, read_scaler_number
 from torchweld.optim._codecs import State
-from torchweld.optim._one_bit import OneBitOptimizer
 from torchweld.optim._shards import is_dtensor, local_part, sharing_key
 from torchweld.optim.adam import AdamW
 from torchweld.optim.offload._activations import Activations
@@ -29,6 +28,7 @@ from torchweld.optim.offload._machine import (
     untraced,
 )
 from torchweld.optim.offload._policy import Placement, Seen
+from torchweld.optim.one_bit_adam import OneBitOptimizer
 
 PLACEMENTS = (HOST, DEVICE, "auto")
 
