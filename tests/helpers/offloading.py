@@ -206,6 +206,7 @@ WRITERS: dict[str, Write] = {
     "part of p.grad": lambda model: each(model, lambda p: part_of(p.grad).mul_(0.5)),
     "p.grad.zero_": lambda model: each(model, lambda p: p.grad.zero_()),
     "p.grad =": lambda model: each(model, _set),
+    "a missing p.grad": lambda model: setattr(model[2].weight, "grad", None),
 }
 
 REPLACERS: dict[str, Write] = {

@@ -252,18 +252,6 @@ def test_an_exception_in_the_backward() -> None:
     assert_alike(go)
 
 
-def test_a_gradient_is_missing() -> None:
-    def go(model: Any, optimizer: Any) -> None:
-        take_steps(model, optimizer, 0, 1)
-        forward(model, optimizer, 8).backward()
-        model.layers[3].weight.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-        take_steps(model, optimizer, 9, 10)
-
-    assert_alike(go)
-
-
 @pytest.mark.parametrize("fails", ["memory", "lock"])
 def test_no_room_on_the_host(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward raises; nothing is lost, and it can be repeated."""

@@ -39,21 +39,6 @@ from torchweld.optim.offload._machine import (
 )
 
 
-def test_an_overflow() -> None:
-    """Nothing changes, and the states are those before it."""
-
-    def go(model: Any, optimizer: Any) -> None:
-        for step in range(6):
-            optimizer.grad_scale = torch.tensor(1.0)
-            before = values(model)
-            optimizer.found_inf = torch.tensor(float(step == 4))
-            take_steps(model, optimizer, step)
-            same = [torch.equal(a, b) for a, b in zip(values(model), before, strict=True)]
-            assert same == [step == 4] * len(same)
-
-    assert_alike(adamw, go)
-
-
 @settings(max_examples=15, deadline=None)
 @given(
     st.lists(
@@ -139,22 +124,6 @@ def test_an_exception_in_the_backward(clears: bool) -> None:
         return sent
 
     assert assert_alike(adamw, go) > 0
-
-
-def test_a_gradient_is_missing() -> None:
-    """Its parameter does not change, the others step, and the next step covers all."""
-
-    def go(model: Any, optimizer: Any) -> None:
-        take_steps(model, optimizer, 0, 1, 2, 3)
-        backward(model, 8)
-        model[2].weight.grad = None
-        before = model[2].weight.detach().clone()
-        optimizer.step()
-        assert torch.equal(model[2].weight, before)
-        optimizer.zero_grad()
-        take_steps(model, optimizer, 9, 10, 11)
-
-    assert_alike(adamw, go)
 
 
 def test_no_room_for_states(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from torchweld import optim
 from torchweld.functional import dequantize_8bit, quantize_8bit
 
 Params = list[torch.Tensor]
+STEPS = 20
 
 # --- torch's numbers --------------------------------------------------------------------------
 
@@ -63,8 +64,8 @@ TRAJECTORIES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 @functools.cache
 def _train_with_torch(at: int) -> tuple[Params, list[Params], list[Params], float]:
-    """A small transformer's parameters, the gradients of 50 steps, torch's results, and how far a
-    step moves an element at most.
+    """A small transformer's parameters, the gradients of its steps, torch's results, and how far
+    a step moves an element at most.
 
     One result is by torch's for-loop, the other by its fused step, if it has one.
     """
@@ -78,7 +79,7 @@ def _train_with_torch(at: int) -> tuple[Params, list[Params], list[Params], floa
     if "fused" in inspect.signature(kind).parameters:
         optimizers.append(kind(twins, **settings, fused=True))
     of_steps, longest = [], 0.0
-    for step in range(50):
+    for step in range(STEPS):
         tokens = torch.randint(50, (4, 17), generator=torch.Generator().manual_seed(step))
         model.zero_grad()
         logits = model(tokens[:, :-1])
@@ -111,7 +112,7 @@ def test_torchs_trajectory(at: int, backend: str) -> None:
         optimizer.step()
     for peers in results:
         for p, peer in zip(ours, peers, strict=True):
-            assert ((p - peer).abs() <= 50 * (2 * U * peer.abs() + 20 * U * longest)).all()
+            assert ((p - peer).abs() <= STEPS * (2 * U * peer.abs() + 20 * U * longest)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -162,9 +163,9 @@ def test_the_kernel_is_the_reference_to_the_bit(
     """Every codec, at any thread count, with each of the rule's branches."""
     for kind, settings in rules_of(dtype, state_dtype, masters):
         make = maker(kind, settings, state_dtype, masters)
-        expected = run_bits(make, 3, dtype, backend="eager")
+        expected = run_bits(make, 2, dtype, backend="eager")
         for count in (1, 3):
-            found = run_bits(make, 3, dtype, backend="cpu", count=count)
+            found = run_bits(make, 2, dtype, backend="cpu", count=count)
             assert same(found, expected), (kind, settings)
 
 
@@ -192,17 +193,18 @@ def test_adafactors_kernel_rounds_as_the_reference(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 12, 15, 16, 17, 33, 64, 100, 127, 128, 129])
-def test_narrow_rows_are_blocks_of_their_own(width: int, backend: str) -> None:
+def test_narrow_rows_are_blocks_of_their_own(width: int) -> None:
     """The reference's bits, for any number of parameters and any thread's begin."""
     shapes = [(rows, width) for rows in (1, 75, 3, 40_000 // (width + 64))]  # for three threads
     for kind, settings, some in (
         (optim.AdamW, {"amsgrad": True}, shapes[:2]),
         (optim.Lion, {}, shapes[2:]),
     ):
-        given: Any = maker(kind, settings, "8bit"), 3, torch.float32, some
+        given: Any = maker(kind, settings, "8bit"), 2, torch.float32, some
         expected = run_bits(*given, grads=draw_grads_by_row, backend="eager")
         for count in (1, 3):
-            assert same(run_bits(*given, grads=draw_grads_by_row, count=count), expected)
+            found = run_bits(*given, grads=draw_grads_by_row, backend="cpu", count=count)
+            assert same(found, expected)
 
 
 def _norms(optimizer: Any, task: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -109,7 +109,7 @@ def test_narrow_rows_that_a_warp_takes_together(
     dtype: torch.dtype, rounding: bool, cuda_device: str
 ) -> None:
     """With each of the rule's branches; with widths that take this path and others."""
-    widths = [2, 4, 8, 12, 16, 32, 64, 100, 128]
+    widths = [2, 8, 12, 32, 100, 128]
     shapes = [(150, width) for width in widths] + [(1, 8), (1, 100)]
     for kind, settings in RULES:
         make = maker(kind, settings | {"stochastic_rounding": rounding}, "8bit")

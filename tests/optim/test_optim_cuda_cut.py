@@ -30,7 +30,7 @@ CUT = [
     ((40, 8), (0, 3, 8)),
     ((5, 64), (0, 64)),
     # Shorter than a vector, a warp's or a thread's share, as long, and longer.
-    *(((2, 3 * i), (0, i, 3 * i)) for i in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 21, 30)),
+    *(((2, 3 * i), (0, i, 3 * i)) for i in (1, 3, 4, 5, 8, 9, 16, 30)),
 ]
 
 
@@ -118,12 +118,11 @@ def test_rows_that_shards_cut(dtype: torch.dtype, masters: Any, cuda_device: str
 
 def test_more_cut_rows_than_a_launch_takes(cuda_device: str) -> None:
     rows = [((i, 3 * j), (0, j, 3 * j)) for i in range(1, 10) for j in range(1, 31)]
-    given = (maker(optim.LAMB, {}, "8bit"), torch.float32, cuda_device, 0, 0.0, rows)
-    found = _step_cut(_cut(*given)), _squares(*_cut(*given)[:2])
+    made = _cut(maker(optim.LAMB, {}, "8bit"), torch.float32, cuda_device, rows=rows)
+    squares = _squares(*made[:2])
     with torchweld.use_backend("eager"):
-        expected = _step_cut(_cut(*given)), _squares(*_cut(*given)[:2])
-    assert same(found[0], expected[0])
-    torch.testing.assert_close(found[1], expected[1], rtol=1e-13, atol=0)
+        torch.testing.assert_close(squares, _squares(*made[:2]), rtol=1e-13, atol=0)
+    assert same(*_step_both_ways(made))
 
 
 def _squares(optimizer: Any, batch: Any) -> torch.Tensor:
@@ -133,8 +132,10 @@ def _squares(optimizer: Any, batch: Any) -> torch.Tensor:
     return task.sums
 
 
-@pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf, 1e30])
-@pytest.mark.parametrize("offset", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("offset", "bad"),
+    [(1, 0.0), (2, 0.0), (4, 0.0), (1, torch.nan), (2, torch.inf), (4, 1e30)],
+)
 def test_cut_rows_that_lie_anywhere(offset: int, bad: float, cuda_device: str) -> None:
     """Only elements that are not finite are skipped there too."""
     for kind in (optim.AdamW, optim.Lion):

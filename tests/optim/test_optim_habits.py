@@ -82,7 +82,7 @@ def test_a_stale_saved_tensor_is_noticed(backend: str) -> None:
     [
         lambda p: optim.AdamW(p, cautious=True, ema_decay=0.9),
         ScheduleFreeAdamW,
-        lambda p: optim.Muon(p, ns_dtype=torch.float32),
+        lambda p: optim.Muon(p, ns_dtype=torch.float32, ns_steps=1),
     ],
     ids=["AdamW", "schedule-free", "Muon"],
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optimizers import draw, maker, same
@@ -77,11 +77,12 @@ def share_ratios(optimizer: Any, known: list[torch.Tensor]) -> None:
     optimizer._ratios_of = ratios_of
 
 
+@settings(max_examples=10)
 @given(layouts=st.lists(LAYOUT, min_size=5, max_size=5))
-@pytest.mark.parametrize(("kind", "settings", "dtype", "state_dtype", "masters"), KINDS)
+@pytest.mark.parametrize(("kind", "options", "dtype", "state_dtype", "masters"), KINDS)
 def test_no_layout_changes_a_step(
     kind: Any,
-    settings: Any,
+    options: Any,
     dtype: torch.dtype,
     state_dtype: Any,
     masters: Any,
@@ -93,7 +94,7 @@ def test_no_layout_changes_a_step(
     ratios: list[torch.Tensor] = []
     for of_each in (None, layouts, layouts[:1] * len(layouts)):
         p = draw(dtype, [SHAPE])[0]
-        optimizer = maker(kind, settings, state_dtype, masters)([p])
+        optimizer = maker(kind, options, state_dtype, masters)([p])
         share_ratios(optimizer, ratios)
         for seed in range(2):
             generator = torch.Generator().manual_seed(seed)

@@ -20,7 +20,7 @@ def test_a_remainder_is_half_of_a_master(state_dtype: Any, backend: str) -> None
     """The same float32 values at every step; the bfloat16 part rounds ties away from zero."""
     runs = []
     for masters in (True, "remainder"):
-        params = draw(torch.bfloat16)
+        params = draw(torch.bfloat16, SHAPES)
         runs.append(
             (params, optim.AdamW(params, 1e-2, state_dtype=state_dtype, master_weights=masters))
         )

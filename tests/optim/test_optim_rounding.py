@@ -88,21 +88,6 @@ def test_every_random_number_makes_it_right_on_average(bits: int) -> None:
     assert (found != bits >> 16).sum() == bits & 0xFFFF
 
 
-@pytest.mark.parametrize("fraction", [2.0**-16, 0.01, 0.25, 0.5, 0.9])
-@pytest.mark.parametrize("sign", [1, -1])
-def test_probabilities(fraction: float, sign: int, backend: str) -> None:
-    """Four sigma of a binomial; neighbours, near and far, are independent."""
-    n = 2**16
-    found = _moved(1.5 * sign, fraction * 2.0**-7 * sign, n)
-    up = found.abs() > 1.5
-    assert set(found.abs().tolist()) <= {1.5, 1.5 + 2.0**-7}
-    p = round(fraction * 2**16) / 2**16
-    assert (up.sum() - n * p).abs() <= max(4 * (n * p * (1 - p)) ** 0.5, 4)
-    for lag in (1, 2, 4, 7, 8, 256):
-        both = (up[lag:] & up[:-lag]).sum()
-        assert (both - n * p * p).abs() <= max(5 * (n * p * p * (1 - p * p)) ** 0.5, 5)
-
-
 def test_bytes_of_the_bits_are_uniform() -> None:
     """Chi-square with 255 degrees of freedom, five sigma: over elements, steps and parameters."""
     zero = torch.tensor([[0]])
