@@ -73,7 +73,7 @@ def test_bytes_for_a_parameter(
         "activations": 0,
     }
     # As measured: the storages of these tensors.
-    held = [bucket._buffers for bucket in optimizer._store.buckets]
+    held = [bucket.buffers for bucket in optimizer._store.buckets]
     stored = [b.untyped_storage().nbytes() - b.nbytes for some in held for b in some]
     assert sum(b.nbytes for some in held for b in some) == 2 * size * COUNT
     assert max(stored) < mmap.PAGESIZE  # each buffer begins on a page

@@ -344,7 +344,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 except TypeError:  # a list, from JSON
                     key = (id(group), codec)
                 if key not in gatherings:
-                    gatherings[key] = self._new_gathering(group, codec)
+                    moments = functools.partial(self._all_moments, group)
+                    given = (type(self).__name__, group, codec, moments, self._takes_sparse)
+                    gatherings[key] = Gathering(*given)
                 gatherings[key].add(numbered, lr, group if varies else None)
         return list(gatherings.values())
 
@@ -411,10 +413,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _codec_of(self, p: torch.Tensor) -> Codec:
         return self._codecs_of.get(p, self._codec)
 
-    def _new_gathering(self, group: Group, codec: Codec) -> Gathering:
-        moments = functools.partial(self._all_moments, group)
-        return Gathering(type(self).__name__, group, codec, moments, self._takes_sparse)
-
     def _batches(self, gathering: Gathering) -> list[Batch]:
         """Build the gathered batches; missing states are created."""
         for kind in gathering.kinds():
@@ -422,7 +420,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             lists = kind.read_entries(states)
             if lists is None:
                 for p, state in zip(kind.params, states, strict=True):
-                    if kind.lacks_entries(state):
+                    if not kind.entries <= state.keys():
                         self._complete(state, p, gathering.codec, kind.moments)
                 lists = kind.read_entries(states)
                 assert lists is not None

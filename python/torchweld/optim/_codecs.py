@@ -135,7 +135,8 @@ class Codec:
             if moment.is_companion:
                 state[name] = p.detach().to(_companion_dtype(p), copy=True)
                 continue
-            dtype = self._wide_dtype(p)
+            dtype = self.moment_dtype(p)
+            dtype = torch.float32 if dtype == torch.uint8 else dtype  # averages have no codes
             if moment.shape is None:
                 state[name] = torch.zeros_like(p, dtype=dtype)
             else:
@@ -179,10 +180,6 @@ class Codec:
         self._add_master(state, p, _read_saved_param(function, p, saved))
         state |= {key: value for key, value in saved.items() if key not in known}
         return state
-
-    def _wide_dtype(self, p: torch.Tensor) -> torch.dtype:
-        dtype = self.moment_dtype(p)
-        return torch.float32 if dtype == torch.uint8 else dtype
 
     def _store(
         self, state: State, name: str, p: torch.Tensor, value: torch.Tensor, moment: Moment

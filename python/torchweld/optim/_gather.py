@@ -84,10 +84,6 @@ class Kind:
         """Whether its rows are split across devices."""
         return self._split is not None
 
-    def lacks_entries(self, state: State) -> bool:
-        """Whether a state lacks an entry that the step needs."""
-        return not self.entries <= state.keys()
-
     def read_entries(self, states: list[State]) -> dict[str, Tensors] | None:
         """Return a list of tensors for each entry of these states; None if a state lacks one."""
         lists = {name: [state[name] for state in states if name in state] for name in self.entries}

@@ -91,7 +91,9 @@ class _Factored(Rule):
         sizes = [size for of_one in counts for of_pass in of_one for size, _ in of_pass]
         device = batch.params[0].device
         task.sums = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-        task.whole_sizes = _whole_sizes(batch)
+        shapes = [torch.Size((1, 1, *whole.shape)) for whole in batch.wholes]
+        # The rows, columns and elements of each whole parameter.
+        task.whole_sizes = [n for shape in shapes for n in (*shape[-2:], shape.numel())]
         room, parts_by_pass = iter(task.sums.split(sizes)), [[], [], []]  # type: ignore[var-annotated]
         for of_one, p in zip(counts, batch.wholes, strict=True):
             for parts, of_pass in zip(parts_by_pass, of_one, strict=True):
@@ -146,12 +148,6 @@ class _Updates:
         """Each parameter before the step and after it, and its new moments."""
         for (of_parameter, update), known in zip(self._begun, self._known, strict=True):
             yield of_parameter()[0], *update.send(known)  # type: ignore[arg-type]
-
-
-def _whole_sizes(batch: Batch) -> list[int]:
-    """The rows, columns and elements of each whole parameter."""
-    shapes = [torch.Size((1, 1, *whole.shape)) for whole in batch.wholes]
-    return [size for shape in shapes for size in (*shape[-2:], shape.numel())]
 
 
 def _counts(
@@ -252,7 +248,8 @@ def _torchs(task: Task) -> bool:
     assert isinstance(s, AdafactorSettings)
     of_torch = ("decay_rate", "eps_floor", "eps_scale", "clip", "weight_decay")
     rule = AdafactorSettings(**{name: getattr(s, name) for name in of_torch})
-    waits = not (torch.compiler.is_compiling() or _is_captured(batch.params[0]))
+    captured = batch.params[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    waits = not (torch.compiler.is_compiling() or captured)
     whole = not batch.is_sharded and all(p.numel() for p in batch.params)
     if s != rule or task.found_inf is not None or not (waits and whole):
         return False
@@ -285,10 +282,6 @@ def _torchs(task: Task) -> bool:
         )
 
     return take_torchs_step(task, step)
-
-
-def _is_captured(p: torch.Tensor) -> bool:
-    return p.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 ADAFACTOR = _Factored(

@@ -25,8 +25,8 @@ batch, so batches of a size are all equally long, the last one with zeros at its
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -95,7 +95,7 @@ def count_operations(rows: int, columns: int, steps: int, gram: bool) -> float:
     n, m = sorted((rows, columns))
     if not gram or n == m:
         return steps * (4.0 * n * n * m + 2.0 * n**3)
-    segments = _count_segments(steps)
+    segments = [len(segment) for segment in _segments(range(steps))]
     products = sum(k + 3 * (k - 1) for k in segments)
     return len(segments) * 4.0 * n * n * m + products * 2.0 * n**3
 
@@ -162,18 +162,11 @@ def _by_gram(x: torch.Tensor, coefficients: Coefficients) -> torch.Tensor:
     return x
 
 
-def _segments(coefficients: Coefficients) -> Iterator[Coefficients]:
-    begin = 0
-    for count in _count_segments(len(coefficients)):
-        yield coefficients[begin : begin + count]
-        begin += count
-
-
-def _count_segments(steps: int) -> list[int]:
+def _segments(coefficients: Sequence[Any]) -> list[Sequence[Any]]:
     """The steps of each segment, which begins again from X."""
-    later = max(steps - _FIRST, 0)
-    counts = [min(steps, _FIRST), *[_LATER] * (later // _LATER), later % _LATER]
-    return [count for count in counts if count]
+    later = range(_FIRST, len(coefficients), _LATER)
+    every = [coefficients[:_FIRST], *(coefficients[at : at + _LATER] for at in later)]
+    return [some for some in every if some]
 
 
 # --- Products -------------------------------------------------------------------------------------

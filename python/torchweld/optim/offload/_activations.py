@@ -38,10 +38,6 @@ class Buffers:
         """The bytes of all buffers, also of free ones."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
-    def are_free(self) -> bool:
-        """Whether no buffer is in use."""
-        return all(buffer.is_free for buffer in self._buffers)
-
     def take(self, nbytes: int) -> Buffer:
         """Return the smallest free buffer that fits, of at most twice the size."""
         fits = [b for b in self._buffers if b.is_free and nbytes <= b.memory.nbytes <= 2 * nbytes]
@@ -100,7 +96,7 @@ class Activations:
 
     def __init__(self, transfers: Transfers, device: torch.device, around: int) -> None:
         self._transfers, self._device, self._ahead = transfers, device, around
-        self._buffers = Buffers(transfers)
+        self.buffers = Buffers(transfers)
         # The bytes that may stay on the device, and the number of the first tensor that stays.
         self._room, self._first = 0, 0
         self._least = 0
@@ -118,7 +114,7 @@ class Activations:
     @contextlib.contextmanager
     def intercept(self, least: int) -> Iterator[None]:
         """Intercept saved tensors of at least `least` bytes."""
-        self._buffers.trim(self._offloaded)
+        self.buffers.trim(self._offloaded)
         self._least, self._line, self._sizes, self._offloaded = least, [], [], 0
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _call_saved):
             yield
@@ -143,10 +139,6 @@ class Activations:
     def device_bytes(self) -> int:
         """The bytes on the device that wait for the backward pass."""
         return self.kept + self.brought
-
-    def host_bytes(self) -> int:
-        """The bytes of the buffers on the host."""
-        return self._buffers.nbytes()
 
     def take_most(self) -> int:
         """The most bytes on the device since the last call."""
@@ -185,9 +177,10 @@ class Activations:
             self.kept += nbytes
             self._note_most()
             return Piece(self, nbytes, self._line)
-        buffer = self._buffers.take(nbytes)
+        buffer = self.buffers.take(nbytes)
         piece = Piece(self, nbytes, self._line, buffer)
-        copies = [(_view_bytes(storage), buffer.memory[:nbytes])]
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        copies = [(source, buffer.memory[:nbytes])]
         piece.offloaded = self._transfers.fetch(copies, buffer.returned)
         self._line.append(weakref.ref(piece))
         self._offloaded += nbytes
@@ -278,7 +271,3 @@ def _check_version(shape: torch.Size, version: int, expected: int) -> None:
             f"a tensor of shape {tuple(shape)} that the backward pass needs was written in place "
             f"after it was saved: it is at version {version}, expected version {expected}"
         )
-
-
-def _view_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -115,7 +115,7 @@ class Bucket:
         self.home = DEVICE
         self.missing = 0  # how many expected gradients are not ready
         self._state_bytes = (0, 0)  # the number of states, and their bytes
-        self._buffers: list[torch.Tensor] = []
+        self.buffers: list[torch.Tensor] = []
         # The prepared step: an optimizer of all parameters, and the batches of these.
         self._stepper: FusedOptimizer | None = None
         self._work: list[tuple[Group, Batch]] = []
@@ -151,15 +151,15 @@ class Bucket:
         parts = [local_part(m.param.detach()) for m in self.members]
         sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts]
         with explain_memory_errors("parameters and gradients", 2 * sum(sizes)):
-            self._buffers = [allocate_pages(sum(sizes)) for _ in range(2)]
+            self.buffers = [allocate_pages(sum(sizes)) for _ in range(2)]
         try:
-            for buffer in self._buffers:
+            for buffer in self.buffers:
                 self._transfers.pin(buffer)
         except MemoryError:
             self._drop_buffers()
             raise
         views: list[Tensors] = []
-        for buffer in self._buffers:
+        for buffer in self.buffers:
             pieces = zip(buffer.split(sizes), parts, strict=True)
             views.append([_view_as(piece, part) for piece, part in pieces])
         self._transfers.fetch(zip(parts, views[0], strict=True)).synchronize()
@@ -172,9 +172,9 @@ class Bucket:
         ]
 
     def _drop_buffers(self) -> None:
-        for buffer in self._buffers:
+        for buffer in self.buffers:
             self._transfers.unpin(buffer)
-        self._buffers, self._stepper = [], None
+        self.buffers, self._stepper = [], None
 
     # --- Gradients ----------------------------------------------------------------------------
 
@@ -325,10 +325,6 @@ class Bucket:
         """The bytes of the gradients when every parameter has one."""
         trained = (m.param for m in self.members if m.param.requires_grad)
         return sum(local_part(p.detach()).nbytes for p in trained)
-
-    def host_buffer_bytes(self) -> int:
-        """The bytes of parameters and gradients on the host."""
-        return sum(buffer.nbytes for buffer in self._buffers)
 
 
 @contextlib.contextmanager

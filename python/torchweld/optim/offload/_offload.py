@@ -90,8 +90,13 @@ class Offload(torch.optim.Optimizer):
             raise ArgumentError(
                 "Offload", "params_or_optimizer", actual, "one that has them already"
             )
-        _check_arguments(optimizer, placement, clip_norm, threads, bucket_bytes)
-        _check_release(release_gradients, placement, trust_versions)
+        _check_optimizer(optimizer)
+        _check_arguments(placement, clip_norm, threads, bucket_bytes)
+        accepted = 'False, or placement="cpu" or "auto"'
+        fits, releases = functools.partial(checks.fits, "Offload"), release_gradients
+        fits("release_gradients", releases, not (releases and placement == DEVICE), accepted)
+        accepted = "True with release_gradients, which copies gradients during the backward pass"
+        fits("trust_versions", trust_versions, trust_versions or not releases, accepted)
         if clip_norm is not None:
             optimizer.max_grad_norm = clip_norm
         self._is_made = False
@@ -103,7 +108,10 @@ class Offload(torch.optim.Optimizer):
         self._bucket_bytes, self._capacity = bucket_bytes, capacity
         self._trusts_versions = trust_versions
         self._device = device = _find_device(optimizer)
-        self._transfers = transfers or _make_transfers(device, pin_memory)
+        if transfers is None:
+            is_simulated = device.type != "cuda"
+            transfers = Transfers() if is_simulated else CudaTransfers(device, pin_memory)
+        self._transfers = transfers
         self._worker = Worker(threads or count_default_threads())
         weakref.finalize(self, self._worker.stop)  # does not wait: its thread may be the caller
         self._store = Store(optimizer, self._transfers)
@@ -168,13 +176,9 @@ class Offload(torch.optim.Optimizer):
             bucket.missing -= 1
             may_send = self._trusts_versions and (self._is_single_process or is_dtensor(p))
             if bucket.missing == 0 and may_send and self._wait == 0:
-                self._send_bucket(bucket)
-
-    def _send_bucket(self, bucket: Bucket) -> None:
-        """Copy the gradients of a complete bucket to the host."""
-        bucket.send(self._releases)
-        for m in bucket.members:
-            m.sum_sent()
+                bucket.send(self._releases)
+                for m in bucket.members:
+                    m.sum_sent()
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -349,9 +353,9 @@ class Offload(torch.optim.Optimizer):
             "activations": self._activations.device_bytes(),
         }
         on_host = {
-            "parameters and gradients": sum(b.host_buffer_bytes() for b in buckets),
+            "parameters and gradients": sum(t.nbytes for b in buckets for t in b.buffers),
             "states": sum(b.state_bytes() for b in buckets if b.home == HOST),
-            "activations": self._activations.host_bytes(),
+            "activations": self._activations.buffers.nbytes(),
         }
         return {"device": on_device, "host": on_host}
 
@@ -423,15 +427,16 @@ def _notify(owner: weakref.ref[Offload], p: torch.Tensor) -> None:
 
 
 def _check_arguments(
-    optimizer: Any,
-    placement: str,
-    clip_norm: float | None,
-    threads: int | None,
-    bucket_bytes: int,
+    placement: str, clip_norm: float | None, threads: int | None, bucket_bytes: int
 ) -> None:
-    """Check Offload's arguments."""
-
     fits = functools.partial(checks.fits, "Offload")
+    fits("placement", placement, placement in PLACEMENTS, ", ".join(map(repr, PLACEMENTS)))
+    fits("clip_norm", clip_norm, clip_norm is None or clip_norm > 0, "a number > 0 or None")
+    fits("threads", threads, threads is None or threads >= 1, "a number > 0 or None")
+    fits("bucket_bytes", bucket_bytes, bucket_bytes >= 1, "a number > 0")
+
+
+def _check_optimizer(optimizer: Any) -> None:
     kind, argument = type(optimizer).__name__, "params_or_optimizer"
     if not isinstance(optimizer, FusedOptimizer):
         accepted = "parameters, or an optimizer of torchweld.optim"
@@ -442,21 +447,6 @@ def _check_arguments(
     if companion := optimizer._companion():
         accepted = "an optimizer without ema_decay or second iterates"
         raise ArgumentError("Offload", argument, f"{kind} with {companion}", accepted)
-    fits("placement", placement, placement in PLACEMENTS, ", ".join(map(repr, PLACEMENTS)))
-    fits("clip_norm", clip_norm, clip_norm is None or clip_norm > 0, "a number > 0 or None")
-    fits("threads", threads, threads is None or threads >= 1, "a number > 0 or None")
-    fits("bucket_bytes", bucket_bytes, bucket_bytes >= 1, "a number > 0")
-
-
-def _check_release(releases: bool, placement: str, trust_versions: bool) -> None:
-    """Check that gradients are stepped on the host, and copied during the backward pass."""
-    if releases and placement == DEVICE:
-        actual = f"True with placement={placement!r}"
-        accepted = 'False, or placement="cpu" or "auto"'
-        raise ArgumentError("Offload", "release_gradients", actual, accepted)
-    if releases and not trust_versions:
-        accepted = "True with release_gradients, which copies gradients during the backward pass"
-        raise ArgumentError("Offload", "trust_versions", "False", accepted)
 
 
 class Phase(NamedTuple):
@@ -475,10 +465,6 @@ def _count_bytes(grad: torch.Tensor) -> int:
     if grad.layout is torch.strided:
         return grad.nbytes
     return grad._values().nbytes + grad._indices().nbytes
-
-
-def _make_transfers(device: torch.device, pins: bool) -> Transfers:
-    return CudaTransfers(device, pins) if device.type == "cuda" else Transfers()
 
 
 def _find_device(optimizer: FusedOptimizer) -> torch.device:
