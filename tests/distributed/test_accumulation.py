@@ -13,9 +13,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-import selection
-from oracle import TORCH
-from processes import on, processes
+from comparing import NEAR, assert_grads, grads_of, has_neighbours, shares_rows
+from processes import on
 from stack import MODELS
 from stack_seams import keep
 from torchweld import optim
@@ -77,7 +76,20 @@ def _loss(model: Any, number: int, group: Any = None, blocks: bool = True) -> to
 ROWS = {_sequence: "TP + SP", _ring: "ring SP", _tensor_ring: "TP + SP x ring SP"}
 
 
-def _accumulates(rank: int, cut: Callable[[Any], Any], reduces: int, skips: bool) -> None:
+@pytest.mark.parametrize(
+    ("cut", "count", "reduces", "skips"),
+    [
+        (_sequence, 2, 1, False),
+        (_sequence, 2, 1, True),
+        pytest.param(_ring, 2, 1, False, marks=shares_rows),
+        pytest.param(_ring, 2, 1, True, marks=shares_rows),
+        pytest.param(_tensor_ring, 4, 2, False, marks=shares_rows),
+    ],
+)
+@on("count")
+def test_one_exchange(
+    rank: int, cut: Callable[[Any], Any], count: int, reduces: int, skips: bool
+) -> None:
     """The last of three backward passes exchanges; a fourth adds to what was exchanged."""
     one, many = _model(), _model()
     group = cut(many)
@@ -90,9 +102,8 @@ def _accumulates(rank: int, cut: Callable[[Any], Any], reduces: int, skips: bool
         counts.append(counted.calls["all-reduce"])
         sizes.append(counted.bytes["all-reduce"])
         if number > 1:
-            for (name, p), q in zip(many.named_parameters(), one.parameters(), strict=True):
-                assert p.grad.placements == p.placements, name
-                torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-11, atol=1e-12)
+            assert all(p.grad.placements == p.placements for p in many.parameters())
+            assert_grads(many, one, **NEAR)
         if number == 2 and not skips:
             pairs = [
                 (p.grad, q.grad) for p, q in zip(many.parameters(), one.parameters(), strict=True)
@@ -105,26 +116,12 @@ def _accumulates(rank: int, cut: Callable[[Any], Any], reduces: int, skips: bool
             assert sizes[2] - sizes[1] == sum(p.nbytes for p in parts)
 
 
-@pytest.mark.parametrize(
-    ("cut", "count", "reduces", "skips"),
-    [
-        (_sequence, 2, 1, False),
-        (_sequence, 2, 1, True),
-        (_ring, 2, 1, False),
-        (_ring, 2, 1, True),
-        (_tensor_ring, 4, 2, False),
-        *([(_tensor_ring, 4, 2, True)] if selection.WHOLE else []),
-    ],
-)
-def test_one_exchange(cut: Any, count: int, reduces: int, skips: bool) -> None:
-    if TORCH < (2, 12) and cut is not _sequence:
-        pytest.skip("DTensor of torch < 2.12 refuses a linear layer of a shard of the sequence")
-    with processes(count) as some:
-        some.run("cpu", _accumulates, cut, reduces, skips)
+@on(4)
+def test_under_fsdp(rank: int) -> None:
+    """no_sync reaches FSDP2's modules too.
 
-
-def _under_fsdp(rank: int) -> None:
-    """Both replicas have the same microbatches, so the mean of their gradients is one replica's."""
+    Both replicas have the same microbatches, so the mean of their gradients is one replica's.
+    """
     one, many = _model(), _model()
     _sharded(many)
     for number in range(3):
@@ -134,14 +131,7 @@ def _under_fsdp(rank: int) -> None:
         of_streams = 4 * SETTINGS.layers
         of_gradients = SETTINGS.layers + 1 if number == 2 else 0
         assert counted.calls["reduce-scatter"] == of_streams + of_gradients
-    for p, q in zip(many.parameters(), one.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-11, atol=1e-12)
-
-
-def test_under_fsdp() -> None:
-    """no_sync reaches FSDP2's modules too."""
-    with processes(4) as four:
-        four.run("cpu", _under_fsdp)
+    assert_grads(many, one, **NEAR)
 
 
 class _Delta(torch.nn.Module):
@@ -166,10 +156,7 @@ def test_gradients_are_tensors_of_their_own(rank: int, sequence: bool) -> None:
         for model in (one, many):
             with no_sync(model) if number < 2 else nullcontext():
                 _loss(model, number).backward()
-    for (name, p), q in zip(many.named_parameters(), one.parameters(), strict=True):
-        torch.testing.assert_close(
-            p.grad.full_tensor(), q.grad, rtol=1e-11, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    assert_grads(many, one, **NEAR)
 
 
 @on(2)
@@ -206,7 +193,13 @@ def test_offload_waits_for_sums(rank: int) -> None:
         torch.testing.assert_close(p.full_tensor(), q, rtol=1e-11, atol=1e-12)
 
 
-def _in_a_pipeline(rank: int, schedule: stages.Name) -> None:
+@pytest.mark.parametrize(
+    # Stages of plain linear layers fail alike.
+    "schedule",
+    ["1f1b", pytest.param("zbvzerobubble", marks=has_neighbours)],
+)
+@on(4)
+def test_a_pipeline_exchanges_once(rank: int, schedule: stages.Name) -> None:
     """One exchange for all microbatches of a step, and gradients of one process."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "tensor"))
     torch.manual_seed(0)
@@ -228,20 +221,9 @@ def _in_a_pipeline(rank: int, schedule: stages.Name) -> None:
         pipe.schedule.step(
             *(stream,) if pipe.is_first else (), target=stream if pipe.is_last else None
         )
-    wanted = dict(whole.named_parameters())
-    for name, p in pipe.parts.named_parameters():
-        name = name.partition(".")[2]
-        grad: Any = p.grad
-        assert grad.placements == p.placements  # type: ignore[attr-defined]
-        torch.testing.assert_close(p.grad.full_tensor(), wanted[name].grad, rtol=1e-11, atol=1e-11)
+    wanted = grads_of(whole)
+    for part in pipe.parts:
+        assert all(p.grad.placements == p.placements for p in part.parameters())
+        assert_grads(part, wanted, **NEAR)
     # A number that says whether the batch divides, and the gradients of each part.
     assert counted.calls["all-reduce"] == 1 + len(pipe.parts)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zbvzerobubble"])
-def test_a_pipeline_exchanges_once(schedule: str) -> None:
-    if TORCH < (2, 12) and schedule != "1f1b":
-        # Stages of plain linear layers fail alike.
-        pytest.skip("two stages of a rank in a subgroup: torch 2.10 sends to itself, gloo refuses")
-    with processes(4) as four:
-        four.run("cpu", _in_a_pipeline, schedule)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from processes import on, processes
+from processes import on
 from torchweld.distributed import (
     grad_norm,
     layer_cuts,
@@ -76,10 +76,11 @@ STRATEGIES = [(name, torch.float64) for name in ("ddp", "zero1", "zero2", "zero3
 STRATEGIES += [("pp", dtype) for dtype in DTYPES]
 
 
-def _trains(rank: int, strategies: Any) -> None:
+@on(2)
+def test_a_step_of_any_dtype(rank: int) -> None:
     """A step under each strategy exchanges equal kinds of tensors, and returns a float32 loss."""
     example = (torch.zeros((1, S.length), dtype=torch.int64),)
-    for strategy, of_loss in strategies:
+    for strategy, of_loss in STRATEGIES:
         torch.manual_seed(0)
 
         def loss_fn(y: torch.Tensor, target: torch.Tensor, dtype: Any = of_loss) -> torch.Tensor:
@@ -94,11 +95,6 @@ def _trains(rank: int, strategies: Any) -> None:
         assert mode.compared > 0, strategy
 
 
-def test_a_step_of_any_dtype() -> None:
-    with processes(2) as two:
-        two.run("cpu", _trains, STRATEGIES)
-
-
 # --- Pipelines ------------------------------------------------------------------------------------
 
 
@@ -109,7 +105,8 @@ def _make(blocks: Any = None, **given: Any) -> Any:
     return pipeline(blocks, "gpipe", 2, **given)
 
 
-def _other_inputs(rank: int) -> None:
+@on(2)
+def test_other_inputs(rank: int) -> None:
     """The next stage would receive what it does not expect: gloo aborts, or a rank waits."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
     x = torch.randn(1, 3, 4)
@@ -126,7 +123,8 @@ class _Fails(nn.Module):
         raise ValueError("no such row")
 
 
-def _fails(rank: int) -> None:
+@on(2)
+def test_what_one_rank_computes_fails(rank: int) -> None:
     """What one rank computes for all may fail: the others hear of it."""
     error: Any = (ValueError, CollectiveError)
     blocks = [_Fails(), nn.Linear(4, 4)]
@@ -143,7 +141,8 @@ def _fails(rank: int) -> None:
     assert isinstance(raised.value, error[1 - rank])
 
 
-def _other_copies(rank: int) -> None:
+@on(2)
+def test_other_copies(rank: int) -> None:
     """A wrapper casts one stage of two that share a weight."""
     blocks = [nn.Linear(4, 4) for _ in range(2)]
     blocks[1].weight = blocks[0].weight
@@ -153,12 +152,6 @@ def _other_copies(rank: int) -> None:
 
     with pytest.raises(ArgumentError, match=r"0.weight and 1.weight are torch.float32 .* and torc"):
         _make(blocks, costs=[1.0, 1.0], wrap=cast)
-
-
-def test_pipelines() -> None:
-    with processes(2) as two:
-        for scenario in (_other_inputs, _fails, _other_copies):
-            two.run("cpu", scenario)
 
 
 # --- Norms ----------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torchweld
 from processes import on
@@ -20,9 +22,6 @@ from torchweld.sparse import BlockBias, BlockLayout
 @on(2)
 def test_shards_are_parts_of_the_whole(rank: int, backend: str) -> None:
     """Heads with their own layouts, sinks and slopes, keys shared by heads; dropout too."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     mesh = init_device_mesh("cpu", (2,))
     generator = torch.Generator().manual_seed(1)
     sinks, slopes = torch.randn(4, generator=generator), torch.rand(4, generator=generator)
@@ -64,9 +63,6 @@ def test_shards_are_parts_of_the_whole(rank: int, backend: str) -> None:
 @on(2)
 def test_shards_with_biases(rank: int, backend: str) -> None:
     """Numbers of pairs and tables, sharded by heads and replicated, and layouts by key head."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     mesh = init_device_mesh("cpu", (2,))
     generator = torch.Generator().manual_seed(1)
     attention: Any = torchweld.functional.block_sparse_attention

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 
-from by_hand import (
-    ring_all_gather,
-    ring_all_reduce,
-    ring_reduce_scatter,
-    server_step,
-)
-from processes import processes
+from by_hand import ring_all_gather, ring_all_reduce, ring_reduce_scatter, server_step
+from processes import on
 from torchweld import optim
 from torchweld.distributed import CountCollectives
 from torchweld.errors import ArgumentError
@@ -20,7 +18,8 @@ from torchweld.errors import ArgumentError
 COUNT = 4
 
 
-def _sum_by_rings(rank: int) -> None:
+@on(COUNT)
+def test_rings(rank: int) -> None:
     """Whole numbers, whose sums have no rounding."""
     for shape in ((8, 16), (5, 3), (1,), (0, 4)):
         x = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) * (rank + 1)
@@ -40,7 +39,8 @@ def _sum_by_rings(rank: int) -> None:
     assert first.bytes == second.bytes == {"send": (COUNT - 1) * x.nbytes // COUNT}
 
 
-def _step_by_a_server(rank: int) -> None:
+@on(COUNT)
+def test_a_server(rank: int) -> None:
     torch.manual_seed(0)
     layer, other = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
     other.load_state_dict(layer.state_dict())
@@ -68,7 +68,34 @@ def _step_by_a_server(rank: int) -> None:
         server_step([*layer.parameters()], wrong)
 
 
-@pytest.mark.parametrize("scenario", [_sum_by_rings, _step_by_a_server])
-def test_equals_all_reduce(scenario: object) -> None:
-    with processes(COUNT) as four:
-        four.run("cpu", scenario)  # type: ignore[arg-type]
+# --- What is counted of torch's own ---------------------------------------------------------------
+
+
+def _waited(result: Any) -> Any:
+    """What an asynchronous collective returns is annotated as a plain tensor."""
+    return result.wait()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@on(2)
+def test_each_kind_is_counted(rank: int) -> None:
+    x, pair = torch.ones(8), [torch.ones(4), torch.ones(4)]  # 32 bytes
+    group, whole = dist.group.WORLD, torch.ones(16)
+    root = rank == 0
+    of_root = 64 if root else 32
+    cases = [
+        ("all-reduce", 64, lambda: dist.all_reduce_coalesced([x, x.clone()])),
+        ("all-gather", 64, lambda: dist.all_gather([x.clone(), x.clone()], x)),
+        ("all-gather", 64, lambda: _waited(functional.all_gather_tensor(x, 0, group))),
+        ("reduce-scatter", 32, lambda: dist.reduce_scatter(pair[0].clone(), pair)),
+        ("all-to-all", 32, lambda: dist.all_to_all_single(x.clone(), x)),
+        ("all-to-all", 32, lambda: _waited(functional.all_to_all_single(x, None, None, group))),
+        ("reduce", 32, lambda: dist.reduce(x.clone(), 0)),
+        ("gather", of_root, lambda: dist.gather(x, [x.clone(), x.clone()] * root or None)),
+        ("scatter", of_root, lambda: dist.scatter(x.clone(), [*whole.chunk(2)] * root or None)),
+        ("broadcast", 32, lambda: dist.broadcast(x.clone(), 0)),
+    ]
+    for kind, size, collective in cases:
+        with CountCollectives() as counted:
+            collective()
+        assert (dict(counted.calls), dict(counted.bytes)) == ({kind: 1}, {kind: size}), kind

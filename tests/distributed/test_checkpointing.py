@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import _functional_collectives
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
@@ -273,7 +276,6 @@ def test_a_compiled_block_that_changes_a_kept_result() -> None:
 
 @on(2)
 def test_a_sum_over_devices_that_changes(rank: int) -> None:
-    from torch.distributed import _functional_collectives
 
     def block(x: torch.Tensor) -> torch.Tensor:
         total = _functional_collectives.all_reduce(x.detach(), "sum", torch.distributed.group.WORLD)
@@ -287,12 +289,6 @@ def test_a_sum_over_devices_that_changes(rank: int) -> None:
 @on(2)
 def test_reductions_over_devices_are_done_once(rank: int) -> None:
     """One in the forward and one in the backward, and none for the recomputation."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
 
     def run(**how: Any) -> tuple[list[torch.Tensor], int]:
         torch.manual_seed(0)

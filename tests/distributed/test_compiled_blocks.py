@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import selection
-from processes import processes
+from comparing import whole
+from processes import on
 from stack import MODELS
 from torchweld.distributed import CountCollectives, LayerSeeds, tp_plan
 from transformer import Transformer, compute_loss, make_batch
@@ -59,8 +59,16 @@ def _logits(model: Any, tokens: torch.Tensor, has_places: bool) -> torch.Tensor:
     return model.head(model.norm(x))  # type: ignore[no-any-return]
 
 
-def _planned(rank: int, name: str, sequence: bool, backend: str, has_places: bool) -> None:
+@pytest.mark.parametrize(
+    ("sequence", "has_places", "compiler"),
+    selection.combine((False, True), (False, True), ("aot_eager", "inductor")),
+)
+@on(2)
+def test_a_planned_block_compiles(
+    rank: int, sequence: bool, has_places: bool, compiler: str
+) -> None:
     """Two steps: gradients of one process, and the collectives of blocks that are not compiled."""
+    name = "GPT" if has_places else "BERT"
     tokens, targets = make_batch(SETTINGS[name], 2, 1)
     runs, models = [], []
     torch.compiler.reset()  # processes go from one test to the next
@@ -72,7 +80,7 @@ def _planned(rank: int, name: str, sequence: bool, backend: str, has_places: boo
         with torch.no_grad():
             model(tokens)  # makes the layout
         for key, block in model.blocks.items() if compiled else ():
-            model.blocks[key] = torch.compile(block, fullgraph=True, backend=backend)
+            model.blocks[key] = torch.compile(block, fullgraph=True, backend=compiler)
         seeds = LayerSeeds(model.blocks.items())
         for step in range(2):
             seeds.begin(step)
@@ -81,24 +89,10 @@ def _planned(rank: int, name: str, sequence: bool, backend: str, has_places: boo
                 torch.nn.functional.cross_entropy(
                     logits.flatten(0, 1), targets.flatten()
                 ).backward()
-        models.append([_whole(p.grad) for p in model.parameters() if p.grad is not None])
+        models.append([whole(p.grad) for p in model.parameters() if p.grad is not None])
         runs.append((dict(counted.calls), dict(counted.bytes)))
     assert runs[1] == runs[2]
     for parallel in models[1:]:
         assert len(parallel) == len(models[0])
         for found, wanted in zip(parallel, models[0], strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13)
-
-
-def _whole(x: Any) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-@pytest.mark.parametrize(
-    ("sequence", "has_places", "backend"),
-    selection.combine((False, True), (False, True), ("aot_eager", "inductor")),
-)
-def test_a_planned_block_compiles(sequence: bool, has_places: bool, backend: str) -> None:
-    name = "GPT" if has_places else "BERT"
-    with processes(2) as two:
-        two.run("cpu", _planned, name, sequence, backend, has_places)

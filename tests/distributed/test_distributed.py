@@ -9,6 +9,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import torchweld
 from oracle import TORCH
@@ -56,7 +62,6 @@ def _ddp(rank: int) -> None:
 
 
 def _fsdp2(rank: int) -> None:
-    from torch.distributed.fsdp import fully_shard
 
     model = _model()
     for module in model:
@@ -67,9 +72,6 @@ def _fsdp2(rank: int) -> None:
 
 
 def _sequence_parallel(rank: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (2,))
     model = _model()
@@ -91,7 +93,6 @@ def _sequence_parallel(rank: int) -> None:
 
 
 def _pipeline(rank: int) -> None:
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
     model = _model()
     part = model[2 * rank : 2 * rank + 2]
@@ -111,9 +112,6 @@ def _pipeline(rank: int) -> None:
 
 def _dropout_on_shards(rank: int) -> None:
     """Sharded by heads, queries or batches, dropout equals one device's, also if causal."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.randn(2, 4, 7, 9, generator=torch.Generator().manual_seed(1))
     mask = torch.rand(2, 1, 1, 9, generator=torch.Generator().manual_seed(2)) > 0.2
@@ -140,10 +138,6 @@ def _dropout_on_shards(rank: int) -> None:
 @on(4)
 def test_strided_shards_equal_one_process(rank: int, backend: str | None) -> None:
     """As made by FSDP2 over tensor parallelism, and with gaps; norms too."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     mesh = init_device_mesh("cpu", (2, 2))
     whole = torch.randn(8, 4, 16, generator=torch.Generator().manual_seed(1))
 
@@ -171,9 +165,6 @@ def test_strided_shards_equal_one_process(rank: int, backend: str | None) -> Non
 
 def _residual_streams_on_shards(rank: int) -> None:
     """Sequence and tensor parallelism: one device's dropout, and gradients of shared parameters."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
     mesh = init_device_mesh("cpu", (2,))
     generator = torch.Generator().manual_seed(1)
     values = [torch.randn(size, generator=generator) for size in ((2, 6, 10), (2, 6, 10), 10, 10)]

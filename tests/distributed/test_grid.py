@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 import selection
 import torchweld
 from processes import on, processes
-from torchweld.distributed import CountCollectives, Parallel, parallelize
+from torchweld.distributed import CountCollectives, parallelize
 from torchweld.distributed.tensor.grid import Grid, GridParallel
 from torchweld.errors import ArgumentError
 from transformer import Settings, Transformer, compute_loss, make_batch
@@ -187,24 +187,6 @@ def test_a_layer_sends_and_keeps_what_the_formulas_say(mode: str) -> None:
 
 
 # --- Refusals -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("config", "world", "message"),
-    [
-        ({"tensor": {"mode": "2d", "size": 6}}, 6, "tensor is 6 in 2d; .* such as 4 or 9"),
-        ({"tensor": {"mode": "3d", "size": 4}}, 4, "tensor is 4 in 3d; .* such as 1 or 8"),
-        ({"tensor": {"mode": "2.5d", "size": 6, "depth": 2}}, 6, "2.5d; .* such as 2 or 8"),
-        ({"tensor": {"mode": "2d", "size": 4, "depth": 2}}, 4, "depth is 2"),
-        ({"tensor": {"size": 4, "depth": 2}}, 4, "depth is 2"),
-        ({"tensor": {"mode": "2d", "size": 4}, "data": "zero2"}, 8, "tensor in 2d is with 2 other"),
-        ({"tensor": {"mode": "2d", "size": 4, "sequence": True}}, 4, "tensor in 2d is with"),
-        ({"tensor": {"mode": "2d", "size": 4}, "optimizer": "lamb"}, 4, "optimizer is 'lamb'"),
-    ],
-)
-def test_grids_that_cannot_be_are_named(config: Any, world: int, message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        Parallel.from_config(config, world)
 
 
 @on(4)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import selection
 import torchweld
@@ -117,7 +118,6 @@ def _model() -> torch.nn.Module:
 @pytest.mark.parametrize("ranks", [2, 4] if selection.WHOLE else [2])
 @on("ranks", None)
 def test_training_beside_bfloat16(rank: int, ranks: int) -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     losses = {}
     for name in ("bfloat16", *CASES):

@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from processes import on, processes
 from sharded_optimizers import go_on, whole_of
@@ -58,9 +62,6 @@ def _assert_same(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("count", [2, 4])
 @on("count")
 def test_every_placement_has_the_bits_of_one_device(rank: int, count: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.placement_types import _StridedShard
 
     flat = init_device_mesh("cpu", (count,))
     cases: list[tuple[Any, list[Any]]] = [(flat, [Shard(0)]), (flat, [Shard(1)])]
@@ -132,10 +133,6 @@ def test_fsdp2_has_the_bits_of_one_device(rank: int, count: int) -> None:
 
     Beyond four ranks sums of equal numbers round, and one device's gradients are used.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import distribute_tensor
-
     results, grads = [], []
     for shards in (False, True):
         torch.manual_seed(0)

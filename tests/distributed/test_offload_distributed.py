@@ -7,6 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.nn.parallel import DistributedDataParallel
 
 from offloading import (
     BUCKET,
@@ -31,7 +38,6 @@ ADAMW = {"lr": 1e-2, "master_weights": True}
 @on(2, None)
 def test_ddp(rank: int) -> None:
     """Gradients leave in step(), with and without DDP's views; the first pass is not reduced."""
-    from torch.nn.parallel import DistributedDataParallel
 
     def run(offloads: bool, has_views: bool) -> tuple[Any, Any, int]:
         model = small_model(torch.float32)
@@ -60,9 +66,6 @@ def test_ddp(rank: int) -> None:
 @on(2, None)
 def test_fsdp2(rank: int) -> None:
     """Gradients leave during the backward pass, also for rules with collectives."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-
     mesh = init_device_mesh("cpu", (2,))
 
     def run(make: Any, on_host: bool = False, saves: bool = False) -> tuple[Any, Any, int]:
@@ -121,9 +124,6 @@ def test_fsdp2(rank: int) -> None:
 @on(2, None)
 def test_writes_to_sharded_parameters_and_gradients(rank: int) -> None:
     """An operation on a DTensor moves the counter of the DTensor, not that of its part."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh("cpu", (2,))
 
     def shard(model: Any) -> None:
@@ -146,9 +146,6 @@ def test_writes_to_sharded_parameters_and_gradients(rank: int) -> None:
 @on(2, None)
 def test_autograd_knows_of_steps(rank: int) -> None:
     """A graph that saved a parameter raises after a step has written it, sharded or not."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     mesh = init_device_mesh("cpu", (2,))
     for given in (torch.ones(4, 4), distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])):
         p = torch.nn.Parameter(given)
@@ -162,11 +159,6 @@ def test_autograd_knows_of_steps(rank: int) -> None:
 
 def _checkpoint(rank: int, folder: str) -> None:
     """torch's distributed checkpoint, from an offloaded run to a plain one and back."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh("cpu", (2,))
 
     def new(is_offloaded: bool) -> tuple[Any, Any]:
@@ -210,10 +202,6 @@ def test_distributed_checkpoints(tmp_path: Any) -> None:
 @on(2, None)
 def test_a_mesh_of_gpus(rank: int) -> None:
     """States of DTensors on a mesh of GPUs are DTensors on it with parts on the host."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
     mesh = DeviceMesh("cuda", torch.arange(2), _init_backend=False)
     for settings in CODECS:
         if "stochastic_rounding" in settings:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchweld
@@ -354,8 +355,6 @@ def test_arguments_are_named(kind: str, argument: str) -> None:
 @on(2, None)
 def test_shards_are_refused(rank: int) -> None:
     """FSDP2 reduces their gradients."""
-    from torch.distributed.fsdp import fully_shard
-
     model = _model()
     fully_shard(model)
     with pytest.raises(torchweld.ArgumentError, match="LowPrecisionReduceScatter"):

@@ -13,7 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import torchweld
 from conftest import PLACES, running_at
@@ -35,8 +49,6 @@ from torchweld import optim
 
 
 def _shards(rank: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2,))
     for settings in CODECS:
@@ -97,8 +109,6 @@ def _shards(rank: int) -> None:
 
 def _codecs(rank: int) -> None:
     """A float32 state becomes codes and back, also under a scaler, as on one device."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     place = placer(init_device_mesh("cpu", (2,)), 1)
     results = []
     for at in (lambda t: t, place):
@@ -125,12 +135,6 @@ def _codecs(rank: int) -> None:
 
 def _fsdp2(rank: int) -> None:
     """Trained under fully_shard and saved by torch's state dict functions: as one process."""
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
-    from torch.distributed.fsdp import fully_shard
 
     def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:
@@ -170,8 +174,6 @@ def _fsdp2(rank: int) -> None:
 
 def _zero(rank: int) -> None:
     """ZeroRedundancyOptimizer, with part of the states on each process: the same bits."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     expected, _ = run({"state_dtype": "8bit"}, lambda t: t, range(1, 4))
     params = [torch.nn.Parameter(v) for v in drawn(0, torch.float32)]
     optimizer = ZeroRedundancyOptimizer(params, optim.AdamW, lr=1e-2, state_dtype="8bit")
@@ -185,10 +187,6 @@ def _zero(rank: int) -> None:
 
 def _grid(rank: int) -> None:
     """On a mesh of 2 x 2: rows and columns at once, columns twice, in FSDP2's order too."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     mesh = init_device_mesh("cpu", (2, 2))
     for settings in CODECS[1], *CODECS[-2:]:
         expected = run(settings, lambda t: t, range(1, 4))
@@ -219,8 +217,6 @@ def _grid(rank: int) -> None:
 @on(4, None)
 def test_processes_in_the_emulator_equal_one(rank: int) -> None:
     """The CUDA kernels, if shards cut rows."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (2, 2))
     cases: list[tuple[Any, dict[str, Any]]] = [(optim.AdamW, CODECS[1]), (optim.AdamW, CODECS[3])]
     cases.append((optim.LARS, {"state_dtype": "8bit", "momentum": 0.9}))
@@ -238,14 +234,6 @@ def _fsdp2_and_tp(rank: int) -> None:
     The single device gets the gradients and the clipping factor, and its own norm is compared. Then
     elementwise rules have the same bits, and rules with norms differ by roundings.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     limit, steps = 0.05, 2
@@ -301,9 +289,6 @@ RESHARDED.append((CODECS[1], ((0,), (0,), (1, 2), (1,))))
 
 
 def _stage(rank: int, stage: int, directory: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", STAGES[stage])
     for name, (settings, dims) in enumerate(RESHARDED):

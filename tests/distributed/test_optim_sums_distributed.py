@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torchweld
 from conftest import PLACES, running_at
@@ -24,9 +26,6 @@ from torchweld.optim.adafactor import ADAFACTOR
 
 def _adaptive(rank: int) -> None:
     """Norms are taken over whole tensors, but summed in another order."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     mesh = init_device_mesh("cpu", (2,))
     for kind in (optim.LAMB, optim.LARS, optim.LAMB8bit):
         expected, _ = run({}, lambda t: t, range(1, 4), kind=kind)
@@ -81,8 +80,6 @@ def _factored(rank: int) -> None:
 
 
 def _factored_on(kernel: bool, limit: float | None) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor
 
     world = torch.distributed.get_world_size()
     grid = init_device_mesh("cpu", (2, world // 2) if world > 2 else (world,))
@@ -116,8 +113,6 @@ def _rounded_sums(rank: int) -> None:
     Another order of a sum moves a parameter by a few roundings of float32. One of bfloat16's is
     2^16 of these, so a step rounds a few elements in 2^16 to the other side.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (2,))
     for kind in (optim.LAMB, optim.LARS, optim.Adafactor):
         settings = {"stochastic_rounding": True}
@@ -135,8 +130,6 @@ def _rounded_sums(rank: int) -> None:
 
 
 def _clipping(rank: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2,))
     settings = {"max_grad_norm": 0.5}
@@ -163,8 +156,6 @@ def _clipping(rank: int) -> None:
 @on(4, None)
 def test_averages_in_the_emulator(rank: int) -> None:
     """Adafactor's CUDA kernels."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (2, 2))
     for kind, settings in FACTORED:
         expected = run(settings, lambda t: t, range(1, 4), kind=kind)

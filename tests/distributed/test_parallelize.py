@@ -13,7 +13,7 @@ from torch import nn
 import torchweld
 from oracle import TORCH
 from processes import on, processes
-from torchweld.distributed import Parallel, check_fit, parallelize
+from torchweld.distributed import parallelize
 from torchweld.errors import ArgumentError
 from transformer import Settings, Transformer, compute_loss, make_batch
 
@@ -113,100 +113,6 @@ def test_a_sequence_is_cut(rank: int) -> None:
     torch.testing.assert_close(loss, whole.detach())
     with pytest.raises(ArgumentError, match="batch is 1 microbatches; accepted: 2"):
         training.step(pairs[:1], 0)
-
-
-# --- Refusals -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("config", "world", "sizes", "message"),
-    [
-        ({"tensor": 3}, 3, {}, "4 heads in .*; the nearest are 3 or 6"),
-        ({"tensor": 8}, 8, {}, "4 heads in .*; the nearest are 8$"),
-        ({"pipeline": 5}, 5, {}, "layers is 4; accepted: at least one for each of 5 stages"),
-        ({"pipeline": {"size": 3, "schedule": "zbv"}}, 3, {}, "layers is 4; .* 6 stages"),
-        ({"ring": 3}, 3, {"length": 32}, "length is 32; .*; the nearest are 30 or 33"),
-        (
-            {"ring": 2, "tensor": {"size": 2, "sequence": True}},
-            4,
-            {"length": 30},
-            "length is 30; .* 4 processes that share the sequence; the nearest are 28 or 32",
-        ),
-        ({}, 4, {"microbatches": 6}, "microbatches is 6; .* 4 replicas; the nearest are 4 or 8"),
-        (
-            {"pipeline": 2, "data": "zero2"},
-            4,
-            {"microbatches": 2},
-            "microbatches is 2, which is 1 for each of 2 replicas; accepted: at least 2 for each",
-        ),
-    ],
-)
-def test_what_does_not_divide_is_named(config: Any, world: int, sizes: Any, message: str) -> None:
-    with torch.device("meta"):
-        model = Transformer(S)
-    with pytest.raises(ArgumentError, match=message):
-        check_fit(model, Parallel.from_config(config, world), **sizes)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "zbv"])
-def test_some_schedules_take_fewer_microbatches_than_processes(schedule: str) -> None:
-    with torch.device("meta"):
-        model = Transformer(S)
-    config = {"pipeline": {"size": 2, "schedule": schedule}}
-    check_fit(model, Parallel.from_config(config, 2), microbatches=1)
-    with pytest.raises(ArgumentError, match="at least 2 for each"):
-        check_fit(model, Parallel.from_config({"pipeline": 2}, 2), microbatches=1)
-
-
-def test_a_hidden_size_that_does_not_divide_is_named() -> None:
-    with torch.device("meta"):
-        model = Transformer(S)
-        for block in model.blocks.values():
-            block.mlp = torchweld.nn.MLP(32, 50)
-    with pytest.raises(ArgumentError, match=r"50 features in .*; the nearest are 48 or 52"):
-        check_fit(model, Parallel.from_config({"tensor": 4}, 4))
-
-
-def test_tied_parameters_are_named() -> None:
-    with torch.device("meta"):
-        model = Transformer(S)
-    assert model.head is not None
-    assert model.token is not None
-    model.head.weight = model.token.weight
-    with pytest.raises(ArgumentError, match=r"head\.weight is another parameter too"):
-        check_fit(model, Parallel.from_config({"pipeline": 2}, 2))
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"optimizer": {"lr": 1e-3}}, "optimizer is .*; accepted: a name, or a table"),
-        ({"optimizer": "rprop"}, "optimizer is 'rprop'; accepted: one of adam"),
-        ({"optimizer": "muon", "data": "zero1"}, "'muon'; accepted: another with zero1"),
-        ({"optimizer": "one_bit_adam", "data": "zero2"}, "one_bit_adam exchanges whole gradients"),
-        ({"optimizer": "one_bit_adam"}, "with no arguments; .*: missing .* 'freeze_step'"),
-        (
-            {"optimizer": {"name": "one_bit_adam", "freeze_step": 9}, "offload": "auto"},
-            "offload is 'auto'; accepted: 'none' with one_bit_adam",
-        ),
-        ({"optimizer": {"name": "adamw", "rl": 1}}, "'adamw' with .*: .* argument 'rl'"),
-        ({"pipeline": {"size": 2, "schedule": "1f2b"}}, "schedule is '1f2b'"),
-        ({"pipeline": {"stages": 2}}, "pipeline is with stages"),
-        (
-            {"pipeline": {"size": 2, "schedule": "zbv"}, "checkpoint": "selective"},
-            "checkpoint is 'selective'; accepted: 'none' or 'full' with zbv",
-        ),
-        ({"checkpoint": "some"}, "checkpoint is 'some'; accepted: one of none, full, selective"),
-        ({"offload": True}, "offload is True"),
-        ({"data": {"kind": "ddp", "shard": 2}}, "shard is 2 with ddp; accepted: with zero2"),
-        ({"data": {"kind": "zero3", "shard": 3}}, "shard is 3 with zero3; .* divisor of 2"),
-        ({"data": {"size": 2}}, "data is with size"),
-        ("nowhere.toml", "config is .*nowhere.toml.*; accepted: a file to read"),
-    ],
-)
-def test_declarations_that_cannot_be_are_named(config: Any, message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        Parallel.from_config(config, 2)
 
 
 class _Chooses(nn.Module):

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import torchweld
 from optimizers import ScheduleFreeAdamW
@@ -39,7 +41,6 @@ CASES: tuple[tuple[Any, dict[str, Any]], ...] = (
 
 
 def _placements(rank: int, count: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
 
     flat = init_device_mesh("cpu", (count,))
     places = [placer(flat, 0), placer(flat, 1)]
@@ -58,7 +59,6 @@ def _placements(rank: int, count: int) -> None:
 
 
 def _muon(rank: int, count: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
 
     results = []
     for place in (lambda t: t, placer(init_device_mesh("cpu", (count,)), 0)):
@@ -74,7 +74,6 @@ def _muon(rank: int, count: int) -> None:
 
 
 def _modes(rank: int, count: int) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
 
     place = placer(init_device_mesh("cpu", (count,)), 0)
     for settings in ({}, {"master_weights": "remainder8"}):
@@ -115,9 +114,6 @@ def test_checkpoints_go_from_four_processes_to_one_and_to_two() -> None:
 @on(2)
 def test_gradients_are_released_under_fsdp2(rank: int) -> None:
     """FSDP2's hooks come with reduced gradients; the trajectory equals whole steps'."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh("cpu", (2,))
     results = []
     for releases in (False, True):

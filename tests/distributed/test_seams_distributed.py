@@ -10,6 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torchweld
 from processes import processes
@@ -60,9 +62,6 @@ def _dual_pipe(rank: int) -> None:
 
 def _tensor_parallel(rank: int) -> None:
     """Columns of the first weight and rows of the second on each process."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,))
     shapes = [(ROWS, WIDTH), (HIDDEN, WIDTH), (HIDDEN,), (WIDTH, HIDDEN)]

@@ -11,9 +11,8 @@ from torch.func import functional_call
 
 from processes import processes
 from torchweld import optim
-from torchweld.distributed import LayerSeeds, Parallel, parallelize
+from torchweld.distributed import LayerSeeds, parallelize
 from torchweld.distributed.pipelines.stashing import RULES, count_versions
-from torchweld.distributed.train.feasibility import check_fit
 from torchweld.errors import ArgumentError
 from transformer import Settings, Transformer, compute_loss, make_batch
 
@@ -116,31 +115,3 @@ def test_equals_the_published_update(rule: str, tmp_path: Path) -> None:
     torch.set_num_threads(threads)
     with processes(STAGES) as four:
         four.run(None, _train, rule, path)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"tensor": 2}, "tensor is 2; accepted: 1 with 2bw"),
-        ({"data": "zero2"}, "data is 'zero2'; accepted: 'ddp' with 2bw"),
-        ({"checkpoint": "full"}, "checkpoint is 'full'; accepted: 'none' with 2bw"),
-        ({"offload": "auto"}, "offload is 'auto'; accepted: 'none' with 2bw"),
-    ],
-)
-def test_what_versions_do_not_go_with_is_refused(config: Any, message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        Parallel.from_config(
-            {"pipeline": {"size": 2, "schedule": "2bw"}, **config}, 2 * (config.get("tensor") or 1)
-        )
-
-
-def test_batches_that_need_more_versions_are_refused() -> None:
-    with torch.device("meta"):
-        model = Transformer(S)
-    parallel = Parallel.from_config({"pipeline": {"size": 4, "schedule": "2bw"}}, 4)
-    with pytest.raises(ArgumentError, match=r"accumulate is 3 microbatches; .* 4 stages"):
-        check_fit(model, parallel, microbatches=3)
-    staged = {"size": 4, "schedule": "2bw", "accumulate": 4}
-    parallel = Parallel.from_config({"pipeline": staged}, 4)
-    with pytest.raises(ArgumentError, match=r"microbatches is 6; .*; the nearest are 4 or 8"):
-        check_fit(model, parallel, microbatches=6)

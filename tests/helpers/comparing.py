@@ -1,0 +1,43 @@
+"""Compares a model that several processes share with one process's model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from oracle import TORCH
+
+NEAR = {"rtol": 1e-11, "atol": 1e-12}  # float64, of sums in another order
+
+shares_rows = pytest.mark.skipif(
+    TORCH < (2, 12),
+    reason="DTensor of torch < 2.12 refuses a linear layer of a shard of the sequence",
+)
+has_neighbours = pytest.mark.skipif(
+    TORCH < (2, 12),
+    reason="torch < 2.12 sends between stages that are neighbours on one rank; gloo cannot",
+)
+
+
+def whole(t: Any) -> torch.Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def grads_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The whole gradients, by name; wrappers add nothing to names."""
+    names = {name.removeprefix("module."): p for name, p in model.named_parameters()}
+    return {name: whole(p.grad).clone() for name, p in names.items() if p.grad is not None}
+
+
+def assert_grads(model: torch.nn.Module, wanted: Any, **near: float) -> None:
+    """Compare a model's gradients, or those of its stage, with another model's, or with these."""
+    wanted = wanted if isinstance(wanted, Mapping) else grads_of(wanted)
+    found = grads_of(model)
+    assert found
+    assert len(found) == sum(p.requires_grad for p in model.parameters())
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, wanted[name], msg=lambda m, n=name: f"{n}: {m}", **near)
