@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import selection
-from comparing import whole
+from comparing import whole_of
 from processes import on
 from stack import MODELS
 from torchweld.distributed import CountCollectives, LayerSeeds, tp_plan
@@ -89,7 +89,7 @@ def test_a_planned_block_compiles(
                 torch.nn.functional.cross_entropy(
                     logits.flatten(0, 1), targets.flatten()
                 ).backward()
-        models.append([whole(p.grad) for p in model.parameters() if p.grad is not None])
+        models.append([whole_of(p.grad) for p in model.parameters() if p.grad is not None])
         runs.append((dict(counted.calls), dict(counted.bytes)))
     assert runs[1] == runs[2]
     for parallel in models[1:]:

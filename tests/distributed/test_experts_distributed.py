@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import parallelize_module
 
 import torchweld
-from processes import processes
+from comparing import NEAR, assert_grads, whole_of
+from processes import on
 from torchweld import functional, optim
 from torchweld.distributed import CountCollectives, memory_estimate, tp_plan
 from torchweld.errors import ArgumentError
@@ -29,12 +30,7 @@ from torchweld.registry import materialize
 
 NAMES = mlp.OP.forward_signature.arguments
 FACTORS = ("gate_up", "down", "gate_up_bias", "down_bias")
-NEAR = {"rtol": 1e-11, "atol": 1e-12}
 E, H, F, LENGTH = 4, 8, 6, 10
-
-
-def _whole(t: torch.Tensor) -> torch.Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 # --- The op ---------------------------------------------------------------------------------------
@@ -55,7 +51,19 @@ def _run(arguments: dict[str, Any], head: torch.Tensor) -> tuple[torch.Tensor, l
     return y, [*torch.autograd.grad(y, [*leaves.values()], head)]
 
 
-def _computes_its_share(rank: int, form: str, experts: int, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("form", "experts", "shape", "count"),
+    [
+        *[(form, 4, (2,), 2) for form in mlp.FORMS],
+        ("gated", 3, (2,), 2),
+        ("gpt_oss", 1, (2,), 2),  # one process has none
+        ("clamped", 2, (2, 2), 4),
+    ],
+)
+@on("count")
+def test_each_process_computes_its_experts(
+    rank: int, form: str, experts: int, shape: tuple[int, ...], count: int
+) -> None:
     """Experts along the mesh's last dimension, and tokens in every way that torch shards rows."""
     mesh = init_device_mesh("cpu", shape)
     arguments = _arguments(form, experts)
@@ -77,21 +85,8 @@ def _computes_its_share(rank: int, form: str, experts: int, shape: tuple[int, ..
             torch.testing.assert_close(found.full_tensor(), whole, **NEAR)
 
 
-@pytest.mark.parametrize(
-    ("form", "experts", "shape"),
-    [
-        *[(form, 4, (2,)) for form in mlp.FORMS],
-        ("gated", 3, (2,)),
-        ("gpt_oss", 1, (2,)),  # one process has none
-        ("clamped", 2, (2, 2)),
-    ],
-)
-def test_each_process_computes_its_experts(form: str, experts: int, shape: tuple[int, ...]) -> None:
-    with processes(4 if len(shape) > 1 else 2) as some:
-        some.run("cpu", _computes_its_share, form, experts, shape)
-
-
-def _sends(rank: int) -> None:
+@on(2)
+def test_what_travels(rank: int) -> None:
     """Nothing forward but the sum of the result; backward the gradients of tokens and weights."""
     mesh, arguments = init_device_mesh("cpu", (2,)), _arguments("gated", 4)
     for name, value in arguments.items():
@@ -112,7 +107,8 @@ def _sends(rank: int) -> None:
     assert backward.bytes == {"all-reduce": sum(grad.nbytes for grad in grads)}
 
 
-def _refuses(rank: int) -> None:
+@on(2)
+def test_placements_that_are_refused(rank: int) -> None:
     mesh, arguments = init_device_mesh("cpu", (2,)), _arguments("plain", 4)
     del arguments["gate_up_bias"], arguments["down_bias"]
     x, gate_up = arguments["input"], arguments["gate_up"]
@@ -131,12 +127,6 @@ def _refuses(rank: int) -> None:
     ):
         with pytest.raises(ArgumentError, match=message):
             functional.experts_mlp(**arguments | changed)
-
-
-@pytest.mark.parametrize("scenario", [_sends, _refuses])
-def test_in_two_processes(scenario: Callable[[int], None]) -> None:
-    with processes(2) as two:
-        two.run("cpu", scenario)
 
 
 # --- Models ---------------------------------------------------------------------------------------
@@ -243,9 +233,11 @@ WAYS: dict[str, tuple[Callable[[Any], Any], int, int]] = {
 }
 
 
-def _trains(rank: int, way: str) -> None:
+@pytest.mark.parametrize(("way", "count"), [(way, WAYS[way][1]) for way in WAYS])
+@on("count")
+def test_a_mixture_trains_as_in_one_process(rank: int, way: str, count: int) -> None:
     """Three steps of AdamW, with the loss averaged over the batches of a step."""
-    divide, count, batches = WAYS[way]
+    divide, _, batches = WAYS[way]
     alone = _build()
     model = divide(copy.deepcopy(alone))
     own = rank * batches // count
@@ -254,23 +246,16 @@ def _trains(rank: int, way: str) -> None:
         for number in range(batches):
             (alone(_batch(10 * step + number)).square().mean() / batches).backward()
         model(_batch(10 * step + own)).square().mean().backward()
-        wanted = dict(alone.named_parameters())
-        for name, p in model.named_parameters():
-            torch.testing.assert_close(_whole(p.grad), wanted[name].grad, rtol=1e-9, atol=1e-11)
+        assert_grads(model, alone, rtol=1e-9, atol=1e-11)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(_whole(p), wanted[name], rtol=1e-8, atol=1e-10)
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(whole_of(p), q, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_mixture_trains_as_in_one_process(way: str) -> None:
-    with processes(WAYS[way][1]) as some:
-        some.run("cpu", _trains, way)
-
-
-def _divides(rank: int) -> None:
+@on(2)
+def test_a_plan_divides_experts(rank: int) -> None:
     """Each process has a part of the experts, computes it, and sends the sums of both halves."""
     whole, model = _build(), _planned(_build())
     experts = model.blocks[0].mlp.experts
@@ -288,15 +273,10 @@ def _divides(rank: int) -> None:
     assert estimates[1].parameters - estimates[0].parameters == halved // 2
 
 
-def _do_not_divide(rank: int) -> None:
+@on(2)
+def test_experts_that_do_not_divide(rank: int) -> None:
     model = _build(3)
     message = r"3 experts in blocks.0.mlp.experts; .* the nearest are 2 or 4"
     with pytest.raises(ArgumentError, match=message):
         _planned(model)
     assert not any(isinstance(p, DTensor) for p in model.parameters())
-
-
-@pytest.mark.parametrize("scenario", [_divides, _do_not_divide])
-def test_plans(scenario: Callable[[int], None]) -> None:
-    with processes(2) as two:
-        two.run("cpu", scenario)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -19,8 +18,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import torchweld
+from comparing import assert_grads, whole_of
 from fusable import WIDTH, FeedForward, Gated, NewGELU, PlainRMSNorm
-from processes import processes
+from processes import on
 from torchweld.fusion import Weld
 
 LAYERS = 2
@@ -80,23 +80,29 @@ def _replicated(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model)
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def _welds(model: nn.Module) -> set[str]:
     found = model.named_modules()
     return {name.removeprefix("module.") for name, m in found if isinstance(m, Weld)}
 
 
-def _goes_on_as_it_was(
-    rank: int, distribute: Callable[[nn.Module], nn.Module], fuse_first: bool
-) -> None:
+@pytest.mark.parametrize("fuse_first", [False, True])
+@pytest.mark.parametrize(
+    "distribute",
+    [
+        _sharded,
+        _sharded_finely,
+        _replicated,
+        _tensor_parallel,
+        _rows_before_the_activation,
+        _gathered,
+    ],
+)
+@on(2)
+def test_results_are_as_they_were(rank: int, distribute: Any, fuse_first: bool) -> None:
     x = torch.randn(6, 8, WIDTH, generator=torch.Generator().manual_seed(2))
     plain = _model()
     expected = plain(x)
     expected.square().mean().backward()
-    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
     model = distribute(torchweld.fuse(_model()) if fuse_first else _model())
     keys = list(model.state_dict())
     parameters = list(model.parameters())
@@ -105,27 +111,11 @@ def _goes_on_as_it_was(
     assert list(model.state_dict()) == keys
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     y = model(x)
-    torch.testing.assert_close(_whole(y), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(whole_of(y), expected, rtol=1e-4, atol=1e-5)
     y.square().mean().backward()
-    for name, parameter in model.named_parameters():
-        grad = _whole(parameter.grad)
-        torch.testing.assert_close(grad, wanted[name.removeprefix("module.")], rtol=1e-4, atol=1e-6)
+    assert_grads(model, plain, rtol=1e-4, atol=1e-6)
     before = sum(isinstance(module, FSDPModule) for module in model.modules())
     torchweld.unfuse(model)
     assert not _welds(model)
     assert sum(isinstance(module, FSDPModule) for module in model.modules()) == before
-    torch.testing.assert_close(_whole(model(x)), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("fuse_first", [False, True])
-@pytest.mark.parametrize("distribute", [_sharded, _sharded_finely, _replicated])
-def test_sharded_and_replicated(distribute: Any, fuse_first: bool) -> None:
-    with processes(2) as two:
-        two.run("cpu", _goes_on_as_it_was, distribute, fuse_first)
-
-
-@pytest.mark.parametrize("fuse_first", [False, True])
-@pytest.mark.parametrize("distribute", [_tensor_parallel, _rows_before_the_activation, _gathered])
-def test_tensor_parallel(distribute: Any, fuse_first: bool) -> None:
-    with processes(2) as two:
-        two.run("cpu", _goes_on_as_it_was, distribute, fuse_first)
+    torch.testing.assert_close(whole_of(model(x)), expected, rtol=1e-4, atol=1e-5)

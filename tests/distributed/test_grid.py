@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
+import declared
 import selection
 import torchweld
+from comparing import whole_of
 from processes import on, processes
 from torchweld.distributed import CountCollectives, parallelize
 from torchweld.distributed.tensor.grid import Grid, GridParallel
 from torchweld.errors import ArgumentError
-from transformer import Settings, Transformer, compute_loss, make_batch
+from transformer import Settings, Transformer, compute_loss
 
 S = Settings(vocabulary=64, length=16, width=32, heads=4, layers=2, dropout=0.2)
 ROWS, MICROBATCHES, STEPS = 4, 2, 10 if selection.WHOLE else 3
@@ -27,30 +28,19 @@ GRIDS: dict[str, dict[str, Any]] = {
 
 
 def _make(config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    return parallelize(
-        Transformer(S).to(dtype),
-        {"optimizer": {"name": "adamw", "eps": 1e-4}, **config},
-        device="cpu",
-        example=(torch.zeros((ROWS, S.length), dtype=torch.int64),),
-        loss_fn=lambda y, targets: torch.nn.functional.cross_entropy(
-            y.flatten(0, 1), targets.flatten()
-        ),
-        microbatches=MICROBATCHES,
-        quiet=True,
-    )
+    def loss_fn(y: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(y.flatten(0, 1), targets.flatten())
+
+    config = {"optimizer": {"name": "adamw", "eps": 1e-4}, **config}
+    return declared.start(S, config, ROWS, MICROBATCHES, dtype, loss_fn=loss_fn)
 
 
 def _run(training: Any, steps: int) -> list[float]:
-    losses = []
-    for step in range(steps):
-        batch = [make_batch(S, ROWS, 10 * step + number) for number in training.own]
-        losses.append(training.step(batch, step)[0].item())
-    return losses
+    return [declared.take_step(training, S, step, ROWS)[0] for step in range(steps)]
 
 
-def _whole(p: torch.Tensor) -> torch.Tensor:
-    return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+def _read(training: Any) -> dict[str, torch.Tensor]:
+    return {n: whole_of(p.detach()) for n, p in training.model.named_parameters()}
 
 
 def _alone(rank: int, path: str) -> None:
@@ -58,8 +48,7 @@ def _alone(rank: int, path: str) -> None:
     found = {}
     for dtype in (torch.float32, torch.float64):
         training = _make({}, dtype)
-        losses = _run(training, STEPS)
-        found[dtype] = losses, {n: _whole(p) for n, p in training.model.named_parameters()}
+        found[dtype] = _run(training, STEPS), _read(training)
     torch.save(found, path)
     training.save(f"{path}-saved", STEPS)
 
@@ -69,7 +58,7 @@ def _on_a_grid(rank: int, config: Any, path: str) -> None:
     losses = _run(training, STEPS)
     found = torch.load(path)
     (_, parameters), (exact, wanted) = found[torch.float32], found[torch.float64]
-    mine = {n: _whole(p) for n, p in training.model.named_parameters()}
+    mine = _read(training)
     assert mine.keys() == parameters.keys()
     off = torch.cat([(mine[n] - parameters[n]).flatten() for n in mine]).double()
     unit = torch.cat([(parameters[n] - wanted[n]).flatten() for n in mine])
@@ -79,19 +68,15 @@ def _on_a_grid(rank: int, config: Any, path: str) -> None:
     training.save(f"{path}-{config['mode']}", STEPS)
 
 
-def _load(rank: int, config: Any, saved: str, path: str, names: list[str]) -> None:
+def _load(rank: int, config: Any, saved: str, path: str) -> None:
     """Load a checkpoint into another declaration, and save it again."""
     training = _make(config)
     assert training.load(saved) == STEPS
     training.save(f"{path}-saved", STEPS)
-    states = training.optimizer.state
-    found = {n: (_whole(p), _whole(states[p]["exp_avg"])) for n, p in _named(training, names)}
+    states, named = training.optimizer.state, dict(training.model.named_parameters())
+    found = [_read(training), {n: whole_of(states[p]["exp_avg"]) for n, p in named.items()}]
     if rank == 0:
         torch.save(found, path)
-
-
-def _named(training: Any, names: list[str]) -> list[Any]:
-    return [(n, p) for n, p in training.model.named_parameters() if n in names]
 
 
 @pytest.fixture(scope="module")
@@ -111,20 +96,20 @@ def test_equals_one_process(mode: str, alone: str) -> None:
 
 def test_checkpoints_go_to_other_strategies_and_back(alone: str, tmp_path: Path) -> None:
     """From one process to a grid, to FSDP2, to 1D and to one process, bitwise."""
-    names, saved = ["blocks.0.mlp.fc1.weight", "head.weight", "blocks.1.norm1.bias"], alone
+    saved = alone
     route = [(1, {}), (4, {"tensor": GRIDS["2d"]}), (2, {"data": "zero3"}), (2, {"tensor": 2})]
     route += [(8, {"tensor": GRIDS["3d"]}), (1, {})]
     found = []
     for number, (count, config) in enumerate(route):
         path = str(tmp_path / f"{number}.pt")
         with processes(count) as some:
-            some.run("cpu", _load, config, f"{saved}-saved", path, names)
+            some.run("cpu", _load, config, f"{saved}-saved", path)
         saved = path
         found.append(torch.load(path))
     for other in found[1:]:
-        for name in names:
-            assert all(map(torch.equal, other[name], found[0][name])), name
-    assert found[0][names[0]][1].any()
+        for wanted, values in zip(found[0], other, strict=True):
+            assert all(torch.equal(values[name], wanted[name]) for name in wanted)
+    assert found[0][1]["head.weight"].any()
 
 
 # --- What a layer sends and keeps -----------------------------------------------------------------
@@ -132,8 +117,10 @@ def test_checkpoints_go_to_other_strategies_and_back(alone: str, tmp_path: Path)
 TOKENS, IN, OUT = 4, 16, 32
 
 
-def _count_a_layer(rank: int, mode: str) -> None:
-    size, depth = GRIDS[mode]["size"], GRIDS[mode].get("depth", 1)
+@pytest.mark.parametrize(("mode", "count"), [(mode, GRIDS[mode]["size"]) for mode in GRIDS])
+@on("count")
+def test_a_layer_sends_and_keeps_what_the_formulas_say(rank: int, mode: str, count: int) -> None:
+    size, depth = count, GRIDS[mode].get("depth", 1)
     grid, q = Grid.make(mode, "cpu", size, depth), 2
     torch.manual_seed(0)
     layer: Any = torch.nn.Linear(IN, OUT, bias=False, dtype=torch.float64)
@@ -178,12 +165,6 @@ def _count_a_layer(rank: int, mode: str) -> None:
         assert forward.calls == {"broadcast": 2 * q}
         assert backward.calls == {"broadcast": 2 * q, "reduce": 2 * q} | dict.fromkeys(summed, 1)
         assert sum(t.nbytes for t in kept) == of_x + of_w
-
-
-@pytest.mark.parametrize("mode", GRIDS)
-def test_a_layer_sends_and_keeps_what_the_formulas_say(mode: str) -> None:
-    with processes(GRIDS[mode]["size"]) as some:
-        some.run("cpu", _count_a_layer, mode)
 
 
 # --- Refusals -------------------------------------------------------------------------------------

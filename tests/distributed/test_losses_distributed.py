@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from processes import on, processes
+from comparing import assert_grads, grads_of
+from processes import on
 from torchweld import functional, nn
 from torchweld.distributed import CountCollectives, tp_plan
 from torchweld.distributed.tensor.styles import VocabularyParallel
@@ -69,8 +70,16 @@ def _differentiate(results: Any, sources: list[torch.Tensor]) -> list[torch.Tens
     return [*results, *torch.autograd.grad(total, sources)]
 
 
-def _equal_one_process(rank: int, count: int, classes: int) -> None:
-    """With kept and with recomputed gradients, in one chunk and in several."""
+@pytest.mark.parametrize(
+    ("count", "classes", "backend"),
+    [(2, 2050, "cpu"), (2, 13, "eager"), (4, 13, "cpu"), (4, 5, "cpu")],
+)
+@on("count")
+def test_a_shared_vocabulary(rank: int, count: int, classes: int, backend: str) -> None:
+    """With kept and with recomputed gradients, in one chunk and in several.
+
+    Uneven too: of 13 words the last of four devices has 1, of 5 it has none.
+    """
     mesh, made = init_device_mesh("cpu", (count,)), _make(classes)
     names = ("input", "linear_weight", "linear_bias")
     one = [made[name].clone().requires_grad_() for name in names]
@@ -105,19 +114,10 @@ def _equal_one_process(rank: int, count: int, classes: int) -> None:
                 torch.testing.assert_close(mine.full_tensor(), theirs, **CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("count", "classes", "backend"),
-    [(2, 2050, "cpu"), (2, 13, "eager"), (4, 13, "cpu"), (4, 5, "cpu")],
-)
-def test_a_shared_vocabulary(count: int, classes: int, backend: str) -> None:
-    """Uneven too: of 13 words the last of four devices has 1, of 5 it has none."""
-    with processes(count) as group:
-        group.run(backend, _equal_one_process, count, classes)
-
-
-def _counted(rank: int, classes: int) -> None:
+@on(2)
+def test_what_travels_is_counted(rank: int) -> None:
     """Forward: few numbers a row, and never the logits. Backward: the input's gradient."""
-    mesh, made = init_device_mesh("cpu", (2,)), _make(classes)
+    mesh, made = init_device_mesh("cpu", (2,)), _make(300)
     word = 8  # bytes
     x, w = _place(made["input"], mesh, None), _place(made["linear_weight"], mesh, 0)
     x, w = (t.detach().requires_grad_() for t in (x, w))
@@ -139,11 +139,6 @@ def _counted(rank: int, classes: int) -> None:
     with CountCollectives() as backward:
         loss.backward()
     assert dict(backward.bytes) == {"all-reduce": ROWS * FEATURES * word}
-
-
-def test_what_travels_is_counted() -> None:
-    with processes(2) as group:
-        group.run("cpu", _counted, 300)
 
 
 @on(4)
@@ -259,7 +254,7 @@ def test_a_plan_shares_the_vocabulary(rank: int, tied: bool) -> None:
     labels[:, 2:4] = -100
     loss = model(tokens, labels)
     loss.backward()
-    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    wanted = grads_of(model)
     model.zero_grad()
     mesh = init_device_mesh("cpu", (2,))
     parallelize_module(model, mesh, tp_plan(model))
@@ -270,8 +265,7 @@ def test_a_plan_shares_the_vocabulary(rank: int, tied: bool) -> None:
     assert count.calls == {"all-reduce": 3 + 2}
     found.backward()
     torch.testing.assert_close(found, loss)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad.full_tensor(), wanted[name], rtol=1e-4, atol=1e-6)
+    assert_grads(model, wanted, rtol=1e-4, atol=1e-6)
 
 
 @on(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from offloading import (
     run_with,
     small_model,
 )
-from processes import on, processes
+from processes import on
 from sharded_optimizers import CODECS, dtype_of, whole_of
 from torchweld import optim
 
@@ -157,7 +158,8 @@ def test_autograd_knows_of_steps(rank: int) -> None:
             loss.backward()
 
 
-def _checkpoint(rank: int, folder: str) -> None:
+@on(2, None)
+def test_distributed_checkpoints(rank: int, tmp_path: Path) -> None:
     """torch's distributed checkpoint, from an offloaded run to a plain one and back."""
     mesh = init_device_mesh("cpu", (2,))
 
@@ -178,7 +180,7 @@ def _checkpoint(rank: int, folder: str) -> None:
             first[1].step()
             first[1].zero_grad()
         weights, states = get_state_dict(*first)
-        at = f"{folder}/{saves}"
+        at = tmp_path / str(saves)
         dcp.save({"model": weights, "optimizer": states}, checkpoint_id=at)
         second = new(not saves)
         weights, states = get_state_dict(*second)
@@ -192,11 +194,6 @@ def _checkpoint(rank: int, folder: str) -> None:
                 optimizer.zero_grad()
         pairs = zip(first[0].parameters(), second[0].parameters(), strict=True)
         assert all(torch.equal(whole_of(p.detach()), whole_of(q.detach())) for p, q in pairs)
-
-
-def test_distributed_checkpoints(tmp_path: Any) -> None:
-    with processes(2) as all_processes:
-        all_processes.run(None, _checkpoint, str(tmp_path))
 
 
 @on(2, None)

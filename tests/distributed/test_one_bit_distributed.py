@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,10 @@ def test_nothing_is_dropped_where_the_number_of_ranks_changes(ranks: int, tmp_pa
 # --- The optimizers -----------------------------------------------------------------------------
 
 
-def _follows(rank: int, ranks: int, kind: str, folder: str) -> None:
+@RANKS
+@pytest.mark.parametrize("kind", KINDS)
+@on("ranks", None)
+def test_steps_are_the_papers(rank: int, ranks: int, kind: str, tmp_path: Path) -> None:
     """Saved and resumed in the warm-up, just before the switch and after it."""
     made, oracle = KINDS[kind]
     arguments = {"lr": 1e-2, "freeze_step": 12, "weight_decay": 0.01}
@@ -149,9 +153,9 @@ def _follows(rank: int, ranks: int, kind: str, folder: str) -> None:
     optimizer = made(params, **arguments)
     for step in range(60):
         if step in (4, 12, 28):
-            torch.save(optimizer.state_dict(), f"{folder}/{rank}.pt")
+            torch.save(optimizer.state_dict(), tmp_path / f"{rank}.pt")
             optimizer = made(params, **arguments)
-            optimizer.load_state_dict(torch.load(f"{folder}/{rank}.pt"))
+            optimizer.load_state_dict(torch.load(tmp_path / f"{rank}.pt"))
         grads = [
             [_dyadic(1000 * step + 10 * w + i, shape) for i, shape in enumerate(SHAPES)]
             for w in range(ranks)
@@ -168,20 +172,15 @@ def _follows(rank: int, ranks: int, kind: str, folder: str) -> None:
     assert "exp_avg" not in optimizer.state[params[0]]
 
 
-@RANKS
-@pytest.mark.parametrize("kind", KINDS)
-def test_steps_are_the_papers(kind: str, ranks: int, tmp_path: Any) -> None:
-    with processes(ranks) as group:
-        group.run(None, _follows, ranks, kind, str(tmp_path))
-
-
 def _bfloat16(x: np.ndarray) -> np.ndarray:
     return np.asarray(torch.from_numpy(np.array(x)).bfloat16().float())
 
 
-def _follows_in_bfloat16(rank: int, ranks: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on(2, None)
+def test_steps_in_bfloat16_are_the_papers(rank: int, kind: str) -> None:
     """Parameters and gradients of 16 bits; moments and errors are float32."""
-    made, oracle = KINDS[kind]
+    made, oracle, ranks = *KINDS[kind], 2
     arguments = {"lr": 1e-2, "freeze_step": 20, "weight_decay": 0.01}
     arrays = [_bfloat16(_dyadic(i, shape)) for i, shape in enumerate(SHAPES)]
     expected = oracle([a.copy() for a in arrays], ranks, **arguments)
@@ -200,12 +199,6 @@ def _follows_in_bfloat16(rank: int, ranks: int, kind: str) -> None:
         for p, e in zip(params, expected.params, strict=True):  # to the neighbour, at ties
             np.testing.assert_allclose(p.detach().float().numpy(), e, rtol=2**-7, atol=2**-12)
     assert all(optimizer.state[p]["exp_avg_sq"].dtype == torch.float32 for p in params)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_steps_in_bfloat16_are_the_papers(kind: str) -> None:
-    with processes(2) as group:
-        group.run(None, _follows_in_bfloat16, 2, kind)
 
 
 def _moves_on(rank: int, kind: str, folder: str, save: bool) -> None:

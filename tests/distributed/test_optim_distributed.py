@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,8 @@ from sharded_optimizers import (
 from torchweld import optim
 
 
-def _shards(rank: int) -> None:
+@on(2, None)
+def test_shards(rank: int) -> None:
 
     mesh = init_device_mesh("cpu", (2,))
     for settings in CODECS:
@@ -107,7 +107,8 @@ def _shards(rank: int) -> None:
         refuses(match, state_dtype="8bit")
 
 
-def _codecs(rank: int) -> None:
+@on(2, None)
+def test_codecs(rank: int) -> None:
     """A float32 state becomes codes and back, also under a scaler, as on one device."""
     place = placer(init_device_mesh("cpu", (2,)), 1)
     results = []
@@ -133,7 +134,8 @@ def _codecs(rank: int) -> None:
             )
 
 
-def _fsdp2(rank: int) -> None:
+@on(2, None)
+def test_fsdp2(rank: int) -> None:
     """Trained under fully_shard and saved by torch's state dict functions: as one process."""
 
     def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -172,7 +174,8 @@ def _fsdp2(rank: int) -> None:
         torch.testing.assert_close(a.full_tensor(), c, rtol=1e-3, atol=1e-4)
 
 
-def _zero(rank: int) -> None:
+@on(2, None)
+def test_zero(rank: int) -> None:
     """ZeroRedundancyOptimizer, with part of the states on each process: the same bits."""
     expected, _ = run({"state_dtype": "8bit"}, lambda t: t, range(1, 4))
     params = [torch.nn.Parameter(v) for v in drawn(0, torch.float32)]
@@ -185,7 +188,8 @@ def _zero(rank: int) -> None:
     assert all(torch.equal(p, e) for p, e in zip(params, expected, strict=True))
 
 
-def _grid(rank: int) -> None:
+@on(4, None)
+def test_grid(rank: int) -> None:
     """On a mesh of 2 x 2: rows and columns at once, columns twice, in FSDP2's order too."""
     mesh = init_device_mesh("cpu", (2, 2))
     for settings in CODECS[1], *CODECS[-2:]:
@@ -228,7 +232,8 @@ def test_processes_in_the_emulator_equal_one(rank: int) -> None:
             assert_same(found, expected)
 
 
-def _fsdp2_and_tp(rank: int) -> None:
+@on(4, None)
+def test_fsdp2_and_tp(rank: int) -> None:
     """Trained under fully_shard over parallelize_module, with clipping: as on one device.
 
     The single device gets the gradients and the clipping factor, and its own norm is compared. Then
@@ -314,19 +319,6 @@ def _stage(rank: int, stage: int, directory: Path) -> None:
         if stage == len(STAGES) - 1:
             expected = run(settings, lambda t: t, range(1, 2 * len(STAGES) + 1))
             assert_same((list(model), optimizer), expected)
-
-
-# With the number of processes.
-SCENARIOS: list[tuple[int, Callable[[int], None]]] = [
-    *((2, s) for s in (_shards, _codecs, _fsdp2, _zero)),
-    *((4, s) for s in (_grid, _fsdp2_and_tp)),
-]
-
-
-@pytest.mark.parametrize(("world", "scenario"), SCENARIOS)
-def test_processes_equal_one(world: int, scenario: Callable[[int], None]) -> None:
-    with processes(world) as started:
-        started.run(None, scenario)
 
 
 def test_checkpoints_are_resharded_bit_for_bit(tmp_path: Path) -> None:

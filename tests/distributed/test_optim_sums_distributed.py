@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +18,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import torchweld
 from conftest import PLACES, running_at
 from optimizers import threads
-from processes import on, processes
+from processes import on
 from sharded_optimizers import FACTORED, assert_near, drawn, placer, reductions, run, whole_of
 from torchweld import optim
 from torchweld.optim.adafactor import ADAFACTOR
 
 
-def _adaptive(rank: int) -> None:
+@on(2, None)
+def test_adaptive(rank: int) -> None:
     """Norms are taken over whole tensors, but summed in another order."""
     mesh = init_device_mesh("cpu", (2,))
     for kind in (optim.LAMB, optim.LARS, optim.LAMB8bit):
@@ -70,7 +71,9 @@ def _kernels_alone() -> Iterator[None]:
         yield
 
 
-def _factored(rank: int) -> None:
+@pytest.mark.parametrize("count", [2, 4])
+@on("count", None)
+def test_factored(rank: int, count: int) -> None:
     """Averages and norms are taken over whole tensors, and stored as shards of whole averages."""
     with _kernels_alone():
         _factored_on(True, None)
@@ -107,7 +110,8 @@ def _factored_on(kernel: bool, limit: float | None) -> None:
                 assert torch.equal(p.to_local(), q.to_local())
 
 
-def _rounded_sums(rank: int) -> None:
+@on(2, None)
+def test_rounded_sums(rank: int) -> None:
     """Rules with sums over whole tensors round as on one device, unless a sum rounds otherwise.
 
     Another order of a sum moves a parameter by a few roundings of float32. One of bfloat16's is
@@ -129,7 +133,8 @@ def _rounded_sums(rank: int) -> None:
             assert e.numel() < 100 or (e != u).any()
 
 
-def _clipping(rank: int) -> None:
+@on(2, None)
+def test_clipping(rank: int) -> None:
 
     mesh = init_device_mesh("cpu", (2,))
     settings = {"max_grad_norm": 0.5}
@@ -169,14 +174,3 @@ def test_averages_in_the_emulator(rank: int) -> None:
                 found = run(settings, place, range(1, 4), kind=kind)
             assert_near(found, expected)
             _assert_averages_same(found, expected)
-
-
-@pytest.mark.parametrize("scenario", [_adaptive, _factored, _rounded_sums, _clipping])
-def test_two_processes_equal_one(scenario: Callable[[int], None]) -> None:
-    with processes(2) as started:
-        started.run(None, scenario)
-
-
-def test_averages_on_four_processes() -> None:
-    with processes(4) as started:
-        started.run(None, _factored)

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import stage as torch_stage
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import torchweld
-from processes import on, processes
+from processes import on
 from seams import splits_backwards
 from stack_seams import keep
 from torchweld.distributed import grad_norm
@@ -104,8 +104,10 @@ def test_a_shared_parameter_and_views(rank: int, schedule: stages.Name) -> None:
                 torch.testing.assert_close(p, wanted[name])
 
 
-def _orders(rank: int) -> None:
-    """Record in which order torch adds a microbatch's gradients."""
+@splits_backwards
+@on(2)
+def test_gradients_are_added_in_the_same_order_on_all_devices(rank: int) -> None:
+    """torch iterates over a set: its order differs between devices, whose sums may collide."""
     taken: list[list[int]] = []
     original = torch_stage.stage_backward_weight
 
@@ -124,13 +126,6 @@ def _orders(rank: int) -> None:
         pipe.schedule.step(*((x,) if pipe.is_first else ()), target=x if pipe.is_last else None)
     assert len(taken) >= 16
     assert all(numbers in ([0, 1], [2, 3]) for numbers in taken), taken
-
-
-@splits_backwards
-def test_gradients_are_added_in_the_same_order_on_all_devices() -> None:
-    """torch iterates over a set: its order differs between devices, whose sums may collide."""
-    with processes(2) as two:
-        two.run("cpu", _orders)
 
 
 @on(2)

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +13,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 
 import torchweld
-from processes import on, processes
+from comparing import whole_of
+from processes import on
 from torchweld import functional
 from torchweld.distributed import CountCollectives, tp_plan
 from torchweld.distributed.tensor.styles import (
@@ -28,7 +27,8 @@ from torchweld.errors import ArgumentError
 WIDTH, HIDDEN = 24, 48
 
 
-def _megatron_mlp(rank: int) -> None:
+@on(2)
+def test_one_sum_each_way(rank: int) -> None:
     """Column, activation on the shard, row: one all-reduce forward and one backward."""
     mesh = init_device_mesh("cpu", (2,))
     row = FusedRowwiseParallel()
@@ -96,31 +96,36 @@ def test_an_embedding_by_rows(rank: int, words: int) -> None:
                 model(torch.tensor([[0, token]]))
 
 
-def _functions(rank: int) -> None:
+@on(2)
+def test_functions_on_columns_and_rows(rank: int) -> None:
     """linear_gelu on columns sends nothing; mlp one sum, and one for its input's gradient."""
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
-    whole = [torch.randn(size) for size in ((6, WIDTH), (HIDDEN, WIDTH), HIDDEN, (WIDTH, HIDDEN))]
-    places = [Replicate(), Shard(0), Shard(0), Shard(1)]
-    x, w1, b1, w2 = (
-        distribute_tensor(t, mesh, [place]).requires_grad_()
-        for t, place in zip(whole, places, strict=True)
-    )
+    shapes = [(6, WIDTH), (HIDDEN, WIDTH), (HIDDEN,), (WIDTH, HIDDEN)]
+    placements = [Replicate(), Shard(0), Shard(0), Shard(1)]
+    whole = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    parts = [
+        distribute_tensor(t.detach(), mesh, [p]).requires_grad_()
+        for t, p in zip(whole, placements, strict=True)
+    ]
     with CountCollectives() as counted:
-        y = functional.linear_gelu(x, w1, b1)
+        y = functional.linear_gelu(*parts[:3])
     assert not counted.calls
     assert y.placements == (Shard(1),)
-    with CountCollectives() as counted:
-        y = functional.mlp(x, w1, b1, w2, None).redistribute(mesh, [Replicate()])
-        y.to_local().square().sum().backward()
-        x.grad.redistribute(mesh, [Replicate()]).to_local()
-    assert counted.calls == {"all-reduce": 2}
-
-
-@pytest.mark.parametrize("scenario", [_megatron_mlp, _functions])
-def test_one_sum_each_way(scenario: Callable[[int], None]) -> None:
-    with processes(2) as two:
-        two.run("cpu", scenario)
+    for function, order in (
+        (functional.mlp, lambda x, w1, b1, w2: (x, w1, b1, w2, None)),
+        (functional.gated_mlp, lambda x, w1, _, w2: (x, w1, w1, w2)),
+    ):
+        results, gradients = [], []
+        for tensors in (whole, parts):
+            wanted = [t for t in tensors if function is functional.mlp or t.ndim > 1]
+            with CountCollectives() as counted:
+                results.append(function(*order(*tensors)))
+                loss = whole_of(results[-1]).square().mean()
+                gradients.append([whole_of(g) for g in torch.autograd.grad(loss, wanted)])
+        assert counted.calls["all-reduce"] == 2
+        torch.testing.assert_close(results[1].full_tensor(), results[0])
+        torch.testing.assert_close(gradients[1], gradients[0])
 
 
 def test_what_it_does_not_know_is_named() -> None:

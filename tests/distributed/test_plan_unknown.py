@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import torchweld
-from oracle import TORCH
-from processes import on, processes
+from comparing import assert_grads, shares_rows, whole_of
+from processes import on
 from stack_seams import keep
 from torchweld.distributed import grad_norm, ring_slice, sequence_plan, tp_plan
 from torchweld.distributed.train.feasibility import check_matrices
@@ -146,10 +146,6 @@ def _tokens() -> torch.Tensor:
     return torch.randint(WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def _whole(x: Any) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 KINDS = {
     "experts": (torchweld.nn.RMSNorm, _Experts),
     "own norms": (_Norm, _NormedMLP),
@@ -175,7 +171,7 @@ def test_trains_as_one_process(rank: int, sequence: bool, kinds: tuple[Any, ...]
             optimizer.zero_grad()
             scaler.scale(-_losses(model, _tokens()).mean()).backward()
             scaler.unscale_(optimizer)
-            norms.append(_whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            norms.append(whole_of(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
             torch.testing.assert_close(
                 grad_norm(model.parameters()).double(),
                 torch.tensor(0.5).double(),
@@ -186,11 +182,9 @@ def test_trains_as_one_process(rank: int, sequence: bool, kinds: tuple[Any, ...]
             scaler.update()
         torch.testing.assert_close(*norms)
         wanted = dict(one.named_parameters())
+        assert_grads(many, one)
         for name, p in many.named_parameters():
-            torch.testing.assert_close(
-                _whole(p.grad), wanted[name].grad, msg=lambda m, n=name: f"{n}: {m}"
-            )
-            torch.testing.assert_close(_whole(p), wanted[name])
+            torch.testing.assert_close(whole_of(p), wanted[name])
     for row, is_of in (("norms on heads", _of_heads), ("parameters no recipe knows", _unknown)):
         grads = [(p.grad, wanted[n].grad) for n, p in many.named_parameters() if is_of(n)]
         assert grads
@@ -206,9 +200,13 @@ def _unknown(name: str) -> bool:
     return not _of_heads(name) and any(part in name for part in own)
 
 
-def _rings(rank: int, kinds: tuple[Any, ...], tensor: int) -> None:
+@pytest.mark.parametrize("count", [2, 4])
+@shares_rows
+@on("count")
+def test_ring_as_one_process(rank: int, count: int) -> None:
     """Along a ring, and along ring and tensor: each process has a slice of the sequence."""
-    one, many = _model(*kinds), _model(*kinds)
+    one, many = _model(*KINDS["own norms"]), _model(*KINDS["own norms"])
+    tensor = count // 2
     del one.pooler, many.pooler
     mesh = init_device_mesh("cpu", (2, tensor), mesh_dim_names=("ring", "tensor"))
     ring = mesh.get_group("ring")
@@ -223,19 +221,7 @@ def _rings(rank: int, kinds: tuple[Any, ...], tensor: int) -> None:
     found = _losses(many, ring_slice(tokens, 1, ring), first=first, pool=False)
     torch.testing.assert_close(found, ring_slice(wanted, 1, ring))
     found.sum().backward()
-    grads = {name: p.grad for name, p in one.named_parameters()}
-    for name, p in many.named_parameters():
-        torch.testing.assert_close(p.grad.full_tensor(), grads[name])
-
-
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.skipif(
-    TORCH < (2, 12),
-    reason="DTensor of torch < 2.12 refuses a linear layer of a shard of the sequence",
-)
-def test_ring_as_one_process(tensor: int) -> None:
-    with processes(2 * tensor) as some:
-        some.run("cpu", _rings, KINDS["own norms"], tensor)
+    assert_grads(many, one)
 
 
 # --- What is refused ------------------------------------------------------------------------------

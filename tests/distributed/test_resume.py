@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import stack_cells
+from comparing import whole_of
 from processes import processes, starts
 from stack import STEPS, Cell, adamw
 from torchweld.distributed import checkpoint, tp_plan, zero3
@@ -24,17 +24,13 @@ from torchweld.distributed import checkpoint, tp_plan, zero3
 TIMEOUT = 20.0  # seconds
 
 
-def _whole(value: Any) -> Any:
-    return value.full_tensor().clone() if isinstance(value, DTensor) else value.detach().clone()
-
-
 def _content(cell: Cell, optimizer: Any) -> dict[str, torch.Tensor]:
     """Whole parameters and states by name."""
     found = {}
     for name, parameter in cell.model.named_parameters():
-        found[name] = _whole(parameter)
+        found[name] = whole_of(parameter.detach())
         for key, value in optimizer.state[parameter].items():
-            found[f"{name}.{key}"] = _whole(value)
+            found[f"{name}.{key}"] = whole_of(value)
     return found
 
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import torchweld
-from oracle import TORCH
-from processes import on, processes
+from comparing import assert_grads, grads_of, shares_rows
+from processes import on
 from torchweld.distributed import (
     CountCollectives,
     ring_attention,
@@ -140,16 +140,18 @@ class _Blocks(torch.nn.Module):
         return self.blocks[0](x)
 
 
-def _in_a_ring(rank: int, tensor: int) -> None:
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=shares_rows)])
+@on("count")
+def test_positions_along_a_ring(rank: int, count: int) -> None:
     """Each process has a slice of the tokens; the plan gives its rotation their positions."""
     torch.manual_seed(0)
     model, x = _Blocks(), torch.randn(2, 64, 16)
     expected = model(x)
     expected.sin().sum().backward()
-    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    wanted = grads_of(model)
     model.zero_grad()
-    if tensor > 1:
-        mesh = init_device_mesh("cpu", (2, tensor), mesh_dim_names=("ring", "tensor"))
+    if count > 2:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "tensor"))
         plan, group = tp_plan(model, ring=True), mesh.get_group("ring")
     else:
         mesh = init_device_mesh("cpu", (2,))
@@ -158,16 +160,7 @@ def _in_a_ring(rank: int, tensor: int) -> None:
     y = model(ring_slice(x, 1, group))
     torch.testing.assert_close(y, ring_slice(expected, 1, group))
     y.sin().sum().backward()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad.full_tensor(), wanted[name], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_positions_along_a_ring(tensor: int) -> None:
-    if tensor > 1 and TORCH < (2, 12):
-        pytest.skip("DTensor refuses a linear layer of sharded rows")
-    with processes(2 * tensor) as group:
-        group.run("cpu", _in_a_ring, tensor)
+    assert_grads(model, wanted, rtol=1e-4, atol=1e-5)
 
 
 @on(2)

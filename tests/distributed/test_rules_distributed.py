@@ -40,7 +40,9 @@ CASES: tuple[tuple[Any, dict[str, Any]], ...] = (
 )
 
 
-def _placements(rank: int, count: int) -> None:
+@pytest.mark.parametrize("count", [2, 4])
+@on("count")
+def test_shards_have_the_bits_of_one_device(rank: int, count: int) -> None:
 
     flat = init_device_mesh("cpu", (count,))
     places = [placer(flat, 0), placer(flat, 1)]
@@ -58,7 +60,9 @@ def _placements(rank: int, count: int) -> None:
                 assert set(made) == {torch.distributed.ReduceOp.SUM}
 
 
-def _muon(rank: int, count: int) -> None:
+@pytest.mark.parametrize("count", [2, 4])
+@on("count")
+def test_options_of_muon(rank: int, count: int) -> None:
 
     results = []
     for place in (lambda t: t, placer(init_device_mesh("cpu", (count,)), 0)):
@@ -73,9 +77,10 @@ def _muon(rank: int, count: int) -> None:
     assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
 
 
-def _modes(rank: int, count: int) -> None:
+@on(2)
+def test_modes(rank: int) -> None:
 
-    place = placer(init_device_mesh("cpu", (count,)), 0)
+    place = placer(init_device_mesh("cpu", (2,)), 0)
     for settings in ({}, {"master_weights": "remainder8"}):
         whole, of_whole = run(settings, lambda t: t, range(1, 3), kind=ScheduleFreeAdamW)
         parts, of_parts = run(settings, place, range(1, 3), kind=ScheduleFreeAdamW)
@@ -85,15 +90,6 @@ def _modes(rank: int, count: int) -> None:
             getattr(of_parts, mode)()
             assert all(torch.equal(whole_of(p), q) for p, q in zip(parts, whole, strict=True))
         assert all(torch.equal(p, q) for p, q in zip(trained, whole, strict=True))
-
-
-def test_shards_have_the_bits_of_one_device() -> None:
-    for count in (2, 4):
-        with processes(count) as connected:
-            connected.run("cpu", _placements, count)
-            connected.run("cpu", _muon, count)
-            if count == 2:
-                connected.run("cpu", _modes, count)
 
 
 def _save(rank: int, folder: str, count: int) -> None:

@@ -18,11 +18,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from processes import processes, starts
+import declared
+from processes import on, processes, starts
 from selection import WHOLE
-from torchweld.distributed import RowSharded, checkpoint, parallelize
+from torchweld.distributed import RowSharded, checkpoint
 from torchweld.errors import ArgumentError
-from transformer import Settings, Transformer, compute_loss, make_batch
+from transformer import Settings
 
 S = Settings(vocabulary=16, length=8, width=16, heads=2, layers=2)
 STRATEGIES: dict[str, Any] = {
@@ -32,18 +33,14 @@ STRATEGIES: dict[str, Any] = {
 
 
 def _train(strategy: str, steps: int) -> Any:
-    torch.manual_seed(0)
-    example = (torch.zeros((1, S.length), dtype=torch.int64),)
-    given = {"loss_fn": compute_loss, "microbatches": 2, "quiet": True}
-    config = STRATEGIES[strategy]
-    training = parallelize(Transformer(S), config, device="cpu", example=example, **given)
+    training = declared.start(S, STRATEGIES[strategy], 1, 2)
     for step in range(steps):
         _step(training, step)
     return training
 
 
 def _step(training: Any, number: int) -> None:
-    training.step([make_batch(S, 1, 10 * number + at) for at in training.own], number)
+    declared.take_step(training, S, number, 1)
 
 
 def _content(training: Any) -> list[torch.Tensor]:
@@ -96,9 +93,11 @@ def _writes(flags: Any) -> bool:
     return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR))
 
 
-def _keep_moments(rank: int, strategy: str, path: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES if WHOLE else ("zero1", "pp"))
+@on(2)
+def test_each_moment_of_a_save_loads(rank: int, strategy: str, tmp_path: Path) -> None:
     """Copy the folder at each moment of a second save; each copy loads as one of both saves."""
-    training = _train(strategy, 1)
+    path, training = str(tmp_path), _train(strategy, 1)
     training.save(f"{path}/saved", 1)
     contents = {1: _content(training)}
     _step(training, 1)
@@ -122,12 +121,6 @@ def _keep_moments(rank: int, strategy: str, path: str) -> None:
     assert (found[0], found[-1]) == (1, 2)
     kept = [name for name in os.listdir(f"{path}/saved") if name != ".metadata"]
     assert len(kept) == 1  # the data of the first save is deleted
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES if WHOLE else ("zero1", "pp"))
-def test_each_moment_of_a_save_loads(strategy: str, tmp_path: Path) -> None:
-    with processes(2) as two:
-        two.run("cpu", _keep_moments, strategy, str(tmp_path))
 
 
 # --- Processes that are killed --------------------------------------------------------------------
@@ -190,9 +183,10 @@ def test_a_killed_save(strategy: str, tmp_path: Path) -> None:
 # --- Folders that are refused ---------------------------------------------------------------------
 
 
-def _refuse(rank: int, path: str) -> None:
+@on(2)
+def test_folders_that_are_refused(rank: int, tmp_path: Path) -> None:
     """All processes say what is wrong, and the model stays as it was."""
-    training = _train("zero3", 1)
+    path, training = str(tmp_path), _train("zero3", 1)
     first = _content(training)
     for name in ("old", "new"):
         _step(training, 1)
@@ -231,9 +225,10 @@ def _refuse(rank: int, path: str) -> None:
     assert not all(map(torch.equal, first, now))
 
 
-def _load_torch(rank: int, path: str) -> None:
+@on(2)
+def test_a_save_of_torchs_own(rank: int, tmp_path: Path) -> None:
     """A folder that torch's own save wrote loads, and is replaced; other files stay."""
-    training = _train("zero3", 1)
+    path, training = str(tmp_path / "torch"), _train("zero3", 1)
     before = _content(training)
     parameters, states = checkpoint.get_state_dict(
         training.model, training.optimizer, options=checkpoint._FLAT
@@ -248,9 +243,3 @@ def _load_torch(rank: int, path: str) -> None:
     assert training.load(path) == 2
     names = sorted(name[:6] for name in os.listdir(path))
     assert names == [".metad", "notes-", "notes-", "step-2"]
-
-
-def test_folders_that_are_refused(tmp_path: Path) -> None:
-    with processes(2) as two:
-        two.run("cpu", _refuse, str(tmp_path))
-        two.run("cpu", _load_torch, str(tmp_path / "torch"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from processes import processes
+import declared
+from processes import on
 from torchweld import optim
-from torchweld.distributed import LayerSeeds, parallelize
+from torchweld.distributed import LayerSeeds
 from torchweld.distributed.pipelines.stashing import RULES, count_versions
 from torchweld.errors import ArgumentError
 from transformer import Settings, Transformer, compute_loss, make_batch
@@ -76,25 +78,33 @@ def _copy(part: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _make(rule: str, **given: Any) -> Any:
-    torch.manual_seed(0)
     config = {
         "pipeline": {"size": STAGES, "schedule": rule, "accumulate": BATCH},
         "optimizer": {"name": "adamw", **_ADAM},
     }
-    example = (torch.zeros((2, S.length), dtype=torch.int64),)
-    given = {"example": example, "loss_fn": compute_loss, "microbatches": MICROBATCHES} | given
-    return parallelize(Transformer(S), config, device="cpu", quiet=True, **given)
+    return declared.start(S, config, 2, MICROBATCHES, **given)
 
 
-def _train(rank: int, rule: str, path: str) -> None:
+@pytest.fixture
+def simulated(rule: str, tmp_path: Path) -> Path:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.save(_simulate(rule), tmp_path / "simulated.pt")
+    torch.set_num_threads(threads)
+    return tmp_path / "simulated.pt"
+
+
+@pytest.mark.parametrize("rule", RULES)
+@on(STAGES, None)
+def test_equals_the_published_update(rank: int, rule: str, simulated: Path) -> None:
+    """Bitwise, with dropout, over two steps of eight microbatches in four stages."""
     training = _make(rule)
     stashed = training._schedule._stage
     for step in range(STEPS):
-        batch = [make_batch(S, 2, 10 * step + number) for number in training.own]
-        loss, norm = training.step(batch, step)
+        loss, norm = declared.take_step(training, S, step, 2)
         assert loss > 0
-        assert norm.isnan()
-    wanted, used = torch.load(path)
+        assert math.isnan(norm)
+    wanted, used = torch.load(simulated)
     assert training.versions == used[rank]
     for name, p in training.model.named_parameters():
         assert torch.equal(p, wanted[rank][name]), name
@@ -103,15 +113,3 @@ def _train(rank: int, rule: str, path: str) -> None:
     assert training.memory.parameters == (1 + stashed.most) * plain
     with pytest.raises(ArgumentError, match=r"max_norm is 1.0; accepted: None with"):
         _make(rule, max_norm=1.0)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_equals_the_published_update(rule: str, tmp_path: Path) -> None:
-    """Bitwise, with dropout, over two steps of eight microbatches in four stages."""
-    path = str(tmp_path / "simulated.pt")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.save(_simulate(rule), path)
-    torch.set_num_threads(threads)
-    with processes(STAGES) as four:
-        four.run(None, _train, rule, path)

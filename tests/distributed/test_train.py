@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("train")
 
 
-# The example's own options; test_every_declaration.py tries all strategies.
+# The example's own options; test_stack.py tries all strategies.
 CASES = [
     (2, ["--strategy", "zero1", "--optimizer", "lamb"]),
     (2, ["--strategy", "zero3", "--recompute", "selective", "--sparse"]),

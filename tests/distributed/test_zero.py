@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import torchweld
+from comparing import whole_of
 from processes import on
 from torchweld import optim
 from torchweld.distributed.data import zero
@@ -90,10 +91,6 @@ def _train(model: Any, optimizer: Any, dtype_of: _Model, part: slice) -> None:
         optimizer.zero_grad()
 
 
-def _whole(t: torch.Tensor) -> torch.Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
-
-
 KINDS: list[tuple[Any, dict[str, Any]]] = [(optim.AdamW, s) for s in SETTINGS]
 KINDS += [(optim.LAMB, {}), (optim.AdamW, {"max_grad_norm": 0.1})]
 
@@ -144,7 +141,9 @@ def test_recipes_equal_one_process(rank: int) -> None:
         _train(trained, optimizer, like, part)
         for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
             # Gradients are sums in another order; a step is lr at most, and by eps as smooth.
-            torch.testing.assert_close(_whole(found.detach()), expected.detach(), rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                whole_of(found.detach()), expected.detach(), rtol=0, atol=1e-5
+            )
 
 
 # --- Estimates ------------------------------------------------------------------------------------

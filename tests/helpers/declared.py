@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import selection
-from torchweld.distributed import Parallel, parallelize
+from comparing import whole_of
+from torchweld.distributed import Parallel, Training, parallelize
 from torchweld.errors import ArgumentError
 from transformer import Settings, Transformer, compute_loss, make_batch
 
@@ -125,33 +126,39 @@ class Run(NamedTuple):
     after: dict[str, torch.Tensor]
 
 
+def start(
+    settings: Settings,
+    config: Any,
+    rows: int = ROWS,
+    microbatches: int = MICROBATCHES,
+    dtype: torch.dtype = torch.float32,
+    **given: Any,
+) -> Training:
+    """Share a Transformer's training as declared, from the same weights in every run."""
+    torch.manual_seed(0)
+    example = (torch.zeros((rows, settings.length), dtype=torch.int64),)
+    given = {"loss_fn": compute_loss, "example": example, "quiet": True} | given
+    model = Transformer(settings).to(dtype)
+    return parallelize(model, config, device="cpu", microbatches=microbatches, **given)
+
+
+def take_step(training: Training, settings: Settings, step: int, rows: int = ROWS) -> list[float]:
+    """Take a step; its loss, and the norm of its gradients."""
+    batch = [make_batch(settings, rows, 10 * step + number) for number in training.own]
+    return [each.item() for each in training.step(batch, step)]
+
+
 def train(config: dict[str, Any]) -> Run:
     torch.manual_seed(0)
-    model = Transformer(SETTINGS)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    training = parallelize(
-        model,
-        config,
-        device="cpu",
-        example=(torch.zeros((ROWS, SETTINGS.length), dtype=torch.int64),),
-        loss_fn=compute_loss,
-        microbatches=MICROBATCHES,
-        quiet=True,
-    )
-    norms = []
-    for step in range(STEPS):
-        batch = [make_batch(SETTINGS, ROWS, 10 * step + number) for number in training.own]
-        norms.append(training.step(batch, step)[1].item())
+    before = {name: p.detach() for name, p in Transformer(SETTINGS).named_parameters()}
+    training = start(SETTINGS, config)
+    norms = [take_step(training, SETTINGS, step)[1] for step in range(STEPS)]
     after = {
-        name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""): _whole(p)
+        name.removeprefix("module.").replace("_checkpoint_wrapped_module.", ""): p.detach()
         for name, p in training.model.named_parameters()
     }
+    after = {name: whole_of(p).clone() for name, p in after.items()}
     return Run(norms, before, after)
-
-
-def _whole(p: Any) -> torch.Tensor:
-    p = p.detach()
-    return p.full_tensor() if hasattr(p, "full_tensor") else p.clone()
 
 
 @functools.cache

@@ -294,19 +294,19 @@ FAULTS = [
         "python/torchweld/dispatch/dtensor.py",
         "grads.append(Partial())",
         "grads.append(Replicate())",
-        f"{SHARDS}/test_distributed.py",
+        f"{SHARDS}/test_shards.py",
     ),
     Fault(
         "python/torchweld/dispatch/dtensor.py",
         "offsets[dim] = int(here[0])",
         "offsets[dim] = 0",
-        f"{SHARDS}/test_distributed.py {RANDOM}",
+        f"{SHARDS}/test_shards.py {RANDOM}",
     ),
     Fault(
         "python/torchweld/dispatch/dtensor.py",
         'elif not torch.equal(here, torch.arange(len(here), device="cpu") + here[0]):',
         "elif False:",
-        f"{SHARDS}/test_distributed.py",
+        f"{SHARDS}/test_shards.py",
     ),
     # --- fuse() ---
     Fault(
@@ -356,7 +356,7 @@ FAULTS = [
         "python/torchweld/optim/_shards.py",
         "if dim is not None and dim in part.dims",
         "if dim is not None",
-        f"{SHARDS}/test_optim_distributed.py {SHARDS}/test_every_declaration.py",
+        f"{SHARDS}/test_optim_distributed.py {SHARDS}/test_stack.py",
     ),
     Fault(
         "python/torchweld/optim/_rounding_offsets.py",

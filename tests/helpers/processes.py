@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
 
 import torchweld
 
@@ -86,6 +87,7 @@ def _serve(rank: int, count: int, end: Connection) -> None:
     torch.set_num_threads(1)
     dist.distributed_c10d.ProcessGroupGloo = _OnOneDevice  # type: ignore[misc]
     _keep_groups_of_meshes()
+    _keep_next_states()
     gc.freeze()  # what has been imported need not be searched again
     while True:
         store, backend, scenario, given = end.recv()
@@ -135,6 +137,27 @@ def _keep_groups_of_meshes() -> None:
         return _of_meshes[key].copy()
 
     mesh._init_process_groups = staticmethod(find)
+
+
+def _keep_next_states() -> None:
+    """Let DTensor find the placements next to one only once, for each mesh and shape.
+
+    On a mesh of two dimensions this search for ways of a redistribution, whose costs decide on an
+    op's placements, takes nearly all of an op's first call.
+    """
+    planner: Any = DTensorRedistributePlanner
+    find = planner.get_next_state
+
+    def get_next_state(self: Any, *state: Any) -> Any:
+        # What the search depends on besides the mesh and the shape, which are the planner's own.
+        seen = [v for v in vars(self).values() if isinstance(v, set)]
+        key = (*state, *map(frozenset, seen))
+        known = vars(self).setdefault("_next_states", {})
+        if key not in known:
+            known[key] = find(self, *state)
+        return known[key]
+
+    planner.get_next_state = get_next_state
 
 
 def _destroy_other_groups() -> None:

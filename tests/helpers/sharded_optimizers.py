@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from comparing import whole_of
 from optimizers import U
 from torchweld import optim
 
@@ -56,21 +57,6 @@ def run(
             p.grad = place(g * 0.1)
         optimizer.step()
     return params, optimizer
-
-
-def whole_of(t: Any) -> Any:
-    if not hasattr(t, "full_tensor"):
-        return t
-    if t.dtype != torch.int16:
-        return t.full_tensor()
-    # Neither gloo nor NCCL can gather these.
-    from torch.distributed.tensor import DTensor
-
-    layout = {"shape": t.shape, "stride": t.stride()}
-    bits = DTensor.from_local(
-        t.to_local().view(torch.float16), t.device_mesh, t.placements, **layout
-    )
-    return bits.full_tensor().view(torch.int16)
 
 
 def assert_same(found: tuple[list[torch.Tensor], Any], expected: Any) -> None:
