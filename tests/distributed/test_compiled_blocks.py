@@ -10,7 +10,6 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-import selection
 from comparing import whole_of
 from processes import on
 from stack import MODELS
@@ -61,7 +60,12 @@ def _logits(model: Any, tokens: torch.Tensor, has_places: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("sequence", "has_places", "compiler"),
-    selection.combine((False, True), (False, True), ("aot_eager", "inductor")),
+    [
+        (False, False, "aot_eager"),
+        (False, True, "aot_eager"),
+        (True, False, "inductor"),
+        (True, True, "aot_eager"),
+    ],
 )
 @on(2)
 def test_a_planned_block_compiles(

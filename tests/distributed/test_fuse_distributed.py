@@ -23,7 +23,7 @@ from fusable import WIDTH, FeedForward, Gated, NewGELU, PlainRMSNorm
 from processes import on
 from torchweld.fusion import Weld
 
-LAYERS = 2
+LAYERS = 1
 PLAN = {"1.fc1": ColwiseParallel, "1.fc2": RowwiseParallel} | {
     "3.gate": ColwiseParallel,
     "3.up": ColwiseParallel,

@@ -19,7 +19,7 @@ from torchweld.errors import ArgumentError
 from transformer import Settings, Transformer, compute_loss
 
 S = Settings(vocabulary=64, length=16, width=32, heads=4, layers=2, dropout=0.2)
-ROWS, MICROBATCHES, STEPS = 4, 2, 10 if selection.WHOLE else 3
+ROWS, MICROBATCHES, STEPS = 4, 2, 10 if selection.WHOLE else 2
 GRIDS: dict[str, dict[str, Any]] = {
     "2d": {"mode": "2d", "size": 4},
     "2.5d": {"mode": "2.5d", "size": 8, "depth": 2},
@@ -65,7 +65,6 @@ def _on_a_grid(rank: int, config: Any, path: str) -> None:
     ratio = (off.square().mean() / unit.square().mean()).sqrt()
     assert ratio <= 2, f"parameters differ by {ratio:.2f} times their rounding"
     assert losses == pytest.approx(exact, rel=1e-5)
-    training.save(f"{path}-{config['mode']}", STEPS)
 
 
 def _load(rank: int, config: Any, saved: str, path: str) -> None:

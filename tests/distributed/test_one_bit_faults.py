@@ -213,7 +213,7 @@ def test_the_hook_trains_as_ddp_does(rank: int) -> None:
         optimizer = torchweld.optim.AdamW(model.parameters(), lr=3e-3)
         if hook != "none":
             ddp.register_comm_hook(state, one_bit_hook)
-        for step in range(150):
+        for step in range(80):
             optimizer.zero_grad()
             loss = _loss(ddp, step, rank)
             loss.backward()

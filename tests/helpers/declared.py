@@ -20,7 +20,7 @@ from torchweld.errors import ArgumentError
 from transformer import Settings, Transformer, compute_loss, make_batch
 
 SETTINGS = Settings(vocabulary=64, length=32, width=32, heads=4, layers=4, dropout=0.2)
-MICROBATCHES, ROWS, STEPS = 8, 1, 2
+MICROBATCHES, ROWS, STEPS = 8 if selection.WHOLE else 4, 1, 2
 MOST = 8  # processes
 
 _PIPELINES: dict[str, Any] = {

@@ -34,7 +34,8 @@ from torchweld.distributed import (
 )
 from transformer import Settings, Transformer, compute_loss, make_batch
 
-# Errors show from the second step, in which states and the dropped elements are not the first's.
+# Errors show from the second step, in which states and the dropped elements are not the first's;
+# DDP makes its buckets again there, and a step's bytes are counted in the third.
 STEPS, MICROBATCHES, ROWS = 10 if selection.WHOLE else 3, 4, 2
 _SIZES = Settings(vocabulary=64, length=32, width=32, heads=4, layers=4, dropout=0.2)
 MODELS = {
@@ -419,7 +420,7 @@ class Strategy:
     run: Callable[[str, torch.dtype], Run]
     # Whether every sum has the order of one process, so that results are bitwise equal.
     same_order: bool = False
-    in_ci: bool = True
+    in_ci: bool = True  # test_compiled_blocks.py compiles blocks after a plan
 
 
 STRATEGIES = {
@@ -431,8 +432,8 @@ STRATEGIES = {
     "ZeRO-3 (FSDP2), compiled": Strategy(2, _zero3_compiled),
     "TP": Strategy(2, _tensor),
     "TP + SP": Strategy(2, _tensor_sequence),
-    "TP, compiled": Strategy(2, _tensor_compiled),
-    "TP + SP, compiled": Strategy(2, _tensor_sequence_compiled),
+    "TP, compiled": Strategy(2, _tensor_compiled, in_ci=False),
+    "TP + SP, compiled": Strategy(2, _tensor_sequence_compiled, in_ci=False),
     "ring SP": Strategy(2, _ring),
     "TP x ring SP": Strategy(4, _tensor_ring),
     "PP GPipe": Strategy(2, _schedule(pipelining.ScheduleGPipe, _one_each), True),
