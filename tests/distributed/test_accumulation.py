@@ -222,6 +222,7 @@ def test_a_pipeline_exchanges_once(rank: int, schedule: stages.Name) -> None:
             *(stream,) if pipe.is_first else (), target=stream if pipe.is_last else None
         )
     wanted = grads_of(whole)
+    part: Any
     for part in pipe.parts:
         assert all(p.grad.placements == p.placements for p in part.parameters())
         assert_grads(part, wanted, **NEAR)

@@ -135,8 +135,10 @@ def _second_derivatives(rank: int) -> None:
     torch.testing.assert_close(*gradients)
 
 
-SCENARIOS = (_uneven_batches, _all_rows_on_one, _one_row, _ddp, _converted)
-SCENARIOS += (_compiled, _second_derivatives)
+SCENARIOS = (
+    *(_uneven_batches, _all_rows_on_one, _one_row, _ddp, _converted),
+    *(_compiled, _second_derivatives),
+)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

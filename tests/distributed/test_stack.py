@@ -3,7 +3,7 @@
 Some steps with dropout, on real processes. `make test` runs a covering subset; `make stack` runs
 ten steps of all cells and all declarations, and writes docs/stack.md. The declarations hold each
 combination of pipeline, tensors, ring and data parallelism, and each pair of other values that are
-accepted together. CI runs those of at most two processes.
+accepted together. CI runs declarations of at most two processes.
 """
 
 from __future__ import annotations
