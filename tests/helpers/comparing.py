@@ -43,7 +43,7 @@ def grads_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_grads(model: torch.nn.Module, wanted: Any, **near: float) -> None:
-    """Compare the gradients of a model or a stage with another model's, or with gradients by name."""
+    """Compare a model's gradients with another model's, or with gradients by name."""
     wanted = wanted if isinstance(wanted, Mapping) else grads_of(wanted)
     found = grads_of(model)
     assert found
