@@ -72,6 +72,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     # Whether gradients may be sparse; they are converted to dense.
     _takes_sparse = False
+    _takes_complex = True
     # Settings that may differ within a batch on the CPU: numbers on which nothing else depends.
     _varying: frozenset[str] = frozenset()
     # Whether it takes the options of cautious steps and of cautious weight decay.
@@ -117,6 +118,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if "ema_decay" in param_group:
             accepted = "the optimizer's: all parameters have averages, or none"
             raise ArgumentError(type(self).__name__, "ema_decay", "a group's", accepted)
+        self._check_settings(self.defaults | param_group)
         param_group = self._with_flags(param_group)
         asked = {key: param_group[key] for key in _CODEC_KEYS if key in param_group}
         codec = replace(self._codec, **asked)
@@ -130,6 +132,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._codecs_of |= dict.fromkeys(group["params"], codec)
         if self._is_made:
             check_apart(type(self).__name__, self.param_groups)
+
+    def _check_settings(self, group: Group) -> None:
+        """Check a new group's settings and defaults, before anything is changed."""
 
     def _with_flags(self, group: Group) -> Group:
         """A group with the cautious options that are in use."""
@@ -312,7 +317,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             return kept.work
         work, self._kept = self._work(), None
         # A schedule may change settings at each step, and then nothing can be kept.
-        if self._lost < _MOST_LOST and type(self)._gatherings is FusedOptimizer._gatherings:
+        if self._lost < _MOST_LOST:
             self._kept = Kept.make(self.param_groups, work, self.state)
             self._lost += 1
         return work
@@ -348,7 +353,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                     given = (type(self).__name__, group, codec, moments, self._takes_sparse)
                     gatherings[key] = Gathering(*given)
                 gatherings[key].add(numbered, lr, group if varies else None)
-        return list(gatherings.values())
+        found = list(gatherings.values())
+        if not self._takes_complex and any(kind.is_complex for g in found for kind in g.kinds()):
+            raise ArgumentError(type(self).__name__, "a parameter", "complex", "a real tensor")
+        return found
 
     def _members(self) -> Iterable[tuple[Group, Iterable[tuple[Codec, Numbered]]]]:
         """Each group with this step's numbered parameters, by codec."""
@@ -489,6 +497,24 @@ class FusedOptimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             hook.remove()
+
+    def state_dict(self) -> State:
+        """Return a state like torch's, whose classes do not all count steps.
+
+        The count is saved if later steps depend on it.
+        """
+        saved = super().state_dict()
+        states = saved["state"]
+        for group, of_group in zip(self.param_groups, saved["param_groups"], strict=True):
+            for p, key in zip(group["params"], of_group["params"], strict=True):
+                if key in states and not self._saves_count(group, p, states[key]):
+                    rest = {name: v for name, v in states.pop(key).items() if name != STEP}
+                    states |= {key: rest} if rest else {}
+        return saved
+
+    def _saves_count(self, group: Group, p: torch.Tensor, state: State) -> bool:
+        """Whether a saved state counts the steps of p."""
+        return True
 
     def _adopt(self, state_dict: State) -> State:
         saved_groups = state_dict["param_groups"]

@@ -13,7 +13,6 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from torchweld import checks
-from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer.batch import Batch, Task, Tensors
 from torchweld.ops.optimizer.passes import Exchange, Part, Pass
 from torchweld.ops.optimizer.reference import Read, number_of, read
@@ -21,7 +20,6 @@ from torchweld.ops.optimizer.rule import Rule, Updates
 from torchweld.ops.optimizer.torchs import take_torchs_step
 from torchweld.optim._base import FusedOptimizer, Group, OwnOptimizer
 from torchweld.optim._codecs import SIGNED, STEP, Moment, Moments, State
-from torchweld.optim._gather import Gathering
 from torchweld.optim._options import OwnStorageOptions, StorageOptions, takes
 from torchweld.optim._shards import is_dtensor
 
@@ -310,12 +308,7 @@ class _AdafactorStep(FusedOptimizer):
         super().__init__(params, **kwargs)
 
     _rule = ADAFACTOR
-
-    def _gatherings(self) -> list[Gathering]:
-        gatherings = super()._gatherings()
-        if any(kind.is_complex for gathering in gatherings for kind in gathering.kinds()):
-            raise ArgumentError(type(self).__name__, "a parameter", "complex", "a real tensor")
-        return gatherings
+    _takes_complex = False
 
 
 class Adafactor(_AdafactorStep, torch.optim.Adafactor):

@@ -100,26 +100,20 @@ class AdEMAMix(OwnOptimizer):
 
     _varying = frozenset({"betas", "alpha", "eps", "weight_decay"})
 
-    def add_param_group(self, param_group: Group) -> None:
-        if isinstance(param_group, dict):
-            _check(type(self).__name__, self.defaults | param_group)
-        super().add_param_group(param_group)
-
     _rule = ADEMAMIX
+
+    def _check_settings(self, group: Group) -> None:
+        name, betas, alpha = type(self).__name__, group["betas"], group["alpha"]
+        fits = isinstance(betas, (tuple, list)) and len(betas) == 3
+        checks.fits(name, "betas", betas, fits, "three numbers in [0, 1)")
+        checks.fits(name, "alpha", alpha, alpha >= 0, "a number >= 0")
+        for warmup in ("beta3_warmup", "alpha_warmup"):
+            steps = group[warmup]
+            fits = steps is None or (isinstance(steps, int) and steps >= 0)
+            checks.fits(name, warmup, steps, fits, "an int >= 0 or None")
+        fits = betas[0] != 0 or not group["beta3_warmup"]
+        checks.fits(name, "beta3_warmup", group["beta3_warmup"], fits, "None if betas[0] is 0")
 
     def _settings(self, group: Group, batch: Batch) -> AdemamixSettings:
         warmups = {name: group[name] or 0 for name in ("alpha_warmup", "beta3_warmup")}
         return ADEMAMIX.read_settings(group | warmups)
-
-
-def _check(function: str, group: Group) -> None:
-    betas, alpha = group["betas"], group["alpha"]
-    fits = isinstance(betas, (tuple, list)) and len(betas) == 3
-    checks.fits(function, "betas", betas, fits, "three numbers in [0, 1)")
-    checks.fits(function, "alpha", alpha, alpha >= 0, "a number >= 0")
-    for name in ("beta3_warmup", "alpha_warmup"):
-        steps = group[name]
-        fits = steps is None or (isinstance(steps, int) and steps >= 0)
-        checks.fits(function, name, steps, fits, "an int >= 0 or None")
-    fits = betas[0] != 0 or not group["beta3_warmup"]
-    checks.fits(function, "beta3_warmup", group["beta3_warmup"], fits, "None if betas[0] is 0")

@@ -18,8 +18,7 @@ from torchweld.ops.optimizer.orthogonal import QUINTIC
 from torchweld.ops.optimizer.passes import Exchange, Part, Pass, over_all
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.optim._base import FusedOptimizer, Group, moments_of
-from torchweld.optim._codecs import STEP, Moments, State
-from torchweld.optim._gather import Gathering
+from torchweld.optim._codecs import Moments, State
 from torchweld.optim._matrices import find_iteration, find_regions
 from torchweld.optim._options import CautiousOptions, takes
 from torchweld.optim._owners import Owners
@@ -269,6 +268,7 @@ class Muon(FusedOptimizer, _TorchsMuon):
     # --- The step -----------------------------------------------------------------------------
 
     _is_cautious_rule = True
+    _takes_complex = False
 
     _rule = MUON
 
@@ -289,31 +289,14 @@ class Muon(FusedOptimizer, _TorchsMuon):
     def _shared_settings(self, group: Group, except_for: Collection[str] = ()) -> list[Any]:
         return [_rule_of(group), self._settings(group, None)]
 
-    def _gatherings(self) -> list[Gathering]:
-        gatherings = super()._gatherings()
-        for gathering in gatherings:
-            if any(kind.is_complex for kind in gathering.kinds()):
-                raise RuntimeError("Muon does not support complex parameters")
-        return gatherings
-
     def _moments(self, group: Group, p: torch.Tensor) -> Moments:
         return moments_of(_RULES[_rule_of(group)], 2)  # no amsgrad's
 
     def _settings(self, group: Group, batch: Batch | None) -> tuple[Any, ...]:
         return _RULES[_rule_of(group)].read_settings({"decoupled_weight_decay": True, **group})
 
-    def state_dict(self) -> State:
-        """Return a state like torch's, which does not count the steps of matrices.
-
-        The count is saved only for stochastic rounding, which depends on it.
-        """
-        saved = super().state_dict()
-        states = saved["state"]
-        for group, of_group in zip(self.param_groups, saved["param_groups"], strict=True):
-            for p, key in zip(group["params"], of_group["params"], strict=True):
-                if _rule_of(group) == "muon" and not self._codec_of(p).rounds(p) and key in states:
-                    states[key] = {name: v for name, v in states[key].items() if name != STEP}
-        return saved
+    def _saves_count(self, group: Group, p: torch.Tensor, state: State) -> bool:
+        return _rule_of(group) != "muon" or self._codec_of(p).rounds(p)
 
 
 def _rule_of(group: Group) -> str:

@@ -120,13 +120,11 @@ class ScheduleFreeAdamW(OwnOptimizer):
         return super().__getstate__() | {"_found": {}}
 
     def add_param_group(self, param_group: Group) -> None:
-        if isinstance(param_group, dict):
-            self._check(self.defaults | param_group)
         super().add_param_group(param_group)
         # Parameters that have taken no step are the same in both modes.
         self.param_groups[-1]["train_mode"] = self.param_groups[0]["train_mode"]
 
-    def _check(self, group: Group) -> None:
+    def _check_settings(self, group: Group) -> None:
         name = type(self).__name__
         fits = not group.get("capturable")
         checks.fits(name, "capturable", True, fits, "False: the host counts steps")

@@ -125,19 +125,7 @@ class SGD(SgdStep, torch.optim.SGD):
     ) -> None:
         """As in torch.optim."""
 
-    def state_dict(self) -> State:
-        """Return a state like torch's, which does not count steps.
-
-        The count is saved only if later steps depend on it: for stochastic rounding, or before the
-        first gradient, which is not dampened.
-        """
-        saved = super().state_dict()
-        states = saved["state"]
-        for group, of_group in zip(self.param_groups, saved["param_groups"], strict=True):
-            for p, key in zip(group["params"], of_group["params"], strict=True):
-                state = states.get(key)
-                if not state or STEP not in state or self._codec_of(p).rounds(p):
-                    continue
-                if group["dampening"] == 0 or state[STEP] != 0:
-                    states[key] = {name: v for name, v in state.items() if name != STEP}
-        return saved | {"state": {key: state for key, state in states.items() if state}}
+    def _saves_count(self, group: Group, p: torch.Tensor, state: State) -> bool:
+        # The first gradient is not dampened.
+        is_first = group["dampening"] != 0 and state.get(STEP) == 0
+        return is_first or self._codec_of(p).rounds(p)
