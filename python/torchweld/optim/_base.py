@@ -499,10 +499,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             hook.remove()
 
     def state_dict(self) -> State:
-        """Return a state like torch's, whose classes do not all count steps.
-
-        The count is saved if later steps depend on it.
-        """
+        """Return a state like torch's; it counts steps where torch does or later steps need it."""
         saved = super().state_dict()
         states = saved["state"]
         for group, of_group in zip(self.param_groups, saved["param_groups"], strict=True):

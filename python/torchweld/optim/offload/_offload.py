@@ -7,7 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -124,7 +124,7 @@ class Offload(torch.optim.Optimizer):
         self._activations = Activations(self._transfers, device, bucket_bytes)
         if placement == DEVICE:
             self._activations.keep_all()
-        self._phases: dict[str, Phase] = {}  # of the last step
+        self._phases: dict[str, Seen] = {}  # of the last step
         # In several processes, gradients of plain parameters may be reduced after the hooks.
         self._is_single_process = not has_processes()
         for at in range(len(self.param_groups)):
@@ -315,19 +315,13 @@ class Offload(torch.optim.Optimizer):
 
         Activations, then states, stay on the device as far as it has room.
         """
-        buckets, releases = self._store.buckets, self._releases
+        buckets = self._store.buckets
         sizes = [bucket.state_bytes() for bucket in buckets]
-        gradients = [bucket.gradient_bytes() for bucket in buckets]
-        if releases:  # gradients stay where their bucket is stepped
+        if self._releases:  # gradients stay where their bucket is stepped
+            gradients = [bucket.gradient_bytes() for bucket in buckets]
             sizes = [sum(both) for both in zip(sizes, gradients, strict=True)]
-        phases = {}
-        for name, phase in self._phases.items():
-            placed = phase.device["states"] + phase.device["activations"]
-            placed += phase.gradients_that_stay if releases else 0
-            may_come = 0 if releases else sum(gradients) - phase.device["gradients"]
-            phases[name] = Seen(phase.peak, placed, may_come)
         capacity = min(self._transfers.capacity(), self._capacity or 1 << 62)
-        chosen = self._placement.decide(phases, sizes, capacity, self._activations.keep)
+        chosen = self._placement.decide(self._phases, sizes, capacity, self._activations.keep)
         homes = [DEVICE if stays else HOST for stays in chosen]
         if homes == [bucket.home for bucket in buckets]:
             return
@@ -364,9 +358,15 @@ class Offload(torch.optim.Optimizer):
         if self.placement != "auto":
             return
         device = self.memory()["device"] | {"activations": self._activations.take_most()}
-        stay = [m.param for b in self._store.buckets if b.home == DEVICE for m in b.members]
+        placed, may_come = device["states"] + device["activations"], 0
+        buckets = self._store.buckets
+        if self._releases:
+            members = (m for b in buckets if b.home == DEVICE for m in b.members)
+            placed += _count_gradients(m.param for m in members)
+        else:
+            may_come = sum(b.gradient_bytes() for b in buckets) - device["gradients"]
         peak = self._transfers.peak(sum(device.values()))
-        self._phases[name] = Phase(device, peak, _count_gradients(stay))
+        self._phases[name] = Seen(peak, placed, may_come)
 
     # --- State --------------------------------------------------------------------------------
 
@@ -447,14 +447,6 @@ def _check_optimizer(optimizer: Any) -> None:
     if companion := optimizer._companion():
         accepted = "an optimizer without ema_decay or second iterates"
         raise ArgumentError("Offload", argument, f"{kind} with {companion}", accepted)
-
-
-class Phase(NamedTuple):
-    """The memory of the device in a phase of a step."""
-
-    device: dict[str, int]  # bytes by kind at its end; activations at their peak
-    peak: int
-    gradients_that_stay: int  # bytes of gradients of the buckets that are stepped on the device
 
 
 def _count_gradients(params: Iterable[torch.Tensor]) -> int:
