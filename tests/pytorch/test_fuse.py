@@ -72,11 +72,13 @@ def test_everything_else_stays_and_unfuse_restores(name: str) -> None:
     tensors = dict(model.state_dict(keep_vars=True))
     torch.manual_seed(2)
     state = torch.get_rng_state()
+    gpus = torch.cuda._lazy_seed_tracker.get_calls()  # seeds of GPUs that are not in use yet
     torchweld.fuse(model)
     once = {module: type(module) for module in model.modules()}
     assert torchweld.fuse(model) is model
     assert {module: type(module) for module in model.modules()} == once != classes
     assert torch.equal(torch.get_rng_state(), state)
+    assert torch.cuda._lazy_seed_tracker.get_calls() == gpus
     assert not called
     for module, kept in attributes.items():
         assert vars(module).keys() == kept.keys()

@@ -39,16 +39,18 @@ def isolate(devices: Collection[torch.device]) -> Iterator[None]:
     # Use kernels for small inputs too.
     cuda = [device for device in devices if device.type == "cuda"]
     kernels = nullcontext() if cuda else use_backend("cpu", "eager")
-    default = torch.get_default_device()
+    on_meta = torch.get_default_device().type == "meta"
+    # A call seeds all GPUs that are in use.
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
         for hooks in _GLOBAL_HOOKS:
             hooks.clear()
         with (
-            torch.random.fork_rng(cuda),
+            torch.random.fork_rng(gpus),
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast("cuda" if cuda else "cpu", enabled=False),
-            torch.device("cpu") if default.type == "meta" else default,
+            torch.device("cpu") if on_meta else nullcontext(),
             kernels,
             warnings.catch_warnings(),
         ):
@@ -115,7 +117,9 @@ def freeze_large(module: torch.nn.Module) -> None:
 
 def call(module: torch.nn.Module, inputs: Sequence[Any]) -> Any:
     """Call a module. Every call draws the same random numbers."""
-    torch.manual_seed(_SEED)
+    torch.default_generator.manual_seed(_SEED)
+    if torch.cuda.is_initialized():  # else torch.manual_seed would replace the user's seed of GPUs
+        torch.cuda.manual_seed_all(_SEED)
     random.seed(_SEED)
     numpy.random.seed(_SEED)
     return module(*inputs)
