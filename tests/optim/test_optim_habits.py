@@ -17,6 +17,7 @@ from optimizers import (
     snapshot,
 )
 from torchweld import optim
+from torchweld.optim import lr_scheduler
 
 # --- torch.optim's habits ---------------------------------------------------------------------
 
@@ -115,3 +116,47 @@ def test_the_rate_that_transformers_schedule_asks_for(warmup: bool) -> None:
         optimizer.step()
     fixed = optim.TransformersAdafactor([p], lr=0.25, relative_step=False, scale_parameter=False)
     assert fixed._get_lr(fixed.param_groups[0], {}) == 0.25
+
+
+# --- The schedulers for large batches -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [optim.LARS, optim.LAMB])
+@pytest.mark.parametrize(
+    ("schedule", "scale"), [(lr_scheduler.LinearScaling, 16.0), (lr_scheduler.SqrtScaling, 4.0)]
+)
+def test_a_large_batch(schedule: Any, scale: float, optimizer: Any) -> None:
+    """Warm-up, decay and end; each group keeps its own rate; a saved schedule resumes."""
+    lr = torch.tensor(0.1)
+    params = draw()
+    groups = [{"params": params[:2]}, {"params": params[2:], "lr": lr}]
+    trained = optimizer(groups, lr=0.2)
+
+    def make(last: int = -1) -> Any:
+        return schedule(
+            trained,
+            4096,
+            256,
+            warmup_steps=4,
+            total_steps=10,
+            power=2.0,
+            warmup_start=0.5,
+            last_epoch=last,
+        )
+
+    scheduler, found = make(), []
+    for step in range(12):
+        found.append([float(group["lr"]) for group in trained.param_groups])
+        draw_grads(params, step)
+        trained.step()
+        if step == 5:
+            saved = scheduler.state_dict()
+            scheduler = make(5)
+            scheduler.load_state_dict(saved)
+        scheduler.step()
+    rise = [0.5, 0.625, 0.75, 0.875, 1.0]
+    expected = rise + [((10 - step) / 6) ** 2 for step in range(5, 10)] + [0.0, 0.0]
+    for (first, second), factor in zip(found, expected, strict=True):
+        assert first == pytest.approx(0.2 * scale * factor)
+        assert second == pytest.approx(0.1 * scale * factor)
+    assert trained.param_groups[1]["lr"] is lr  # changed in place, as by torch's schedulers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -295,3 +295,34 @@ def test_tensors_kept_between_steps_are_not_of_a_mode(mode: Any) -> None:
 def test_both_caches_of_tensors_know_of_modes(function: Any) -> None:
     """Under a mode they bypass the cache."""
     assert function.__code__ is cache_tensors(maxsize=1)(len).__code__
+
+
+# --- Without data -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("where", ["meta", "fake"])
+@pytest.mark.parametrize(
+    "rule", range(len(KINDS)), ids=[f"{i} {cls.__name__}" for i, (cls, _) in enumerate(KINDS)]
+)
+def test_states_are_those_of_the_cpu(rule: int, where: str, dtype: torch.dtype) -> None:
+    """Two steps of a matrix and a vector; states have the sizes and dtypes of real ones."""
+    cls, settings = KINDS[rule]
+
+    def states(device: str) -> list[Any]:
+        shapes = ((64, 80), (80, 64))
+        params = [torch.ones(s, device=device, dtype=dtype, requires_grad=True) for s in shapes]
+        optimizer = cls(params, **settings)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        return [
+            (key, list(t.shape), t.dtype) if isinstance(t, torch.Tensor) else (key, type(t))
+            for p in params
+            for key, t in optimizer.state[p].items()
+        ]
+
+    expected = states("cpu")
+    with FakeTensorMode() if where == "fake" else nullcontext():
+        assert states("meta" if where == "meta" else "cpu") == expected
