@@ -92,11 +92,7 @@ class Offload(torch.optim.Optimizer):
             )
         _check_optimizer(optimizer)
         _check_arguments(placement, clip_norm, threads, bucket_bytes)
-        accepted = 'False, or placement="cpu" or "auto"'
-        fits, releases = functools.partial(checks.fits, "Offload"), release_gradients
-        fits("release_gradients", releases, not (releases and placement == DEVICE), accepted)
-        accepted = "True with release_gradients, which copies gradients during the backward pass"
-        fits("trust_versions", trust_versions, trust_versions or not releases, accepted)
+        _check_release(release_gradients, placement, trust_versions)
         if clip_norm is not None:
             optimizer.max_grad_norm = clip_norm
         self._is_made = False
@@ -434,6 +430,14 @@ def _check_arguments(
     fits("clip_norm", clip_norm, clip_norm is None or clip_norm > 0, "a number > 0 or None")
     fits("threads", threads, threads is None or threads >= 1, "a number > 0 or None")
     fits("bucket_bytes", bucket_bytes, bucket_bytes >= 1, "a number > 0")
+
+
+def _check_release(releases: bool, placement: str, trust_versions: bool) -> None:
+    fits, on_host = functools.partial(checks.fits, "Offload"), placement != DEVICE
+    accepted = 'False, or placement="cpu" or "auto"'
+    fits("release_gradients", releases, on_host or not releases, accepted)
+    accepted = "True with release_gradients, which copies gradients during the backward pass"
+    fits("trust_versions", trust_versions, trust_versions or not releases, accepted)
 
 
 def _check_optimizer(optimizer: Any) -> None:
