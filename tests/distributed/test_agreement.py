@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from processes import on
+from processes import on, processes
 from torchweld.distributed import (
     grad_norm,
     layer_cuts,
@@ -203,3 +205,42 @@ def test_a_mask_of_a_slice(rank: int) -> None:
     mask = torch.zeros(1, 16, dtype=torch.bool)
     with pytest.raises(ArgumentError, match=r"key_padding_mask is .*; accepted: .*32"):
         ring_attention(x, x, x, layout, key_padding_mask=mask)
+
+
+# --- The processes of these tests -----------------------------------------------------------------
+
+
+def _ends(rank: int, how: str) -> None:
+    """One process fails, ends, or waits; the others wait for it."""
+    if rank == 1:
+        if how == "fails":
+            raise ValueError("no such row")
+        if how == "ends":
+            os._exit(1)
+        time.sleep(60)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("fails", "(?s)rank 1: Traceback.*ValueError: no such row"),
+        ("ends", "rank 1: its process has ended|gloo"),  # as rank 1 or another one answers first
+        ("waits", r"(?s)rank 0: .*in _ends.*rank 1: .*line \d+ in _ends"),
+    ],
+)
+def test_a_scenario_that_does_not_end_well(
+    how: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its test says where, and later ones have new processes."""
+    with processes(3) as three:
+        three.run(None, _barrier)
+    monkeypatch.setattr("processes.SECONDS", 3)
+    begin = time.monotonic()
+    with pytest.raises((AssertionError, TimeoutError), match=message), processes(3) as three:
+        three.run(None, _ends, how)
+    assert time.monotonic() - begin < 30
+
+
+def _barrier(rank: int) -> None:
+    dist.barrier()

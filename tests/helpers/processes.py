@@ -7,14 +7,17 @@ thread per group would take a quarter of a core.
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import gc
 import inspect
 import os
+import signal
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -28,7 +31,7 @@ from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
 
 import torchweld
 
-SECONDS = 300  # timeout of a scenario
+SECONDS = 180  # timeout of a scenario
 
 
 def starts() -> Any:
@@ -49,7 +52,7 @@ class Processes:
         context = starts()
         self._ends, theirs = zip(*[context.Pipe() for _ in range(count)], strict=True)
         self._started = [
-            context.Process(target=_serve, args=(rank, count, end), daemon=True)
+            context.Process(target=_serve, args=(rank, count, end, self._stack(rank)), daemon=True)
             for rank, end in enumerate(theirs)
         ]
         for process, end in zip(self._started, theirs, strict=True):
@@ -67,12 +70,26 @@ class Processes:
             answered: list[Any] = wait(list(at_work), SECONDS)
             if not answered:
                 raise TimeoutError(
-                    f"ranks {sorted(at_work.values())} did not finish within {SECONDS} s"
+                    f"no end within {SECONDS} s:{self._find_stacks(at_work.values())}"
                 )
             for end in answered:
                 rank = at_work.pop(end)
-                if failure := end.recv():
+                try:
+                    failure = end.recv()
+                except EOFError:
+                    failure = "its process has ended"
+                if failure:
                     raise AssertionError(f"rank {rank}: {failure}")
+
+    def _stack(self, rank: int) -> Path:
+        """The file where a process writes its threads' stacks."""
+        return Path(self._directory.name) / f"stack-{rank}"
+
+    def _find_stacks(self, ranks: Iterable[int]) -> str:
+        for rank in ranks:
+            os.kill(self._started[rank].pid, signal.SIGUSR1)
+        time.sleep(1)
+        return "".join(f"\nrank {rank}: {self._stack(rank).read_text()}" for rank in sorted(ranks))
 
     def stop(self) -> None:
         """Kill them: a process that waits for a failed one never ends."""
@@ -82,7 +99,8 @@ class Processes:
         self._directory.cleanup()
 
 
-def _serve(rank: int, count: int, end: Connection) -> None:
+def _serve(rank: int, count: int, end: Connection, stack: Path) -> None:
+    faulthandler.register(signal.SIGUSR1, stack.open("w"))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     dist.distributed_c10d.ProcessGroupGloo = _OnOneDevice  # type: ignore[misc]
