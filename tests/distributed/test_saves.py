@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor
 
 import declared
@@ -230,7 +231,7 @@ def test_a_save_of_torchs_own(rank: int, tmp_path: Path) -> None:
     """A folder that torch's own save wrote loads, and is replaced; other files stay."""
     path, training = str(tmp_path / "torch"), _train("zero3", 1)
     before = _content(training)
-    parameters, states = checkpoint.get_state_dict(
+    parameters, states = get_state_dict(
         training.model, training.optimizer, options=checkpoint._FLAT
     )
     dcp.save({"model": parameters, "optimizer": states, "step": 1}, checkpoint_id=path)

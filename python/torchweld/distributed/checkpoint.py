@@ -29,10 +29,8 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -61,13 +59,8 @@ def save(folder: str | Path, model: Any, optimizer: Any, step: int = 0) -> None:
     """
     folder = _check_folder("save", folder)
     name = _choose_name(step)
-    if isinstance(optimizer, RowSharded):
-        parameters, states = _get_row_sharded(model, optimizer)
-    else:
-        whole = _make_unsharded(optimizer, filled=True)
-        parameters, states = get_state_dict(model, whole, options=_FLAT)
-    part = {str(_rank()): name}
-    content = {"model": parameters, "optimizer": states, "step": step, "part": part}
+    content = _get_content(model, *_name_states(model, _make_unsharded(optimizer, filled=True)))
+    content |= {"step": step, "part": {str(_rank()): name}}
     dcp.save(content, checkpoint_id=folder / name)
     compute_once("checkpoint.save", lambda: _publish(folder, name))
 
@@ -76,51 +69,36 @@ def load(folder: str | Path, model: Any, optimizer: Any) -> int:
     """Load a checkpoint that `save` wrote under any strategy; return the number of steps taken."""
     folder = _check_folder("load", folder)
     _check_parts(folder)
-    if isinstance(optimizer, RowSharded):
-        return _load_row_sharded(folder, model, optimizer)
     whole = _make_unsharded(optimizer, filled=False)
-    parameters, states = get_state_dict(model, whole, options=_FLAT)
-    content = {"model": parameters, "optimizer": states, "step": 0}
+    named, inner = _name_states(model, whole)
+    content = _get_content(model, named, inner) | {"step": 0}
     dcp.load(content, checkpoint_id=folder)
-    set_state_dict(
-        model,
-        whole,
-        model_state_dict=content["model"],  # type: ignore[arg-type]
-        optim_state_dict=content["optimizer"],  # type: ignore[arg-type]
-        options=_FLAT,
-    )
+    set_model_state_dict(model, content["model"])  # in place: RowSharded's rows are views of it
+    states = content["optimizer"]
+    set_optimizer_state_dict(named, inner, optim_state_dict=states, options=_FLAT)
     if whole is not optimizer:
         optimizer.load_state_dict(whole.state_dict())
-    return int(content["step"])  # type: ignore[call-overload,no-any-return]
-
-
-def _get_row_sharded(model: Any, optimizer: RowSharded) -> tuple[Any, Any]:
-    """Return the model's parameters, and states by its names, as DTensors of rows."""
-    parameters = get_model_state_dict(model)
-    states = get_optimizer_state_dict(
-        optimizer.name_shards(model), optimizer.optimizer, options=_FLAT
-    )
-    return parameters, states
-
-
-def _load_row_sharded(folder: Path, model: Any, optimizer: RowSharded) -> int:
-    parameters, states = _get_row_sharded(model, optimizer)
-    content: dict[str, Any] = {"model": parameters, "optimizer": states, "step": 0}
-    dcp.load(content, checkpoint_id=folder)
-    set_model_state_dict(model, content["model"])  # in place: the rows are views of it
-    set_optimizer_state_dict(
-        optimizer.name_shards(model),
-        optimizer.optimizer,
-        optim_state_dict=content["optimizer"],
-        options=_FLAT,
-    )
     return int(content["step"])
 
 
-def _make_unsharded(optimizer: Any, filled: bool) -> torch.optim.Optimizer:
+def _name_states(model: Any, optimizer: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return an optimizer, and a module that has its parameters under the model's names."""
+    if isinstance(optimizer, RowSharded):  # states are DTensors of rows
+        return optimizer.name_shards(model), optimizer.optimizer
+    return model, optimizer
+
+
+def _get_content(
+    model: Any, named: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    states = get_optimizer_state_dict(named, optimizer, options=_FLAT)
+    return {"model": get_model_state_dict(model), "optimizer": states}
+
+
+def _make_unsharded(optimizer: Any, filled: bool) -> Any:
     """Return the optimizer, or one with all states if this one has only a part of them."""
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
-        return optimizer  # type: ignore[no-any-return]
+        return optimizer
     inner: Any = optimizer
     groups = [dict(group) for group in inner.param_groups]  # each group keeps its own settings
     whole = inner._optim_constructor(groups, **inner._optim_defaults)
@@ -130,7 +108,7 @@ def _make_unsharded(optimizer: Any, filled: bool) -> torch.optim.Optimizer:
             optimizer.consolidate_state_dict(to=rank)
             if rank == dist.get_rank(group):
                 whole.load_state_dict(optimizer.state_dict())
-    return whole  # type: ignore[no-any-return]
+    return whole
 
 
 # --- Saves that are whole or absent ---------------------------------------------------------------

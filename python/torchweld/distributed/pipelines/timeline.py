@@ -95,15 +95,16 @@ class Timeline:
 
     def bubble(self) -> float:
         """The share of all ranks' time that is idle."""
-        begin, end = self.span
-        spent = self.sum_times()
-        return sum(s.idle for s in spent.values()) / (len(spent) * (end - begin))
+        return self._sum_shares("idle")
 
     def overhead(self) -> float:
         """The share of all ranks' time that is overhead."""
+        return self._sum_shares("overhead")
+
+    def _sum_shares(self, kind: str) -> float:
         begin, end = self.span
         spent = self.sum_times()
-        return sum(s.overhead for s in spent.values()) / (len(spent) * (end - begin))
+        return sum(getattr(s, kind) for s in spent.values()) / (len(spent) * (end - begin))
 
     def _group_by_rank(self) -> dict[int, list[Action]]:
         by_rank = defaultdict(list)

@@ -11,7 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torchweld.distributed.tensor.styles import GatherInput, Style, accept_multiples, divide_counts
+from torchweld.distributed.tensor.styles import (
+    GatherInput,
+    Style,
+    accept_multiples,
+    divide_counts,
+    is_transposed,
+)
 from torchweld.errors import ArgumentError
 
 
@@ -66,7 +72,8 @@ def _forward_features(layer: Any, rows: torch.Tensor | None, x: Any) -> torch.Te
         whole = (layer.weight, layer.bias)
         full = [p if p is None else p.to_local(grad_placements=[Partial()]) for p in whole]
         own = [p if p is None else p.index_select(0, rows.to(p.device)) for p in full]
-    return torch.nn.functional.linear(x, *own)
+    weight = own[0].T if is_transposed(layer) else own[0]
+    return torch.nn.functional.linear(x, weight, own[1])
 
 
 class PackedHeadsParallel(PackedColwiseParallel):
@@ -137,11 +144,5 @@ class PackedConv1DParallel(Style):
         self.distribute(packed, device_mesh, lambda p: _StridedShard(p.ndim - 1, split_factor=3))
         module.split_size //= count
         packed.nf //= count
-        packed.forward = partial(_forward_conv1d, packed)
+        packed.forward = partial(_forward_features, packed, None)
         return module
-
-
-def _forward_conv1d(layer: Any, x: Any) -> torch.Tensor:
-    """Compute the layer's local features; the gradient of x is summed over the devices."""
-    x = x.to_local(grad_placements=[Partial()])
-    return torch.nn.functional.linear(x, layer.weight.to_local().T, layer.bias.to_local())

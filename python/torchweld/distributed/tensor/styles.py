@@ -434,37 +434,18 @@ def _distribute_layer(
     output_layout = style.place_rows(*style.output_layouts)
     # Embeddings and heads wait. Layers in a block do not: another layer may run meanwhile.
     waits = needed.is_replicate() and output_layout[-1].is_replicate()
-    prepare_output = partial(
-        _prepare_output, style._prepare_output_fn, output_layout, style.use_local_output, waits
-    )
-    return distribute_module(
-        module,
-        mesh,
-        shard,
-        partial(_prepare_input, style._prepare_input_fn, input_layout, style.place_rows(needed)),
-        prepare_output,
-    )
 
+    def prepare_input(module: torch.nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        layout = _adapt_to_flat_rows(inputs[0], input_layout)
+        check_rank(type(module).__name__, inputs[0], layout)
+        return style._prepare_input_fn(layout, style.place_rows(needed), module, inputs, mesh)
 
-def _prepare_output(
-    prepare: Any,
-    output_layout: Any,
-    is_local: bool,
-    waits: bool,
-    module: Any,
-    outputs: Any,
-    mesh: Any,
-) -> Any:
-    y = prepare(_adapt_to_flat_rows(outputs, output_layout), is_local, module, outputs, mesh)
-    return _wait(y) if waits else y
+    def prepare_output(module: torch.nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        layout = _adapt_to_flat_rows(outputs, output_layout)
+        y = style._prepare_output_fn(layout, style.use_local_output, module, outputs, mesh)
+        return _wait(y) if waits else y
 
-
-def _prepare_input(
-    prepare: Any, input_layout: Any, needed: Any, module: Any, inputs: Any, mesh: Any
-) -> Any:
-    input_layout = _adapt_to_flat_rows(inputs[0], input_layout)
-    check_rank(type(module).__name__, inputs[0], input_layout)
-    return prepare(input_layout, needed, module, inputs, mesh)
+    return distribute_module(module, mesh, shard, prepare_input, prepare_output)
 
 
 def _adapt_to_flat_rows(x: torch.Tensor, placements: Sequence[Placement]) -> Sequence[Placement]:
