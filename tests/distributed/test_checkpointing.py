@@ -101,8 +101,7 @@ def _run(
     return [y.detach(), *grads, torch.get_rng_state()], count.calls
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize(("sparse", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
 def test_exact_under_dropout(sparse: bool, dtype: torch.dtype) -> None:
     """Full and selective checkpoints equal a run without them bit for bit, generator included."""
     with torchweld.use_backend("cpu"):

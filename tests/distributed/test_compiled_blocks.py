@@ -62,7 +62,6 @@ def _logits(model: Any, tokens: torch.Tensor, has_places: bool) -> torch.Tensor:
     ("sequence", "has_places", "compiler"),
     [
         (False, False, "aot_eager"),
-        (False, True, "aot_eager"),
         (True, False, "inductor"),
         (True, True, "aot_eager"),
     ],

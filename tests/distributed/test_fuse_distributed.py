@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -85,16 +86,13 @@ def _welds(model: nn.Module) -> set[str]:
     return {name.removeprefix("module.") for name, m in found if isinstance(m, Weld)}
 
 
-@pytest.mark.parametrize("fuse_first", [False, True])
 @pytest.mark.parametrize(
-    "distribute",
+    ("distribute", "fuse_first"),
     [
-        _sharded,
-        _sharded_finely,
-        _replicated,
-        _tensor_parallel,
-        _rows_before_the_activation,
-        _gathered,
+        *itertools.product((_sharded, _replicated, _tensor_parallel), (False, True)),
+        (_sharded_finely, False),
+        (_rows_before_the_activation, False),
+        (_gathered, True),
     ],
 )
 @on(2)

@@ -86,11 +86,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path
 
 
-@pytest.mark.parametrize("mode", GRIDS)
+# Layers of 2.5d on eight processes are tried below.
+WHOLE = {**GRIDS, "2.5d": {"mode": "2.5d", "size": 2, "depth": 2}}
+
+
+@pytest.mark.parametrize("mode", WHOLE)
 def test_equals_one_process(mode: str, alone: str) -> None:
     """Some steps with dropout, within the rounding of sums in float32."""
-    with processes(GRIDS[mode]["size"]) as some:
-        some.run("cpu", _on_a_grid, GRIDS[mode], alone)
+    with processes(WHOLE[mode]["size"]) as some:
+        some.run("cpu", _on_a_grid, WHOLE[mode], alone)
 
 
 def test_checkpoints_go_to_other_strategies_and_back(alone: str, tmp_path: Path) -> None:

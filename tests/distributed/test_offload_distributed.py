@@ -78,7 +78,7 @@ def test_fsdp2(rank: int) -> None:
             fully_shard(layer, mesh=mesh, **policy)
         optimizer = make(list(model.parameters()))
         sent = 0
-        for step in range(5):
+        for step in range(3):
             # The weights gathered for a layer do not count as activations.
             with optimizer.activations(1) if saves else contextlib.nullcontext():
                 losses = [loss_of(model, 100 * (10 * step + rank) + k) for k in range(2)]

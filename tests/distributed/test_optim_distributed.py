@@ -226,7 +226,7 @@ def test_processes_in_the_emulator_equal_one(rank: int) -> None:
     cases.append((optim.LARS, {"state_dtype": "8bit", "momentum": 0.9}))
     for kind, settings in cases:
         expected = run(settings, lambda t: t, range(1, 3), kind=kind)
-        for dims in (1, 0), (1, 1), (2, None):
+        for dims in (1, 0), (1, 1):
             with pytest.MonkeyPatch.context() as patch, running_at("emulator", patch):
                 found = run(settings, placer(mesh, *dims), range(1, 3), kind=kind)
             assert_same(found, expected)

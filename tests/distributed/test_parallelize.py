@@ -54,11 +54,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 
 # test_stack.py has other declarations, test_train.py and test_saves.py other checkpoints.
 CASES: list[Any] = [
-    (2, {"data": "zero2", "offload": "optimizer"}),
+    (2, {"data": {"kind": "zero2", "shard": 1}, "offload": "optimizer"}),
     pytest.param(2, {"pipeline": {"size": 2, "schedule": "zbv"}}, marks=has_neighbours),
     (4, {"pipeline": 2, "tensor": {"size": 2, "sequence": True}}),
     (4, {"data": {"kind": "zero3", "shard": 2}}),
-    (4, {"data": {"kind": "zero2", "shard": 1}, "tensor": 2}),
 ]
 
 

@@ -36,8 +36,8 @@ AXES: dict[str, Any] = {
 # Devices, sequences of a step, layers, and bytes of a device.
 PROBLEMS = [
     *((4, 8, 4, memory) for memory in (1e9, 3e8, 2e8, 1.5e8)),
-    *((8, 16, 6, memory) for memory in (1e9, 3e8, 2e8, 1.2e8)),
-    *((6, 12, 5, memory) for memory in (1e9, 2.5e8)),
+    *((8, 16, 6, memory) for memory in (1e9, 1.2e8)),
+    (6, 12, 5, 2.5e8),
     *((2, 8, 3, memory) for memory in (5e8, 3e8)),
 ]
 
