@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import selection
 import torchweld
-from oracle import TORCH
-from processes import processes
+from comparing import shares_rows
+from processes import on
 from torchweld import functional
 from torchweld.distributed import (
     CountCollectives,
@@ -49,12 +50,25 @@ LAYOUTS = {
 }
 
 
-def _equals_one_process(
-    rank: int, name: str, dtype: torch.dtype, balanced: bool, options: dict
+SLOPES = torch.tensor([[0.5, 0.25, 0.1, 0.0], [0.3, 0.2, -0.1, 1.0]])
+EVERY = {"dropout_p": 0.3, "alibi_slopes": SLOPES.double()}  # and sinks, and a table
+SOME = {"softcap": 3.0, "alibi_slopes": SLOPES[0]}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"), [(torch.float64, EVERY), (torch.float32, SOME)], ids=["every", "some"]
+)
+@pytest.mark.parametrize(
+    ("name", "backend", "balanced"), selection.combine(LAYOUTS, ("cpu", "eager"), (False, True))
+)
+@on(PROCESSES)
+def test_equals_one_process(
+    rank: int, name: str, backend: str, balanced: bool, dtype: torch.dtype, options: Any
 ) -> None:
+    """Every argument of attention, in float64 and in float32."""
     layout, causal, *sends = LAYOUTS[name]
     generator = torch.Generator().manual_seed(1)
-    with_sinks = options.pop("with_sinks", False)
+    with_sinks = "dropout_p" in options
     deep = 12 if with_sinks else 8
     shapes = [SHAPE, (2, 2, LENGTH, 8), (2, 2, LENGTH, deep)]
     whole = [torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
@@ -114,22 +128,9 @@ def _equals_one_process(
         assert counts.tolist() == [sends[0], 2 * sends[0]]
 
 
-SLOPES = torch.tensor([[0.5, 0.25, 0.1, 0.0], [0.3, 0.2, -0.1, 1.0]])
-
-
-@pytest.mark.parametrize(
-    ("name", "backend", "balanced"), selection.combine(LAYOUTS, ("cpu", "eager"), (False, True))
-)
-def test_equals_one_process(name: str, backend: str, balanced: bool) -> None:
-    """Every argument of attention, in float64 and in float32."""
-    every = {"dropout_p": 0.3, "alibi_slopes": SLOPES.double(), "with_sinks": True}
-    some = {"softcap": 3.0, "alibi_slopes": SLOPES[0]}
-    with processes(PROCESSES) as four:
-        four.run(backend, _equals_one_process, name, torch.float64, balanced, every)
-        four.run(backend, _equals_one_process, name, torch.float32, balanced, some)
-
-
-def _has_equal_work(rank: int) -> None:
+@on(PROCESSES)
+def test_balanced_processes_have_equal_work(rank: int) -> None:
+    """There are 36 blocks below and on the diagonal."""
     layout = BlockLayout.dense(LENGTH, block=16)
     work = []
     for balanced in (False, True):
@@ -138,12 +139,6 @@ def _has_equal_work(rank: int) -> None:
     every: list = [None] * PROCESSES
     dist.all_gather_object(every, work)
     assert every == [[3, 9], [7, 9], [11, 9], [15, 9]]
-
-
-def test_balanced_processes_have_equal_work() -> None:
-    """There are 36 blocks below and on the diagonal."""
-    with processes(PROCESSES) as four:
-        four.run("cpu", _has_equal_work)
 
 
 class _Sinking(torch.nn.Module):
@@ -164,7 +159,10 @@ class _Sinking(torch.nn.Module):
         return self.drop(self.out(y.transpose(1, 2).flatten(2)))
 
 
-def _learns_its_sinks(rank: int) -> None:
+@shares_rows
+@on(PROCESSES)
+def test_a_module_learns_its_sinks(rank: int) -> None:
+    """Sums of 256 rows of numbers around one."""
     torch.manual_seed(0)
     model = _Sinking()
     x, grad = torch.randn(2, 2, LENGTH, 32)
@@ -180,14 +178,8 @@ def _learns_its_sinks(rank: int) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.skipif(TORCH < (2, 12), reason="DTensor refuses a linear layer of sharded rows")
-def test_a_module_learns_its_sinks() -> None:
-    """Sums of 256 rows of numbers around one."""
-    with processes(PROCESSES) as four:
-        four.run("cpu", _learns_its_sinks)
-
-
-def _refused(rank: int) -> None:
+@on(PROCESSES)
+def test_what_does_not_fit_is_named(rank: int) -> None:
     q = torch.zeros(1, 1, 24, 8)
     for layout in (BlockLayout.dense(96, block=16), BlockLayout.dense(64, block=16)):
         with pytest.raises(ArgumentError, match="layout"):
@@ -201,11 +193,6 @@ def _refused(rank: int) -> None:
         ring_attention(q, q, q, layout, sinks=torch.zeros(2))
     with pytest.raises(ArgumentError, match="multiple of 8 chunks"):
         ring_slice(torch.zeros(1, 12), balanced=True)
-
-
-def test_what_does_not_fit_is_named() -> None:
-    with processes(PROCESSES) as four:
-        four.run("cpu", _refused)
 
 
 def test_parts_of_a_layout_make_the_whole() -> None:

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import selection
 import torchweld
-from oracle import TORCH
-from processes import on, processes
+from comparing import shares_rows
+from processes import on
 from torchweld import functional
 from torchweld.distributed import CountCollectives, ring_attention, ring_slice, tp_plan
 from torchweld.errors import ArgumentError
@@ -46,14 +46,23 @@ LAYOUTS = {
         False,
     ),
 }
-DIMS = {"batch": 0, "heads": 1}
 
 
 def _mesh() -> Any:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "tensor"))
 
 
-def _equals_one_process(rank: int, name: str, dim: int, dtype: torch.dtype, balanced: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "balanced"), [(torch.float64, False), (torch.float32, True)], ids=str
+)
+@pytest.mark.parametrize(
+    ("name", "backend", "dim"), selection.combine(LAYOUTS, ("cpu", "eager"), (0, 1))
+)
+@on(4)
+def test_attention_equals_one_process(
+    rank: int, name: str, backend: str, dim: int, dtype: torch.dtype, balanced: bool
+) -> None:
+    """Dropout, slopes, sinks and padding, with the rest of the batch or of the heads elsewhere."""
     layout, key_heads, causal = LAYOUTS[name]
     mesh, generator = _mesh(), torch.Generator().manual_seed(1)
     group, place = mesh.get_group("ring"), mesh.get_local_rank("tensor")
@@ -101,16 +110,6 @@ def _equals_one_process(rank: int, name: str, dim: int, dtype: torch.dtype, bala
     assert of_sinks is not None
     dist.all_reduce(of_sinks, group=group if dim else None)
     torch.testing.assert_close(of_sinks, half(wanted[3], 0) if dim else wanted[3], **tolerance)
-
-
-@pytest.mark.parametrize(
-    ("name", "backend", "dim"), selection.combine(LAYOUTS, ("cpu", "eager"), DIMS)
-)
-def test_attention_equals_one_process(name: str, backend: str, dim: str) -> None:
-    """Dropout, slopes, sinks and padding, with the rest of the heads or of the batch elsewhere."""
-    with processes(4) as four:
-        four.run(backend, _equals_one_process, name, DIMS[dim], torch.float64, False)
-        four.run(backend, _equals_one_process, name, DIMS[dim], torch.float32, True)
 
 
 WIDTH = HEADS * HEAD
@@ -167,7 +166,7 @@ class _Model(torch.nn.Module):
         return self.norm(x)
 
 
-@pytest.mark.skipif(TORCH < (2, 12), reason="DTensor refuses a linear layer of sharded rows")
+@shares_rows
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @on(4)
 def test_a_model_equals_one_process(rank: int, sequence_parallel: bool) -> None:

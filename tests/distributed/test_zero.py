@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,6 +24,7 @@ import torchweld
 from comparing import whole_of
 from processes import on
 from torchweld import optim
+from torchweld.distributed import checkpoint
 from torchweld.distributed.data import zero
 from torchweld.distributed.layers import find_named_blocks
 from torchweld.distributed.pipelines import stages
@@ -146,6 +149,40 @@ def test_recipes_equal_one_process(rank: int) -> None:
             )
 
 
+@on(2)
+def test_zero1_with_groups(rank: int, tmp_path: Path) -> None:
+    """A run that is saved and resumed equals one that goes on; and one process."""
+
+    def group(model: Any) -> list[dict[str, Any]]:
+        some, others = [*model[0].parameters()], [*model[1:].parameters()]
+        return [{"params": some, "weight_decay": 0.3}, {"params": others, "lr": 3e-2}]
+
+    def step(model: Any, optimizer: Any, seed: int) -> None:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def start() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+        sharded = ZeroRedundancyOptimizer(group(model), optim.AdamW, lr=1e-2)
+        return DistributedDataParallel(model), sharded
+
+    model, optimizer = start()
+    one = copy.deepcopy(model.module)
+    single = optim.AdamW(group(one), lr=1e-2)
+    for seed in range(5):
+        if seed == 3:
+            checkpoint.save(tmp_path / "saved", model, optimizer, 3)
+            model, optimizer = start()
+            assert checkpoint.load(tmp_path / "saved", model, optimizer) == 3
+        step(model, optimizer, seed)
+        step(one, single, seed)
+    for found, wanted in zip(model.module.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
 # --- Estimates ------------------------------------------------------------------------------------
 
 
@@ -245,6 +282,23 @@ def test_estimates_are_what_is_there(rank: int) -> None:
     _gathered(rank, "zero3")
     for case in MEASURED:
         _measured(rank, *case)
+
+
+@on(2)
+def test_gradients_that_are_only_added_up(rank: int) -> None:
+    """FSDP2 holds them whole until it exchanges them."""
+    whole, model = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16))
+    sharded: Any = zero.zero3(model, init_device_mesh("cpu", (2,)))
+    sharded.set_requires_gradient_sync(False)
+    sharded(torch.ones(2, 16)).sum().backward()
+    parameters = sharded._get_fsdp_state()._fsdp_param_group.fsdp_params
+    held = sum(p.unsharded_param.grad.nbytes for p in parameters)
+    optimizer = optim.SGD(whole.parameters())
+    one, more = (
+        memory.memory_estimate(whole, optimizer, "zero3", 2, accumulates=each).gradients
+        for each in (False, True)
+    )
+    assert more - one == held > 0
 
 
 @on(2)
