@@ -78,8 +78,9 @@ def test_factored(rank: int, count: int) -> None:
     with _kernels_alone():
         _factored_on(True, None)
         _factored_on(True, 0.5)
-    with torchweld.use_backend("eager"):
-        _factored_on(False, 0.5)
+    if count == 2:
+        with torchweld.use_backend("eager"):
+            _factored_on(False, 0.5)
 
 
 def _factored_on(kernel: bool, limit: float | None) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import train
-from oracle import TORCH
+from comparing import shares_rows
 from processes import processes
 
 SMALL = ["--width", "32", "--length", "32", "--layers", "2", "--steps", "2", "--max-norm", "0.3"]
@@ -81,18 +81,16 @@ def test_one_bit(folder: Path) -> None:
     assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-2)
 
 
+# test_parallelize.py and test_grid.py have pipelines of sharded stages, and grids.
 DECLARED = [
-    'pipeline = 2\ntensor = {mode = "1d", size = 2}',
     "ring = 2\ntensor = {size = 2, sequence = true}",
     'ring = 2\ndata = "zero3"',
-    'tensor = {mode = "2d", size = 4}',
 ]
 
 
+@shares_rows
 @pytest.mark.parametrize("declared", DECLARED)
 def test_a_declaration_in_a_file(folder: Path, declared: str) -> None:
-    if TORCH < (2, 12) and "ring" in declared:
-        pytest.skip("DTensor of torch < 2.12 refuses a linear layer of a shard of the sequence")
     config = folder / "parallel.toml"
     config.write_text(f"[parallel]\n{declared}\n")
     found = _run(4, folder, "--config", str(config))
