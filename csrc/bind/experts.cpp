@@ -72,50 +72,70 @@ struct Block {
   int64_t expert, column;
 };
 
-void check_operand(const Tensor& t, const Tensor& out, const Shape& bounds, const char* message) {
+void check_operand(const Tensor& t, const Tensor& left, const Shape& bounds, bool may_convert,
+                   const char* message) {
   const bool fits = t.dim() == 3 ? t.size(0) + 1 == (int64_t)bounds.size()
                                  : t.dim() == 2 && bounds.back() <= t.size(0);
-  STD_TORCH_CHECK(fits && t.scalar_type() == out.scalar_type() && same_device(t, out), message);
+  const bool is_kind = t.scalar_type() == left.scalar_type() ||
+                       (may_convert && fits_beside(dtype_of(left), dtype_of(t)));
+  STD_TORCH_CHECK(fits && is_kind && same_device(t, left), message);
 }
 
-void multiply_block(const Block& b, const Tensor& like, const OptionalTensor& bias, bool add) {
+// Numbers of a factor that a thread converts at a time, and of a gradient that it rounds.
+constexpr int64_t kConverted = 1 << 18;
+
+// The GEMM is of left's dtype.
+void multiply_block(const Block& b, const Tensor& like, ScalarType right_dtype,
+                    ScalarType out_dtype, const OptionalTensor& bias, bool add) {
   const ScalarType dtype = like.scalar_type();
   const Device device = device_of(like);
-  const Tensor out = b.out.tensor(dtype, device);
-  if (b.left.size[1] == 0) {
+  const int64_t item = like.element_size(), terms = b.left.size[1];
+  Tensor out = b.out.tensor(out_dtype, device);
+  if (terms == 0) {
     if (!add) torch::stable::fill_(out, 0);
     return;
   }
-  const Tensor left = b.left.tensor(dtype, device), right = b.right.tensor(dtype, device);
-  if (!add && !bias) {
-    TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(out.get(), left.get(), right.get()));
-    return;
-  }
-  Tensor start = out;
-  if (!add) {  // a row of the bias for every row
+  const Tensor to = out_dtype == dtype ? out : empty(like, Sizes(b.out.size, 2), dtype);
+  Tensor start = to;
+  if (bias) {  // a row of the bias for every row
     char* from = (char*)bias->mutable_data_ptr();
-    from += (b.expert * bias->stride(0) + b.column * bias->stride(1)) * bias->element_size();
+    from += (b.expert * bias->stride(0) + b.column * bias->stride(1)) * item;
     start = View{from, {b.out.size[0], b.out.size[1]}, {0, bias->stride(1)}}.tensor(dtype, device);
   }
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_cpu_addmm_out(out.get(), start.get(), left.get(), right.get(), 1, 1));
+  const bool converts = right_dtype != dtype;
+  const int64_t step = converts ? std::max<int64_t>(kConverted / b.out.size[1], 1) : terms;
+  const int64_t right_item = converts ? 2 : item;
+  for (int64_t first = 0; first < terms; first += step) {
+    const int64_t count = std::min(step, terms - first);
+    const Tensor left = b.left.part(1, first, count, item).tensor(dtype, device);
+    Tensor right = b.right.part(0, first, count, right_item).tensor(right_dtype, device);
+    if (converts) right = as_type(right, dtype);
+    if (first == 0 && !add && !bias) {
+      TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(to.get(), left.get(), right.get()));
+    } else {
+      TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(to.get(), first ? to.get() : start.get(),
+                                                      left.get(), right.get(), 1, 1));
+    }
+  }
+  if (out_dtype != dtype) torch::stable::copy_(out, to);
 }
 
 // For each expert e: out = left @ right + bias, or out += left @ right. Matrices with three
 // dimensions have one for each expert, and those with two have its rows, from bounds[e] to
-// bounds[e + 1]. If out has three dimensions, left is transposed.
+// bounds[e + 1]. If out has three dimensions, left is transposed. GEMMs are of left's dtype; if it
+// is float32, factors of 16 bits are converted, and gradients of 16 bits rounded, by blocks.
 void multiply(Tensor out, Tensor left, Tensor right, OptionalTensor bias, Shape bounds, bool add) {
   STD_TORCH_CHECK(
       bounds.size() > 0 && bounds[0] >= 0 && std::is_sorted(bounds.begin(), bounds.end()),
       "bounds do not ascend");
-  check_operand(out, out, bounds, "out does not fit bounds");
-  check_operand(left, out, bounds, "left does not fit out");
-  check_operand(right, out, bounds, "right does not fit out");
+  check_operand(out, left, bounds, !add && out.dim() == 3, "out does not fit left");
+  check_operand(left, left, bounds, false, "left does not fit bounds");
+  check_operand(right, left, bounds, right.dim() == 3, "right does not fit left");
   STD_TORCH_CHECK(!bias || (bias->dim() == 2 && bias->size(0) + 1 == (int64_t)bounds.size() &&
                             bias->size(1) == out.size(out.dim() - 1) &&
-                            bias->scalar_type() == out.scalar_type() && !add),
+                            bias->scalar_type() == left.scalar_type() && !add),
                   "bias does not fit out");
-  const int64_t item = out.element_size();
+  const int64_t out_item = out.element_size();
   std::vector<Block> blocks;
   for (int64_t e = 0; e + 1 < (int64_t)bounds.size(); ++e) {
     const View to = of_expert(out, e, bounds), b = of_expert(right, e, bounds);
@@ -123,7 +143,8 @@ void multiply(Tensor out, Tensor left, Tensor right, OptionalTensor bias, Shape 
         out.dim() == 3 ? of_expert(left, e, bounds).transposed() : of_expert(left, e, bounds);
     STD_TORCH_CHECK(a.size[0] == to.size[0] && a.size[1] == b.size[0] && b.size[1] == to.size[1],
                     "the sizes of a product do not match");
-    const int64_t height = find_step(to.size[0], kBlockRows);
+    const bool rounds = out.scalar_type() != left.scalar_type();
+    const int64_t height = find_step(to.size[0], rounds ? kConverted / kBlockColumns : kBlockRows);
     int64_t width = kBlockColumns;
     if (out.dim() == 2)
       width = std::clamp(kBlockSize / std::max<int64_t>(height, 1), kFewColumns, width);
@@ -132,8 +153,9 @@ void multiply(Tensor out, Tensor left, Tensor right, OptionalTensor bias, Shape 
       const int64_t rows = std::min(height, to.size[0] - i);
       for (int64_t j = 0; j < to.size[1]; j += width) {
         const int64_t columns = std::min(width, to.size[1] - j);
-        blocks.push_back({to.part(0, i, rows, item).part(1, j, columns, item),
-                          a.part(0, i, rows, item), b.part(1, j, columns, item), e, j});
+        blocks.push_back({to.part(0, i, rows, out_item).part(1, j, columns, out_item),
+                          a.part(0, i, rows, left.element_size()),
+                          b.part(1, j, columns, right.element_size()), e, j});
       }
     }
   }
@@ -145,7 +167,7 @@ void multiply(Tensor out, Tensor left, Tensor right, OptionalTensor bias, Shape 
   torch::stable::parallel_for(0, range, 1, [&](int64_t, int64_t) {
     for (int64_t at = next++; at < (int64_t)blocks.size(); at = next++) {
       try {
-        multiply_block(blocks[at], out, bias, add);
+        multiply_block(blocks[at], left, right.scalar_type(), out.scalar_type(), bias, add);
       } catch (...) {  // exceptions cannot leave a thread
         failed = true;
       }
@@ -186,22 +208,25 @@ void check_vector(const OptionalTensor& t, const Tensor& rows, const char* messa
       message);
 }
 
-// Writes the hidden layer times scale over grad; returns the gradients of z and scale.
-std::tuple<Tensor, Tensor> activation_grads(Tensor grad, Tensor z, OptionalTensor scale,
-                                            Text activation, Text approximate, bool gated,
-                                            std::optional<double> limit, double up_offset) {
+// Writes the hidden layer times scale over grad, and the gradient of z, which may be over z; returns
+// the gradient of scale.
+Tensor activation_grads(Tensor grad, Tensor z, Tensor grad_z, OptionalTensor scale, Text activation,
+                        Text approximate, bool gated, std::optional<double> limit,
+                        double up_offset) {
   ExpertsAct a = arguments(z, activation, approximate, gated, limit, up_offset);
   const int64_t sizes[] = {a.rows, a.width};
-  STD_TORCH_CHECK(grad.is_contiguous() && grad.scalar_type() == z.scalar_type() &&
-                      same_device(grad, z) && same_sizes(grad.sizes(), Sizes(sizes, 2)),
-                  "grad does not fit z");
+  const auto fits = [&](const Tensor& t, Sizes shape) {
+    return t.is_contiguous() && t.scalar_type() == z.scalar_type() && same_device(t, z) &&
+           same_sizes(t.sizes(), shape);
+  };
+  STD_TORCH_CHECK(fits(grad, Sizes(sizes, 2)), "grad does not fit z");
+  STD_TORCH_CHECK(fits(grad_z, z.sizes()), "grad_z does not fit z");
   check_vector(scale, z, "scale does not fit z");
-  Tensor grad_z = empty(z, z.sizes(), z.scalar_type());
   Tensor grad_scale = empty(z, Sizes(sizes, 1), accumulate_type(a.dtype));
   a.grad = data(grad), a.hidden = grad.mutable_data_ptr(), a.scale = data(scale);
   a.grad_z = grad_z.mutable_data_ptr(), a.grad_scale = grad_scale.mutable_data_ptr();
   launch(experts_act_backward, a, z, a.rows, 2 * a.width);
-  return {grad_z, grad_scale};
+  return grad_scale;
 }
 
 // --- Sums ---

@@ -11,7 +11,7 @@ struct ExpertsAct {
   const void* grad;   // [rows, width], the gradient of a row's result by its hidden layer
   const void* scale;  // [rows], Accumulate, factors of the rows' results; or null: ones
   void* hidden;       // [rows, width], in the backward pass times scale; may be grad
-  void* grad_z;       // like z
+  void* grad_z;       // like z; may be z
   void* grad_scale;   // [rows], Accumulate, the sums of grad * hidden
   int64_t rows, width;
   double limit, up_offset;  // of gated rows: clamps gate from above and up on both sides

@@ -83,7 +83,8 @@ def accumulate_type(dtype: torch.dtype) -> torch.dtype:
 _HOW = "str activation, str approximate, bool gated, float? limit, float up_offset"
 # For each expert e: out = left @ right + bias, or out += left @ right. A tensor of three dimensions
 # has a matrix for each expert, one with two has its rows, from bounds[e] to bounds[e + 1]. If out
-# has three dimensions, left is transposed.
+# has three dimensions, left is transposed. GEMMs are of left's dtype; if that is float32, matrices
+# of experts may have 16 bits.
 _MULTIPLY = BareOp(
     "experts_multiply_",
     "(Tensor(a!) out, Tensor left, Tensor right, Tensor? bias, int[] bounds, bool add) -> ()",
@@ -93,14 +94,11 @@ _ACTIVATE = BareOp(
     f"(Tensor z, {_HOW}) -> Tensor",
     lambda z, activation, approximate, gated, *_: z.new_empty((len(z), z.shape[1] // (1 + gated))),
 ).overload("cpu")
-# Writes the hidden layer times scale over grad.
+# Writes the hidden layer times scale over grad, and the gradient of z, which may be over z.
 _DIFFERENTIATE = BareOp(
     "experts_activation_backward_",
-    f"(Tensor(a!) grad, Tensor z, Tensor? scale, {_HOW}) -> (Tensor grad_z, Tensor grad_scale)",
-    lambda grad, z, *_: (
-        torch.empty_like(z),
-        z.new_empty(len(z), dtype=accumulate_type(z.dtype)),
-    ),
+    f"(Tensor(a!) grad, Tensor z, Tensor(b!) grad_z, Tensor? scale, {_HOW}) -> Tensor grad_scale",
+    lambda grad, z, *_: z.new_empty(len(z), dtype=accumulate_type(z.dtype)),
 ).overload("cpu")
 # Adds rows to the sums of their tokens in order; places [tokens, K] says where each token's are.
 _ADD_ROWS = BareOp(
@@ -142,9 +140,8 @@ def _split(form: Form, factors: Factors, bounds: list[int], converted_rows: int)
     first, experts = 0, len(bounds) - 1
     while first < experts:
         begin, at, (kind, parts) = bounds[first], first + 1, describe(first)
-        copied = form.interleaved or kind is not dtype
         # The copies of a factor and of its gradient.
-        per_expert = 2 * (gate_up[0].numel() + down[0].numel()) if copied else 0
+        per_expert = 2 * gate_up[0].numel() if form.interleaved else 0
         while parts == 1 and at < experts and describe(at) == (kind, 1):
             if (bounds[at + 1] - begin) * per_row + (at + 1 - first) * per_expert > group:
                 break
@@ -176,23 +173,18 @@ class _Experts:
         return self.form.interleaved and name.startswith("gate_up")
 
     def take(self, name: str, wave: _Wave) -> Any:
-        """A parameter of the wave's experts in the dtype of its GEMMs; None if there is none."""
+        """A parameter of the wave's experts, a bias in the dtype of its GEMMs; None without one."""
         whole: torch.Tensor | None = getattr(self.factors, name)
         if whole is None:
             return None
         factor = self.lay(whole[wave.experts])
-        if factor.dtype is wave.kind and not self.is_mixed(name):
-            return factor
-        made = torch.empty_like(factor, dtype=wave.kind)
-        for at, (to, given) in enumerate(zip(made, factor, strict=True)):
-            if wave.bounds[at + 1] == wave.bounds[at]:  # no product reads it
-                continue
-            if self.is_mixed(name):
-                half = len(to) // 2
-                to[:half], to[half:] = given[::2], given[1::2]
-            else:
-                to.copy_(given)
-        return made
+        if self.is_mixed(name):
+            mixed, factor = factor, torch.empty_like(factor)
+            half = factor.shape[1] // 2
+            for at, (to, given) in enumerate(zip(factor, mixed, strict=True)):
+                if wave.bounds[at + 1] > wave.bounds[at]:  # else no product reads it
+                    to[:half], to[half:] = given[::2], given[1::2]
+        return factor.to(wave.kind) if factor.ndim == 2 else factor
 
     def multiply(
         self,
@@ -214,8 +206,7 @@ class _Experts:
             return
         to = self.lay(gradient[wave.experts])
         is_whole = wave.begins and wave.ends
-        in_place = to.dtype is wave.kind and (is_whole or wave.kind.itemsize > 2)
-        if in_place and not self.is_mixed(name):
+        if (is_whole or to.dtype.itemsize > 2) and not self.is_mixed(name):
             out = to if to.ndim == 3 else to[:, None]
             _MULTIPLY(out, left, right, None, wave.bounds, not wave.begins)
             return
@@ -361,12 +352,14 @@ def _add_wave(
     taken = given * scale[:, None].to(wave.kind) if first else given
     if len(kept):
         z = kept[wave.rows].to(wave.kind)
+        grad_z = torch.empty_like(z) if wave.kind is kept.dtype else z
     else:
         bias = experts.take("gate_up_bias", wave)
         z = experts.multiply(wave, taken, experts.take("gate_up", wave).mT, bias)
-    # A factor is taken when it is needed, and not kept: it may be a copy in float32.
+        grad_z = z
+    # A factor is taken when it is needed, and not kept: it may be a copy.
     hidden = experts.multiply(wave, grad, experts.take("down", wave))
-    grad_z, of_scale = _DIFFERENTIATE(hidden, z, None if first else scale, *experts.how)
+    of_scale = _DIFFERENTIATE(hidden, z, grad_z, None if first else scale, *experts.how)
     if experts.factors.down_bias is not None and not first:
         of_scale += experts.multiply(wave, grad, experts.take("down_bias", wave)[..., None])[:, 0]
     ones = torch.ones_like(scale, dtype=wave.kind)
