@@ -40,6 +40,15 @@ def _functions() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     }
 
 
+@pytest.mark.parametrize("name", [name for name in _functions() if name[0].islower()])
+def test_nothing_is_saved_without_a_gradient(name: str) -> None:
+    """Tensors of inference mode cannot be saved, but computed with."""
+    with torch.inference_mode():
+        x = X.clone()
+    function = _functions()[name]
+    assert torch.equal(function(x), function(X))
+
+
 @pytest.mark.parametrize(("forward", "backward"), [("cpu", None), ("eager", "cpu"), (None, "cpu")])
 @pytest.mark.parametrize("name", _functions())
 def test_recomputing_keeps_to_the_choice(

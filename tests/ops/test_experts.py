@@ -184,6 +184,13 @@ def test_only_wanted_gradients_are_computed(monkeypatch: pytest.MonkeyPatch) -> 
     assert count("input", "gate_up", "down") == 6
 
 
+def test_the_default_device_changes_nothing() -> None:
+    inputs = materialize(mlp.arguments((32,), 2, 3, (16, 24, 16)), torch.float32)[:5]
+    expected = functional.experts_mlp(*inputs)
+    with torch.device("meta"):
+        assert torch.equal(functional.experts_mlp(*inputs), expected)
+
+
 def test_what_is_saved() -> None:
     """The first product and the order; with recompute the order only."""
     inputs = materialize(

@@ -401,12 +401,16 @@ def test_global_hooks_and_modes_of_the_caller() -> None:
     handle = nn.modules.module.register_module_forward_hook(lambda m, *_: called.append(m))
     model = nn.Sequential(_pair(), PlainRMSNorm())
     try:
+        torch.set_default_dtype(torch.bfloat16)
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
             torchweld.fuse(model)
+        assert torch.get_default_dtype() is torch.bfloat16
+        torch.set_default_dtype(torch.float32)
         assert not called
         model(torch.randn(2, WIDTH))
         assert model in called
     finally:
+        torch.set_default_dtype(torch.float32)
         handle.remove()
     assert _welds(model) == {"0.fc", "1"}
 

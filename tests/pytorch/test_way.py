@@ -244,6 +244,7 @@ STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
     "float16": lambda: torch.autocast("cpu", torch.float16),
     "eager": lambda: torchweld.use_backend("eager"),
+    "meta": lambda: torch.device("meta"),
 }
 
 

@@ -31,6 +31,17 @@ def _refuse(*_: Any) -> Any:
     raise AssertionError("it took the dispatcher")
 
 
+@pytest.mark.parametrize("default", ["float64", "bfloat16", "meta"])
+def test_defaults_change_nothing(default: str) -> None:
+    """The first call may come under any default device and dtype."""
+    torch.set_default_dtype(getattr(torch, default, torch.float32))
+    try:
+        with torch.device("meta" if default == "meta" else "cpu"):
+            assert direct._load.__wrapped__() is not None
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def _make_both(op: Op, twin: Callable[..., Any] | None = None) -> Ready:
     kernel = op.kernels["cpu"]
     both = kernel.forward, kernel.backward

@@ -43,8 +43,10 @@ def make_direct(overload: Any, twin: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def _load() -> Callable[..., Any] | None:
     """What makes direct calls; None, with the reason in native.missing, where they cannot be."""
-    make = native.try_library(LIBRARY, _open, "it was built without Python's headers")
-    if make is not None and not _is_right(make):
+    with torch.device("cpu"):  # whatever the default device is
+        make = native.try_library(LIBRARY, _open, "it was built without Python's headers")
+        is_right = make is None or _is_right(make)
+    if not is_right:
         native.missing[LIBRARY] = "its calls differ from calls of torch's dispatcher"
         return None
     return make
@@ -90,8 +92,8 @@ def _find_letter(argument: Any) -> str:
 def _is_right(make: Callable[..., Any]) -> bool:
     """Whether calls with all kinds of arguments have the dispatcher's results."""
     ops = torch.ops.torchweld
-    x = torch.linspace(-1, 1, 24).reshape(3, 8).bfloat16()
-    seed, row = torch.tensor([3]), torch.ones(8)
+    x = torch.linspace(-1, 1, 24, dtype=torch.float32).reshape(3, 8).bfloat16()
+    seed, row = torch.tensor([3]), x.new_ones(8, dtype=torch.float32)
     given = (x, x.float(), [8], row, None, 0.5, 1e-5, seed, (6, 8), (3, 0), False)
     act = (x, row.bfloat16(), "gelu", "none")
     calls: list[tuple[Any, tuple[Any, ...]]] = [
@@ -107,7 +109,7 @@ def _is_right(make: Callable[..., Any]) -> bool:
 
     def step(call: Callable[..., None]) -> torch.Tensor:
         """A call with lists of tensors, which writes to them."""
-        p, count, rate = torch.ones(5), torch.zeros(()), torch.tensor(0.5, dtype=torch.float64)
+        p, count, rate = row[:5].clone(), row.new_zeros(()), row.new_tensor(0.5).double()
         lists = [p], [row[:5]], *[[]] * 4, [count], *[[]] * 3
         call(*lists, rate, *[None] * 6, [], 0.0, 0.0, 0.0, False)
         return p

@@ -196,9 +196,8 @@ def recognise_activation(
 
     The functions run on small and large numbers.
     """
-    x = torch.cat([torch.linspace(-12, 12, 961), torch.tensor([-1e3, -50.0, 50.0, 1e3])]).view(
-        5, -1
-    )
+    ends = torch.tensor([-1e3, -50.0, 50.0, 1e3], dtype=torch.float32)
+    x = torch.cat([torch.linspace(-12, 12, 961, dtype=torch.float32), ends]).view(5, -1)
     try:
         with torch.no_grad():
             results = [function(x.clone()) for function in functions]

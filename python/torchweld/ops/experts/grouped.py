@@ -235,7 +235,7 @@ class _Rows:
         self.tokens = self.order // top
         self.scale = weights.reshape(-1)[self.order].to(accumulate_type(dtype))
         places = torch.empty_like(self.order)
-        places[self.order] = torch.arange(len(places))
+        places[self.order] = torch.arange(len(places), device=places.device)
         self.places = places.view(-1, top).sort(-1).values
 
     def take(self, wave: _Wave, of: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torchweld.registry import weight as weight_spec
 
 def run_recomputed(recompute: bool, op: Composite, *inputs: Any) -> torch.Tensor:
     """The op's result; with `recompute`, only its inputs are saved for the backward pass."""
-    if recompute and torch.is_grad_enabled():
+    if recompute and gemm.wants_gradient(*inputs):
         return run_checkpointed(call, op, *inputs)
     return call(op, *inputs)
 

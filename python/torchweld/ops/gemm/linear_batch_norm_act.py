@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -73,7 +72,7 @@ def linear_batch_norm_act(
         return call(OP, input, weight, bias, running_mean, running_var, *affine, *how)
 
     learnt = (weight, bias, bn_weight, bn_bias)
-    if recompute and torch.is_grad_enabled():
+    if recompute and gemm.wants_gradient(input, *learnt):
         return run_checkpointed(run, input, *learnt)
     return run(input, *learnt)
 
