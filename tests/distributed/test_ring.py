@@ -55,6 +55,12 @@ EVERY = {"dropout_p": 0.3, "alibi_slopes": SLOPES.double()}  # and sinks, and a 
 SOME = {"softcap": 3.0, "alibi_slopes": SLOPES[0]}
 
 
+def _sum_over_ranks(values: list[int]) -> list[int]:
+    total = torch.tensor(values)
+    dist.all_reduce(total)
+    return total.tolist()  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("dtype", "options"), [(torch.float64, EVERY), (torch.float32, SOME)], ids=["every", "some"]
 )
@@ -70,17 +76,15 @@ def test_equals_one_process(
     generator = torch.Generator().manual_seed(1)
     with_sinks = "dropout_p" in options
     deep = 12 if with_sinks else 8
-    shapes = [SHAPE, (2, 2, LENGTH, 8), (2, 2, LENGTH, deep)]
-    whole = [torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
-    sinks = torch.randn(4, generator=generator, dtype=dtype).requires_grad_()
-    table = torch.randn(4, 5, generator=generator, dtype=dtype).requires_grad_()
+    shapes = [SHAPE, (2, 2, LENGTH, 8), (2, 2, LENGTH, deep), (4,), (4, 5)]
+    drawn = [torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
+    *whole, sinks, table = drawn
     buckets = BlockBias.relative(table, torch.arange(41) * 3 % 5) if with_sinks else None
     grad = torch.randn((*SHAPE[:3], deep), generator=generator, dtype=dtype)
     padding = torch.rand(2, LENGTH, generator=generator) < 0.1
     options = {**options, "key_padding_mask": padding, "causal": causal}
-    q, k, v = whole
     expected, lse = functional.block_sparse_attention(
-        *(q, k, v, layout),
+        *(*whole, layout),
         seed=3,
         sinks=sinks if with_sinks else None,
         bias=buckets,
@@ -88,7 +92,7 @@ def test_equals_one_process(
         **options,
     )
     sums = torch.randn(SHAPE[:3], generator=generator, dtype=lse.dtype) * lse.isfinite()
-    inputs = [*whole, sinks, table] if with_sinks else whole
+    inputs = drawn if with_sinks else whole
     wanted = torch.autograd.grad((expected, lse), inputs, (grad, sums))
     mine = lambda x: ring_slice(x.detach(), 2, balanced=balanced)  # noqa: E731
     parts = [mine(x).requires_grad_() for x in whole]
@@ -117,15 +121,13 @@ def test_equals_one_process(
         torch.testing.assert_close(own_sinks.grad, wanted[3], **tolerance)
         dist.all_reduce(own_table.grad)
         torch.testing.assert_close(own_table.grad, wanted[4], **tolerance)
-    sent = torch.tensor([c.bytes["send"] for c in (forward, backward)])
-    dist.all_reduce(sent)
+    sent = _sum_over_ranks([c.bytes["send"] for c in (forward, backward)])
     # Keys and values go out twice, and their gradients come back once.
     size = sends[balanced] * (parts[1].nbytes + parts[2].nbytes) // (1 + balanced)
-    assert sent.tolist() == [size, 2 * size], sends
+    assert sent == [size, 2 * size], sends
     if not balanced:
-        counts = torch.tensor([c.calls["send"] for c in (forward, backward)])
-        dist.all_reduce(counts)
-        assert counts.tolist() == [sends[0], 2 * sends[0]]
+        counts = _sum_over_ranks([c.calls["send"] for c in (forward, backward)])
+        assert counts == [sends[0], 2 * sends[0]]
 
 
 @on(PROCESSES)
