@@ -113,6 +113,13 @@ void delta_row(const BlockSparseBackward& a, int64_t row) {
   ((A*)a.delta)[row] = dot[0] - (a.grad_lse ? ((const A*)a.grad_lse)[row] : 0);
 }
 
+// exp(z - lse). Large scores of another product than the forward's may round to more than lse, and
+// its error would be a factor: the weight is at most 1. NaN stays NaN.
+template <class V>
+V attention_weight(V z_minus_lse) {
+  return exp_nonpositive(z_minus_lse > 0 ? V{} : z_minus_lse);
+}
+
 // Statistics of a head's queries: delta, and lse, with 0 for a query that sees no key.
 template <class A>
 struct Statistics {
@@ -167,7 +174,7 @@ void grad_q_item(const BlockSparseBackward& a, const RowItem& item, A* sums) {
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t i = 0; i < lanes; i += kLanes<A>) {
         const int64_t at = r * lanes + i;
-        const Vec<A> weight = exp_nonpositive(load(z + at) - load(base + i));
+        const Vec<A> weight = attention_weight(load(z + at) - load(base + i));
         store(g + at, weight * (load(g + at) - load(delta + i)));
       }
     }
@@ -273,7 +280,7 @@ void grad_kv_item(const BlockSparseBackward& a, int64_t index) {
         const A delta = statistics.delta[tile.row.first + r];
         for (int64_t i = 0; i < lanes; i += kLanes<A>) {
           const int64_t at = r * lanes + i;
-          const Vec<A> weight = exp_nonpositive(load(z + at) - base);
+          const Vec<A> weight = attention_weight(load(z + at) - base);
           store(z + at, weight);
           store(g + at, weight * (load(g + at) - delta));
         }
