@@ -23,7 +23,7 @@ HEADER = """# Ops
 - the dtypes that it accepts;
 - its kernels by backend, and the tensors that it saves for the backward pass;
 - the size below which it falls back to eager on the CPU, since calling a kernel would cost more
-  than it gains. Calls with dropout never fall back. Neither do 16-bit calls of ops that eager
+  than it gains. 16-bit calls do not fall back where eager
   computes in several steps, with rounding between them.
 """
 

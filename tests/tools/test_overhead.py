@@ -132,7 +132,6 @@ GATES: dict[str, tuple[float, ...]] = {
 # Without a choice by name a small call of these is torch's op. Losses make no chain.
 SMALL = {
     "layer_norm": (1.3, 1.3, 1.25, 1.25),
-    "rms_norm": (1.4, 1.4, 1.3, 1.3),
     "cross_entropy": (1.8, 1.95, 1.4),
     "linear_cross_entropy": (1.7, 1.9, 1.45),
     "linear_logprobs": (1.55, 1.55, 1.3),

@@ -41,9 +41,8 @@ def is_too_small(op: Op, inputs: Sequence[Any]) -> bool:
     On a GPU trials decide at every size.
     """
     x = inputs[0]
-    if x.numel() >= op.small or x.is_cuda or x.dtype not in op.dtypes_of_eager or x.is_nested:
-        return False
-    return op.seed_at is None or inputs[op.seed_at] is None  # eager draws in many steps
+    fits = x.numel() < op.small and x.dtype in op.dtypes_of_eager
+    return fits and not (x.is_cuda or x.is_nested)
 
 
 def _find_function(op: Op, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -26,9 +26,10 @@ _ROWS_BEHIND_GEMMS = 251
 
 def choose_on_gpu(op: Op, inputs: Sequence[Any]) -> str:
     """The backend for a call on this GPU; the first call of its class makes a trial."""
-    backend, settled = asking.pick(class_of(op, inputs), partial(make_question, op, inputs))
-    if why_not_now() is not None:
+    if why_not_now() is not None:  # tensors of a transform have no address, which a class has
+        leave_open()
         return EAGER
+    backend, settled = asking.pick(class_of(op, inputs), partial(make_question, op, inputs))
     if op.why_refused(backend, inputs) is not None:
         backend = EAGER
     if not settled:

@@ -145,7 +145,6 @@ BIAS_ACT = Op(
         *("gelu", "none"),
     ),
     flops=count_per_element(20, 25),
-    small=0,
 )
 define(BIAS_ACT)
 
@@ -207,7 +206,6 @@ GATED_ACT = Op(
     sharding=ELEMENTS,
     sized=lambda leading, row: (*[activation_spec(*leading, *row)] * 2, "silu", "none"),
     flops=count_per_element(20, 30),
-    small=131072,
     eager_rounds=True,
 )
 define(GATED_ACT)

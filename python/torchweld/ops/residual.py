@@ -142,7 +142,6 @@ BIAS_DROPOUT_ADD = Op(
         "cpu": ("csrc/cpu/bias_dropout_add.cpp",),
         "triton": ("triton_kernels/bias_dropout_add.py",),
     },
-    small=2**20,
     eager_rounds=True,
 )
 define(BIAS_DROPOUT_ADD)
@@ -237,9 +236,7 @@ def dropout_add_rms_norm(
 class _AddNorm:
     """The op of a norm's name: the norm of dropout(x) + residual. It returns z and y."""
 
-    def __init__(
-        self, norm: Op, parameters: Sequence[str], flops: tuple[int, int], small: int
-    ) -> None:
+    def __init__(self, norm: Op, parameters: Sequence[str], flops: tuple[int, int]) -> None:
         self.norm, self.parameters = norm, parameters
         self.centered = norm is norms.LAYER_NORM
         statistics = "Tensor mean, Tensor rstd" if self.centered else "Tensor rstd"
@@ -276,7 +273,6 @@ class _AddNorm:
                 "cpu": ("csrc/cpu/dropout_add_norm.cpp",),
                 "triton": ("triton_kernels/dropout_add_norm.py",),
             },
-            small=small,
             eager_rounds=True,
         )
         define(self.op)
@@ -442,5 +438,5 @@ class _AddNorm:
         return (x, added, list(row), *learnt, 0.1, 1e-5, SEED, [], [], False)
 
 
-ADD_LAYER_NORM = _AddNorm(norms.LAYER_NORM, ("weight", "bias"), (11, 16), 2**19)
-ADD_RMS_NORM = _AddNorm(norms.RMS_NORM, ("weight",), (8, 14), 8192)
+ADD_LAYER_NORM = _AddNorm(norms.LAYER_NORM, ("weight", "bias"), (11, 16))
+ADD_RMS_NORM = _AddNorm(norms.RMS_NORM, ("weight",), (8, 14))

@@ -226,7 +226,6 @@ OP = Op(
         "cpu": ("csrc/cpu/softmax.cpp",),
         "triton": ("triton_kernels/softmax.py",),
     },
-    small=2**14,
     eager_rounds=True,
     autocast={"cuda": torch.float32},
 )

@@ -59,14 +59,14 @@ class Op(Differentiable):
     # Backend -> the files with its kernels, from the repository's root; what they include or import
     # is derived. For Triton it is a module with a function for each schema, named as the op.
     sources: Mapping[str, Sequence[str]]
-    # With fewer elements in the first argument eager is as fast on the CPU, since overhead exceeds
-    # the work. Calls with dropout never fall back: eager draws random numbers in many steps.
-    small: int
     # Arguments of a given size with every tensor present. Takes the leading sizes of the first
     # argument and the sizes of a row, which has one dimension unless the op takes several.
     sized: Callable[[tuple[int, ...], tuple[int, ...]], tuple[Any, ...]]
     # Takes the forward's arguments; counts the operations of both passes.
     flops: Callable[..., tuple[int, int]]
+    # With fewer elements in the first argument eager is as fast on the CPU: torch's own op has a node
+    # in C++, or the op is composed of several.
+    small: int = 0
     # Whether eager rounds 16-bit values between its steps. Kernels do not, so they also serve small
     # 16-bit inputs: a result must not depend on the size of its batch.
     eager_rounds: bool = False

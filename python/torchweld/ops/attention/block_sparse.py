@@ -359,7 +359,6 @@ OP = Op(
         "cpu": ("csrc/cpu/block_sparse.cpp", "csrc/cpu/block_sparse_few.cpp"),
         "triton": ("triton_kernels/block_sparse_attention.py",),
     },
-    small=0,
     refuses=_refuses,
 )
 define(OP)

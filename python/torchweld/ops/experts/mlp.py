@@ -433,7 +433,6 @@ OP = Composite(
     saves="input, the result of the first GEMMs and the order of the rows; with `recompute`, no"
     " result of a GEMM",
     sample=_take_sample,
-    small=0,
     eager_rounds=True,
 )
 _derive = derive_from_reference(OP)

@@ -117,5 +117,4 @@ OP = Composite(
     sources=epilogue.SOURCES,
     detail=epilogue.explain,
     made_of=epilogue.MADE_OF,
-    small=65536,
 )

@@ -178,7 +178,6 @@ OP = Op(
         "cpu": ("csrc/cpu/rotary.cpp",),
         "triton": ("triton_kernels/rotary.py",),
     },
-    small=0,
     refuses=_refuses,
 )
 define(OP)
