@@ -64,8 +64,8 @@ class Op(Differentiable):
     sized: Callable[[tuple[int, ...], tuple[int, ...]], tuple[Any, ...]]
     # Takes the forward's arguments; counts the operations of both passes.
     flops: Callable[..., tuple[int, int]]
-    # With fewer elements in the first argument eager is as fast on the CPU: torch's own op has a node
-    # in C++, or the op is composed of several.
+    # With fewer elements in the first argument eager is as fast on the CPU: torch's own op has a
+    # node in C++, or ours is composed of several ops.
     small: int = 0
     # Whether eager rounds 16-bit values between its steps. Kernels do not, so they also serve small
     # 16-bit inputs: a result must not depend on the size of its batch.
