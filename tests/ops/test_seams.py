@@ -61,8 +61,9 @@ def test_recomputation_compiles() -> None:
 def test_explain() -> None:
     x, weight, bias = seams.inputs_of(LINEAR, 16384)[:3]
     with torchweld.use_backend(None):
-        assert torchweld.explain(functional.linear_act, x, weight, bias).chosen == "cpu"
-        small = torchweld.explain(functional.linear_act, x[:1], weight, bias)
+        for rows in (x, x[:1]):
+            assert torchweld.explain(functional.linear_act, rows, weight, bias).chosen == "cpu"
+        small = torchweld.explain(functional.mlp, x[:1], weight, bias, weight.t(), None)
         assert "too small" in small.reasons["cpu"]
 
 
