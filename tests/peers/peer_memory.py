@@ -45,7 +45,7 @@ def train_all(which: str) -> list[int]:
 
 
 def test_training_twelve_models_stays_bounded() -> None:
-    """The fused models take at most a fifth more memory; eager's own largest differs by an eighth."""
+    """The fused models take at most a fifth more; eager's own largest varies by an eighth."""
     eager, fused = (json.loads(fresh.run_file(__file__, which)) for which in ("eager", "fused"))
     assert statistics.median(fused[len(fused) // 2 :]) <= 1.2 * max(eager)
 
