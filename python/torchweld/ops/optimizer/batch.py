@@ -113,8 +113,8 @@ class Batch:
         return [*parts, *self.wholes, *states]
 
 
-# The arguments of an op: all lists up to the companions.
-_LISTS = list(Batch.__dataclass_fields__)[:10]
+# The arguments of an op: all lists before the splits.
+_LISTS = list(itertools.takewhile("splits".__ne__, Batch.__dataclass_fields__))
 
 
 @dataclass

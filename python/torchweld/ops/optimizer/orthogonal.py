@@ -177,7 +177,7 @@ def _product(
 ) -> torch.Tensor:
     """Compute alpha X Y + beta times what is added."""
     if added is None:
-        return torch.bmm(x, y)
+        return torch.bmm(x, y) if alpha == 1 else torch.bmm(x, y) * alpha
     return torch.baddbmm(added, x, y, beta=beta, alpha=alpha)
 
 
