@@ -15,7 +15,7 @@ import torchweld
 from conftest import PLACES, running_at
 from oracle import assert_bounded
 from torchweld import functional
-from torchweld.dispatch import replay
+from torchweld.dispatch import bare, replay
 from torchweld.ops.gemm import epilogue, gated_epilogue
 from torchweld.registry import OPS
 from trying import Trials, try_on_cpu
@@ -47,7 +47,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(epilogue, "_SMALLEST", 0)
     for module, op in ((epilogue, "linear_act"), (gated_epilogue, "gated_linear")):
         overload = getattr(torch.ops.torchweld, op).triton
-        monkeypatch.setattr(module, "_kernel", epilogue.planned(overload))  # without a plan yet
+        monkeypatch.setattr(module, "_kernel", bare.planned(overload))  # without a plan yet
     with running_at("interpreter", monkeypatch):
         yield found
 

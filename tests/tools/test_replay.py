@@ -286,7 +286,7 @@ def test_few_plans_are_kept(plans: list[Any], monkeypatch: pytest.MonkeyPatch) -
     """Of a size, the first few; of sizes, the last few."""
     monkeypatch.setattr(replay, "_SIZES", 2)
     planned = _plan(lambda x, number: torch.empty_like(x))
-    for number in [*range(6)] * 2:
+    for number in [*range(10)] * 2:
         planned(torch.randn(3), number)
     assert len(plans) == replay._ALIKE
     for size in (4, 5, 6):

@@ -47,7 +47,7 @@ _VIEWS = {
 
 
 # Limits: sizes with plans, and plans of a size. Gradients may have other strides, or be absent.
-_SIZES, _ALIKE = 1024, 4
+_SIZES, _ALIKE = 1024, 8
 
 
 class _Step(NamedTuple):

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,6 @@ from torchweld.dispatch.autograd import (
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.engine.judge import name_results
 from torchweld.dispatch.engine.question import Results
-from torchweld.dispatch.library import make_step
 from torchweld.ops import activation as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import fused_choice, gemm
@@ -55,23 +54,15 @@ def _fake(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tens
     return y, torch.empty_like(y) if save_z else y.new_empty(0)
 
 
-def planned(overload: Any) -> Callable[..., Any]:
-    """Triton's overload, whose alike calls repeat a plan; compiled graphs call the overload."""
-    step = make_step(overload)
-    return lambda *inputs: (overload if torch.compiler.is_compiling() else step)(*inputs)
-
-
 # y, and z, the sum before the activation. `tile` is an index into the source's table.
-_kernel = planned(
-    BareOp(
-        "linear_act",
-        "(Tensor input, Tensor weight, Tensor? bias, str activation, str approximate, int tile,"
-        " bool save_z) -> (Tensor y, Tensor z)",
-        _fake,
-        backends=(),
-        triton=_SOURCE,
-    ).overload("triton")
-)
+_kernel = BareOp(
+    "linear_act",
+    "(Tensor input, Tensor weight, Tensor? bias, str activation, str approximate, int tile,"
+    " bool save_z) -> (Tensor y, Tensor z)",
+    _fake,
+    backends=(),
+    triton=_SOURCE,
+).step("triton")
 
 
 def _fake_gradients(
@@ -93,7 +84,7 @@ _backward = BareOp(
     _fake_gradients,
     backends=(),
     triton=activations.SOURCES["triton"][0],
-).overload("triton")
+).step("triton")
 
 
 def linear_and_act(

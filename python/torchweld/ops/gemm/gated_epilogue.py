@@ -28,16 +28,14 @@ def _fake(x: torch.Tensor, gate_weight: torch.Tensor, *rest: Any) -> tuple[torch
 
 
 # y, and both products.
-_kernel = epilogue.planned(
-    BareOp(
-        "gated_linear",
-        "(Tensor input, Tensor gate_weight, Tensor up_weight, str activation, str approximate,"
-        " bool save) -> (Tensor y, Tensor gate, Tensor up)",
-        _fake,
-        backends=(),
-        triton=epilogue.SOURCES["triton"][0],
-    ).overload("triton")
-)
+_kernel = BareOp(
+    "gated_linear",
+    "(Tensor input, Tensor gate_weight, Tensor up_weight, str activation, str approximate,"
+    " bool save) -> (Tensor y, Tensor gate, Tensor up)",
+    _fake,
+    backends=(),
+    triton=epilogue.SOURCES["triton"][0],
+).step("triton")
 
 
 def linear_and_gate(
