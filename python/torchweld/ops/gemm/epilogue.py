@@ -224,7 +224,9 @@ def choose_tile_for(
     if why_not(x, weight, bias) is not None:
         return None
     arguments = (x, weight, bias, activation, approximate)
-    tiles, contest = partial(list_tiles, x, weight), partial(_make_contest, *arguments)
+    # A trial runs outside of the caller's autocast, and without gradients.
+    how = gemm.find_dtype(x), gemm.wants_gradient(x, weight, bias)
+    tiles, contest = partial(list_tiles, x, weight), partial(_make_contest, *how, *arguments)
     return fused_choice.choose_tile(x, _kind(*arguments), tiles, contest)
 
 
@@ -285,6 +287,8 @@ def _kind(
 
 
 def _make_contest(
+    dtype: torch.dtype,
+    save_z: bool,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -292,7 +296,6 @@ def _make_contest(
     approximate: str,
 ) -> Contest:
     """One kernel with each of its tiles against two steps."""
-    dtype, save_z = gemm.find_dtype(x), gemm.wants_gradient(x, weight, bias)
     x, weight = x.detach().to(dtype), weight.detach().to(dtype)
     bias = None if bias is None else bias.detach().to(dtype)
     how = (activation, approximate)

@@ -99,7 +99,9 @@ def _is_in_one_kernel(
     if _why_not(*arguments) is not None:
         return False
     kind, by_rule = _kind(*arguments, *how), [fused_choice.kernels().BY_RULE]
-    contest = partial(_make_contest, *arguments, *how)
+    # A trial runs outside of the caller's autocast, and without gradients.
+    kept = gemm.find_dtype(x), gemm.wants_gradient(*arguments)
+    contest = partial(_make_contest, *kept, *arguments, *how)
     return fused_choice.choose_tile(x, kind, lambda: by_rule, contest) is not None
 
 
@@ -144,10 +146,14 @@ def _kind(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, *
 
 
 def _make_contest(
-    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, *how: str
+    dtype: torch.dtype,
+    save: bool,
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    *how: str,
 ) -> Contest:
     """One kernel against three steps."""
-    dtype, save = gemm.find_dtype(x), gemm.wants_gradient(x, gate_weight, up_weight)
     x, gate_weight, up_weight = (t.detach().to(dtype) for t in (x, gate_weight, up_weight))
     weights = gate_weight, up_weight
     names = ("y", "gate", "up") if save else ("y",)
