@@ -81,6 +81,16 @@ def test_activations_are_those_of_now(kind: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch.jit, which is deprecated, and of sizes it keeps
+def test_a_layer_is_traced_by_jit() -> None:
+    """With gradients, where our attention serves; the trace takes other lengths."""
+    layer = torchweld.fuse(nn.TransformerEncoderLayer(WIDTH, 4, 128, 0.0, batch_first=True))
+    traced: Any = torch.jit.trace(layer, torch.randn(2, 9, WIDTH), check_trace=False)
+    for length in (9, 13):
+        x = torch.randn(2, length, WIDTH)
+        torch.testing.assert_close(traced(x), layer(x), rtol=2e-5, atol=2e-5)
+
+
 def _masks(batch: int, heads: int) -> dict[str, dict[str, torch.Tensor]]:
     padding = torch.zeros(batch, LENGTH, dtype=torch.bool)
     padding[0, -7:] = True
