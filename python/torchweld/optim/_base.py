@@ -323,9 +323,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         return work
 
     def _work(self) -> list[tuple[Group, Batch]]:
-        """Gather the batches of a step, each with a group that has its settings."""
+        """Gather the batches of a step, each with a group that has parameters in it."""
         every = ((some, batch) for some in self._gatherings() for batch in self._batches(some))
-        # The first group of a gathering may have no parameter in this batch.
         return [(batch.groups[0] if batch.groups else some.group, batch) for some, batch in every]
 
     def _gatherings(self) -> list[Gathering]:
