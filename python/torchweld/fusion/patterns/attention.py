@@ -205,6 +205,10 @@ class _Layer(Weld):
     linear2: torch.nn.Module
     dropout: torch.nn.Module
     norm_first: bool
+    weld_function: Callable[..., Any] | None  # the activation, unless it is a module
+
+    def weld_may_skip(self) -> bool:
+        return vars(self).get("activation") is self.weld_function and super().weld_may_skip()
 
     def _feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         if can_ask(self.linear1, LinearAct):
@@ -332,7 +336,7 @@ def _propose(module: Any, weld: type[Weld], numbers: str, view: View) -> Proposa
     becomes = f"dropout_add_layer_norm, linear_act ({in_words(kind)})"
     becomes += f"; {_ON_CPU}" if attentions else ""
     changes = (
-        Change(module, weld, becomes, {"inner": inner}),
+        Change(module, weld, becomes, {"inner": inner, "function": vars(module).get("activation")}),
         Change(module.linear1, LinearAct, "", settings),
         *(Change(attention, MultiheadAttention) for attention in attentions),
     )
