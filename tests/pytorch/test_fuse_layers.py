@@ -91,6 +91,28 @@ def test_a_layer_is_traced_by_jit() -> None:
         torch.testing.assert_close(traced(x), layer(x), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("kind", ["pair", "layer"])
+def test_global_hooks_see_every_module(kind: str) -> None:
+    """register_module_forward_hook after fuse(): the results of modules that a weld would skip."""
+    pair = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, 0.0, nn.GELU())
+    model: Any = pair if kind == "pair" else layer
+    x = torch.randn(3, 5, WIDTH, requires_grad=True)
+    seen: list[list[tuple[str, Any]]] = []
+    for change in (torchweld.unfuse, torchweld.fuse):
+        change(model)
+        seen.append([])
+        hook = nn.modules.module.register_module_forward_hook(
+            lambda module, _, y: seen[-1].append((type(module).__name__, y))
+        )
+        model(x)
+        hook.remove()
+    assert [name for name, _ in seen[0]] == [name for name, _ in seen[1]]
+    for (_, theirs), (_, mine) in zip(*seen, strict=True):
+        if isinstance(mine, torch.Tensor):
+            torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
+
+
 def _masks(batch: int, heads: int) -> dict[str, dict[str, torch.Tensor]]:
     padding = torch.zeros(batch, LENGTH, dtype=torch.bool)
     padding[0, -7:] = True

@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 from torch.nn.parameter import is_lazy
 
 
@@ -39,7 +40,7 @@ class Weld:
         Hooks of a plan's styles apply to the whole weld.
         """
         modules: dict[str, Any] = self._modules  # type: ignore[attr-defined]
-        return all(
+        return not has_global_hooks() and all(
             kind_of(modules.get(name)) == kind
             and (is_bare(modules[name]) or _is_planned(modules[name]))
             for name, kind in zip(self.weld_inner, self.weld_inner_kinds, strict=True)

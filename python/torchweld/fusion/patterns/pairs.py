@@ -16,6 +16,7 @@ from torchweld.fusion.weld import (
     Rewritten,
     Weld,
     forward_of,
+    has_global_hooks,
     is_bare,
     kind_of,
     name_hooks,
@@ -99,7 +100,8 @@ class PairOnly(torch.nn.Module):
 def run_pair(first: Any, second: Any, asked: Asked, x: Any) -> Any:
     """second(first(x)), by one of them if both are as they were when they were fused."""
     works, skipped = (first, second) if asked.skips_second else (second, first)
-    if kind_of(skipped) == asked.skipped and is_bare(skipped) and can_ask(works, asked.weld):
+    as_then = kind_of(skipped) == asked.skipped and is_bare(skipped) and not has_global_hooks()
+    if as_then and can_ask(works, asked.weld):
         return works(x, weld_asked=True)
     return second(first(x))
 
