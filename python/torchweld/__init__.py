@@ -6,6 +6,7 @@ from torchweld.dispatch.choice import backends, use_backend
 from torchweld.errors import ArgumentError, BackendError, CollectiveError
 from torchweld.explanation import Explanation, explain
 from torchweld.fusion import explain_fusion, fuse, unfuse
+from torchweld.graphs import keep_graphs
 from torchweld.pages import keep_pages
 from torchweld.version import __version__
 from torchweld.warmup import warmup
@@ -23,6 +24,7 @@ __all__ = [
     "explain_fusion",
     "functional",
     "fuse",
+    "keep_graphs",
     "keep_pages",
     "nn",
     "optim",

@@ -74,7 +74,13 @@ class Deferred:
         compiling = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
         if compiling or is_dtensor(self.x) or is_dtensor(head.weight):
             return self
-        return _Head.apply(self, self.x, head.weight, head.bias)
+        made = _Head.apply(self, self.x, head.weight, head.bias)
+        made.recipe = self, head
+        return made
+
+    def with_input(self, x: torch.Tensor) -> Deferred:
+        """The logits of another input of the head."""
+        return Deferred(x, self.classes, self.steps)
 
     def float(self) -> Deferred:
         return self._then(torch.Tensor.float)
@@ -131,6 +137,8 @@ class Logits(torch.Tensor):
     # once computed.
     _source: Any
     _made: torch.Tensor
+    # What they are made of, a Deferred and its head; None of a view or a copy.
+    recipe: tuple[Deferred, Any] | None = None
 
     @staticmethod
     def make(like: Any, dtype: torch.dtype, source: Callable[[], torch.Tensor] | Logits) -> Logits:
@@ -207,7 +215,7 @@ class _Head(torch.autograd.Function):
 
         def compute(x: torch.Tensor, *weights: Any) -> torch.Tensor:
             with torch.autocast(device, cast, enabled):
-                again = Deferred(x, deferred.classes, deferred.steps)
+                again = deferred.with_input(x)
                 return again.compute(lambda x: torch.nn.functional.linear(x, *weights))
 
         def make() -> torch.Tensor:
