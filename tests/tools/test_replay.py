@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from conftest import PLACES, running_at
@@ -312,3 +313,78 @@ def test_modes_and_fakes_see_the_overload(plans: list[Any]) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         planned(x)
     assert (len(plans), ran) == (1, ["overload"])
+
+
+class CudaLauncher:
+    """Stands for Triton's, with its name and attributes."""
+
+    launch_cooperative_grid, launch_pdl = False, True
+    arg_annotations, kernel_signature = "annotations", "signature"
+    profile_scratch_size = 0
+
+    def __init__(self, scratch: int, started: list[Any]) -> None:
+        self.global_scratch_size, self.launch = scratch, lambda *given: started.append(given)
+
+
+HEAD = (5, 1, 1, "stream 2", "function", False, True)
+STARTED = {
+    "3.6.0": (*HEAD, None, None, "metadata", None, None, None, 16, 7),
+    "3.7.1": (*HEAD, "metadata", *[None] * 5, "annotations", "signature", (16, 7)),
+}
+
+
+@pytest.mark.parametrize("version", [*STARTED, "3.8.0"])
+@pytest.mark.parametrize("why", ["", "scratch", "hook"])
+def test_known_launchers_start_by_address(
+    version: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel with scratch memory, hooks of a profiler and other versions are Triton's own."""
+    started: list[Any] = []
+    public: list[Any] = []
+
+    class Compiled:
+        run, function = CudaLauncher(int(why == "scratch"), started), "function"
+        packed_metadata = "metadata"
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            assert grid == (5, 1, 1)
+            return lambda *given: public.append(given)
+
+    monkeypatch.setattr(launch, "_VERSION", version.split(".")[:2])
+    stream = "_cuda_getCurrentRawStream"
+    monkeypatch.setattr(torch._C, stream, lambda device: f"stream {device}", raising=False)
+    start, by_address = launch.repeat(Compiled(), 5, 2)
+    hook = triton.knobs.runtime.launch_enter_hook
+    monkeypatch.setattr(hook, "calls", [print] if why == "hook" else [])
+    start(16, 7)
+    is_known = version in STARTED and why != "scratch"
+    assert by_address == is_known
+    assert started == ([STARTED[version]] if is_known and not why else [])
+    assert public == ([] if started else [(16, 7)])
+
+
+def test_a_plan_gives_addresses(plans: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the tensors of each call, and of those that it makes."""
+    given: list[Any] = []
+
+    class Kernel:
+        arg_names = ("x", "y", "n", "flag")
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        launch.run(x, launch.launch(Kernel(), 5, x, y, 7, flag=True))
+        return y
+
+    monkeypatch.setattr(launch, "start", lambda *_: "compiled")
+    monkeypatch.setattr(
+        launch, "repeat", lambda *how: (lambda *arguments: given.append((*how, *arguments)), True)
+    )
+    planned = _plan(function)
+    for _ in range(3):
+        x = torch.randn(4, 4)
+        y = planned(x)
+        assert given == (
+            [("compiled", 5, -1, x.data_ptr(), y.data_ptr(), 7, True)] if plans else []
+        )
+        given.clear()
+    assert len(plans) == 2

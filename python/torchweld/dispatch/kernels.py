@@ -14,6 +14,7 @@ from torchweld.dispatch.autograd import (
     as_tuple,
     autograd_function,
     exports_a_derivative,
+    find_apply,
     make_ready,
     wants_gradient,
 )
@@ -49,7 +50,7 @@ class Kernel:
         self._op = op
         self.function = autograd_function(self._op, self)
         self.ready_function = autograd_function(self._op, self, ready=True)
-        self._apply, self._apply_ready = map(_find_apply, (self.function, self.ready_function))
+        self._apply, self._apply_ready = map(find_apply, (self.function, self.ready_function))
         arguments, _ = op.forward.split(" -> ")
         public = ", ".join(f"Tensor {name}" for name in op.public)
         schema = f"{arguments} -> ({public})"
@@ -98,12 +99,6 @@ class Kernel:
             )
         places = [f"r[{at}]" for at in self._public_at]
         return forward, [], range(len(inputs)), places if self._results > 1 else ["r"]
-
-
-def _find_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """torch's apply without its search for wrappers of transforms, in which eager serves."""
-    base: Any = super(torch.autograd.Function, function)
-    return base.apply  # type: ignore[no-any-return]
 
 
 def _is_lazy(value: Any) -> bool:
