@@ -109,7 +109,7 @@ def _write(
         if step.seed_at is not None:
             given[step.seed_at] = "seed"
         lines.append(f"launch{at}({', '.join(given)})")
-    lines.append(f"return {', '.join(results)}")
+    lines.append(f"return {', '.join(results)}".strip())
     exec(compile("\n    ".join(lines), "<a plan>", "exec"), scope)
     return scope["run"]  # type: ignore[no-any-return]
 
@@ -155,7 +155,7 @@ class _Recorder(TorchDispatchMode):
         if not self.fits or len(begins) < len(given) + len(self.made):
             return None
         numbered = [*inputs, *self.made]
-        results = list(result) if isinstance(result, tuple) else [result]
+        results = list(result) if isinstance(result, tuple) else [] if result is None else [result]
         numbers: list[int] = []
         made = list(self.made)
         for x in results:
