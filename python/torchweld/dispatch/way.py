@@ -262,7 +262,7 @@ def _write_run(given: int, arguments: str, returned: str, constants: int) -> Cal
         f"        return {returned}\n"
         "    return run\n"
     )
-    scope: dict[str, Any] = {"empty": torch.empty, "int64": torch.int64, "draw": seeds.draw}
+    scope: dict[str, Any] = {"empty": torch.empty, "int64": torch.int64, "draw": seeds.draw_again}
     exec(compile(source, "<a ready function>", "exec"), scope)
     made: Callable[..., Any] = scope["make"]
     return made
