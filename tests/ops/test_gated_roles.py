@@ -16,7 +16,7 @@ import torchweld
 from conftest import PLACES, running_at
 from oracle import assert_bounded
 from torchweld import functional
-from torchweld.dispatch import bare, replay
+from torchweld.dispatch import bare, replay, way
 from torchweld.ops.gemm import epilogue, fused_choice, gated_epilogue
 from torchweld.registry import OPS
 from trying import Trials, try_on_cpu
@@ -161,6 +161,7 @@ def test_what_other_kernels_serve(
 
     def runs(*inputs: Any) -> bool:
         started.clear()
+        way.forget()
         functional.gated_mlp(*inputs)
         return ROLES in started
 

@@ -72,7 +72,8 @@ class BareOp:
         if is_compiling():
             backend = find_agreed(self.name, first.device.index)
             return backend if self.why_not(backend, [first]) is None else EAGER
-        if not choice.is_tried(first) or not any(t.numel() for t in _tensors(inputs)):
+        has_numbers = first.numel() or any(t.numel() for t in _tensors(inputs))
+        if not has_numbers or not choice.is_tried(first):
             return EAGER
         call_class = (self.name, first.device.index, *map(_word, inputs))
         return asking.pick(call_class, lambda: self._make_question(first, inputs))[0]
@@ -151,13 +152,15 @@ def _word(value: Any) -> Any:
 
     Scalars that change every step must not trigger a new trial.
     """
+    if value is None or value is True or value is False:
+        return value
     if isinstance(value, torch.Tensor):
         return value.dtype
     if isinstance(value, (list, tuple)):
         return _word(value[0]) if value else None
     if isinstance(value, float):
         return value != 0
-    return None if isinstance(value, int) and not isinstance(value, bool) else value
+    return None if isinstance(value, int) else value
 
 
 def _tensors(inputs: Sequence[Any]) -> list[torch.Tensor]:

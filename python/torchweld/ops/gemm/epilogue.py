@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torchweld.dispatch.autograd import (
     autograd_function,
     derive_from_reference,
     exports_a_derivative,
+    find_apply,
 )
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.engine.judge import name_results
@@ -103,6 +104,19 @@ def linear_and_act(
     return layers.run_in_two_steps(backend, *arguments)
 
 
+def plan(
+    backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kind: str
+) -> Callable[..., torch.Tensor] | None:
+    """What `linear_and_act` does for calls like this one, where nothing is left to decide."""
+    activation, approximate = kind
+    if activation == "identity":
+        return None
+    arguments = (x, weight, bias, activation, approximate)
+    if backend == "triton" and (tile := choose_tile_for(*arguments)) is not None:
+        return lambda x, weight, bias, *_: _in_one_kernel(x, weight, bias, *kind, tile)
+    return layers.plan_in_two_steps(backend, *arguments)
+
+
 def _onednn_activates(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -153,8 +167,8 @@ def _in_one_kernel(
         return _kernel(x, weight, bias, *how, tile, False)[0]  # type: ignore[no-any-return]
     with torch.no_grad():
         y, z = _kernel(x, weight, bias, *how, tile, True)
-    z = gemm.ComputedNode.apply(x, weight, None, z)
-    return _ACTIVATION.function.apply(z, bias, *how, y)  # type: ignore[no-any-return]
+    z = gemm.enter_graph(x, weight, None, z)
+    return _ACTIVATION.enter_graph(z, bias, *how, y)  # type: ignore[no-any-return]
 
 
 def _gradients(
@@ -193,6 +207,11 @@ class Activation:
             ),
             self,
         )
+        self._apply = find_apply(self.function)
+
+    def enter_graph(self, *arguments: Any) -> Any:
+        """The result, in autograd's graph."""
+        return (self.function.apply if torch.compiler.is_compiling() else self._apply)(*arguments)
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
