@@ -244,8 +244,9 @@ def choose_tile_for(
         return None
     arguments = (x, weight, bias, activation, approximate)
     # A trial runs outside of the caller's autocast, and without gradients.
-    how = gemm.find_dtype(x), gemm.wants_gradient(x, weight, bias)
-    tiles, contest = partial(list_tiles, x, weight), partial(_make_contest, *how, *arguments)
+    dtype, save_z = gemm.find_dtype(x), gemm.wants_gradient(x, weight, bias)
+    tiles = partial(list_tiles, x, weight)
+    contest = partial(_make_contest, dtype, save_z, *arguments)
     return fused_choice.choose_tile(x, _kind(*arguments), tiles, contest)
 
 
