@@ -199,12 +199,10 @@ def test_a_full_disk_is_full_no_more(rank: int, tmp_path: Path) -> None:
         return write(self, plan, planner)
 
     for step, how, error in ((2, fail, True), (3, look, False)):
-        dcp.FileSystemWriter.write_data = how
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dcp.FileSystemWriter, "write_data", how)
             with pytest.raises(CheckpointException) if error else nullcontext():
                 training.save(path, step)
-        finally:
-            dcp.FileSystemWriter.write_data = write
         assert training.load(path) == (1 if error else 3)
 
 
