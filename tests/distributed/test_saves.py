@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -200,11 +199,10 @@ def test_a_full_disk_is_full_no_more(rank: int, tmp_path: Path) -> None:
         return write(self, plan, planner)
 
     for step, how, error in ((2, fail, True), (3, look, False)):
-        with (
-            mock.patch.object(dcp.FileSystemWriter, "write_data", how),
-            pytest.raises(CheckpointException) if error else nullcontext(),
-        ):
-            training.save(path, step)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dcp.FileSystemWriter, "write_data", how)
+            with pytest.raises(CheckpointException) if error else nullcontext():
+                training.save(path, step)
         assert training.load(path) == (1 if error else 3)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from typing import Any
 
 import pytest
@@ -89,6 +90,20 @@ def test_a_layer_is_traced_by_jit() -> None:
     for length in (9, 13):
         x = torch.randn(2, length, WIDTH)
         torch.testing.assert_close(traced(x), layer(x), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    ["relu", "gelu", nn.GELU(), functools.partial(nn.functional.gelu, approximate="tanh")],
+    ids=["relu", "gelu", "module", "partial"],
+)
+def test_a_layer_and_its_copies_skip_the_activation(activation: Any) -> None:
+    layer: Any = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, activation)
+    torchweld.fuse(layer)
+    for one in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert one.weld_may_skip()
+    layer.activation = nn.ReLU()
+    assert not layer.weld_may_skip()
 
 
 @pytest.mark.parametrize("kind", ["pair", "layer"])
