@@ -344,6 +344,32 @@ def test_modes_and_fakes_see_the_overload(plans: list[Any]) -> None:
     assert (len(plans), ran) == (1, ["overload"])
 
 
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_batched_gradients_see_the_overload(plans: list[Any], is_planned: bool) -> None:
+    """They have no address, which a plan's launches need; torch serves them one by one."""
+    copied = launch.replayed(lambda x: torch.empty_like(x))
+    planned = replay.Planned(lambda: copied, lambda x: 2 * x)
+    x, each = torch.randn(3, requires_grad=True), torch.eye(3)
+    if is_planned:
+        for _ in range(2):
+            planned(torch.randn(3))
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return planned(grad)
+
+    y = Twice.apply(x)
+    before = len(plans)
+    (found,) = torch.autograd.grad(y, x, each, is_grads_batched=True)
+    assert torch.equal(found, 2 * each)
+    assert len(plans) == before
+
+
 class CudaLauncher:
     """Stands for Triton's, with its name and attributes."""
 

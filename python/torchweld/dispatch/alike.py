@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 try:
@@ -50,8 +51,15 @@ def copy_constant(value: Any) -> Any:
 
 
 def is_plain(t: torch.Tensor) -> bool:
-    """Whether guards notice all that may matter of a tensor; meta has no autocast to compare."""
-    return type(t) in PLAIN and t.layout is torch.strided and not (t.is_nested or t.is_meta)
+    """Whether guards notice all that may matter of a tensor; meta has no autocast to compare.
+
+    Gradients that autograd has batched (is_grads_batched) have no address.
+    """
+    return (
+        type(t) in PLAIN
+        and t.layout is torch.strided
+        and not (t.is_nested or t.is_meta or is_legacy_batchedtensor(t))
+    )
 
 
 def make_guards(tensors: Sequence[torch.Tensor]) -> IsLike | None:
