@@ -19,6 +19,7 @@ from torchweld.dispatch import choice
 from torchweld.dispatch.alike import PLAIN, is_constant, is_ordinary
 from torchweld.errors import ArgumentError
 from torchweld.fusion.patterns.logits import Logits
+from torchweld.warmup import warmup
 
 # The alike call that is captured: trials have been made by then, and short ways found.
 _CAPTURED_AT = 3
@@ -295,10 +296,20 @@ def _capture(
         _replaced(model, parameters, proxies),
         _masks_as_before(forward, spec, leaves),
     ):
+        given = (*samples, *proxies)
+        # Not by make_graphed_callables, which keeps the last results of its warm-up, and by them
+        # nodes of another stream.
+        warmup(lambda: _run_both_ways(run, given))
         graphed = torch.cuda.make_graphed_callables(
-            run, (*samples, *proxies), allow_unused_input=True
+            run, given, num_warmup_iters=0, allow_unused_input=True
         )
     return _Graph(graphed, parameters, returned, [])
+
+
+def _run_both_ways(run: Callable[..., Any], given: Sequence[torch.Tensor]) -> None:
+    made = [t for t in run(*given) if t.requires_grad]
+    wanted = [t for t in given if t.requires_grad]
+    torch.autograd.grad(made, wanted, [*map(torch.ones_like, made)], allow_unused=True)
 
 
 def _check(model: torch.nn.Module) -> None:
