@@ -300,7 +300,7 @@ def _capture(
         # Not by make_graphed_callables, which keeps the last results of its warm-up, and by them
         # nodes of another stream.
         warmup(lambda: _run_both_ways(run, given))
-        graphed = torch.cuda.make_graphed_callables(
+        graphed: Any = torch.cuda.make_graphed_callables(
             run, given, num_warmup_iters=0, allow_unused_input=True
         )
     return _Graph(graphed, parameters, returned, [])
@@ -344,10 +344,12 @@ def _make_proxy(p: torch.nn.Parameter) -> torch.nn.Parameter:
 
 @contextmanager
 def _replaced(
-    model: torch.nn.Module, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]
+    model: torch.nn.Module,
+    old: Sequence[torch.nn.Parameter],
+    new: Sequence[torch.nn.Parameter],
 ) -> Iterator[None]:
     """Replace a model's parameters. A recomputation in the backward pass reads them, too."""
-    by_id = {id(p): q for p, q in zip(old, new, strict=True)}
+    by_id: dict[int, Any] = {id(p): q for p, q in zip(old, new, strict=True)}
     homes = [module._parameters for module in model.modules()]
     before = [dict(home) for home in homes]
     try:
