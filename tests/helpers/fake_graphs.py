@@ -6,6 +6,7 @@ backward pass keeps gradients in, and the backward pass to what the forward pass
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,9 @@ class FakeGraphs:
         wanted = [t for t in static if t.requires_grad]
         if self.error is not None:
             raise self.error
+        warnings.warn(
+            "The AccumulateGrad node's stream does not match ...", stacklevel=1
+        )  # as torch
         self.captures += 1
         kept: dict[str, Any] = {}
         autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")

@@ -426,7 +426,7 @@ class LanguageModel(nn.Module):
 
 
 def test_logits_stay_lazy(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fused language model's logits are those of their own call, and pass gradients on."""
+    """A fused language model's logits equal the plain model's, and pass gradients on."""
     torch.manual_seed(0)
     kept = torchweld.keep_graphs(torchweld.fuse(LanguageModel().to(device)))
     if device == "cpu":
