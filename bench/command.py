@@ -27,6 +27,7 @@ from torchweld.bench.overhead import overhead
 from torchweld.bench.report import Report, load, markdown, show, show_machine, table_csv
 from torchweld.bench.runner import Plan
 from torchweld.bench.timing import clock_for
+from torchweld.dispatch.engine.store import write_json, write_text
 from torchweld.ops.optimizer.rule import RULES
 from torchweld.registry import BACKENDS, OPS
 from torchweld.registry.cost import DIRECTIONS
@@ -280,7 +281,7 @@ def _measure_model(options: argparse.Namespace) -> int:
     where = _begin_report(device).machine
     rows = own_model.measure(model, batch, device, own_model.chosen(options.vs))
     if options.json:
-        options.json.write_text(json.dumps({"machine": where, "model": rows}, indent=1) + "\n")
+        write_json(options.json, {"machine": where, "model": rows})
         print(f"results: {options.json}")
     return 0
 
@@ -312,7 +313,7 @@ def _deliver(report: Report, options: argparse.Namespace) -> int:
             PLOTS[kind](report, path)
             print(f"{kind}: {path}")
     if options.csv:
-        options.csv.write_text(table_csv(report.results))
+        write_text(options.csv, table_csv(report.results))
         print(f"table: {options.csv}")
     if options.markdown:
         _write(markdown(report.results), options.markdown)
@@ -323,7 +324,7 @@ def _write(text: str, target: str) -> None:
     if target == "-":
         print(text)
     else:
-        Path(target).write_text(text)
+        write_text(Path(target), text)
         print(f"table: {target}")
 
 

@@ -7,7 +7,6 @@ best: scaled_dot_product_attention and torch.optim.AdamW(fused=True).
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import time
@@ -31,6 +30,7 @@ from torchweld.bench.machine import (
     parse_positive,
 )
 from torchweld.bench.training import Learner, compiled, measure, read_text, table
+from torchweld.dispatch.engine.store import write_json
 from torchweld.table import Table, progress
 
 LAYERS, HEADS, LENGTH, BATCH = 4, 8, 256, 16
@@ -192,9 +192,8 @@ def _run(options: argparse.Namespace, device: str) -> int:
         plot(curves, rows[str(settings[0])], about, options.plot)
         print(f"plot: {options.plot}")
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         content = {"machine": about, "settings": rows, "losses": curves, "words": words}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(options.json, content)
         print(f"results: {options.json}")
     print(f"\nIn your own script:\n\n{THREE_LINES}")
     return 0

@@ -23,6 +23,7 @@ import torchweld
 from torchweld.bench import training
 from torchweld.bench.machine import describe_machine
 from torchweld.bench.training import Learner
+from torchweld.dispatch.engine.store import write_text
 
 WORDS, WIDTH, LAYERS, HEADS = 32000, 256, 2, 4
 BATCH, LENGTH = 4, 128
@@ -247,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.seconds:
             training.table(rows[-1].steps).show()
         if options.write:  # after each, so that an interrupted run leaves what it has
-            options.write.write_text(write_page(rows, version("transformers"), before))
+            write_text(options.write, write_page(rows, version("transformers"), before))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 from torchweld.bench import overhead
 from torchweld.bench.overhead import Overhead
 from torchweld.bench.runner import Result
+from torchweld.dispatch.engine.store import write_json
 from torchweld.registry import EAGER, OPS
 from torchweld.table import Table
 
@@ -30,8 +31,7 @@ class Report:
     )  # hashes of the CPU kernels' sources, by op
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        write_json(path, asdict(self))
 
 
 def load(path: Path) -> Report:

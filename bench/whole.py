@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ import torchweld
 from torchweld import functional
 from torchweld.bench import training
 from torchweld.bench.training import Learner
+from torchweld.dispatch.engine.store import write_json
 from torchweld.optim import AdamW
 
 EAGER, COMPILED, LIGER, FUSED, BOTH = "eager", "compiled", "liger", "fused", "fused, compiled"
@@ -244,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found[name] = training.measure(every, seconds=options.seconds, at_most=40)
         print(f"{name}\n{training.table(found[name]).plain()}", flush=True)
         if options.json:
-            options.json.write_text(json.dumps(found, indent=1))
+            write_json(options.json, found)
 
 
 if __name__ == "__main__":

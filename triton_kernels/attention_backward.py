@@ -18,6 +18,7 @@ from .attention_parts import (
     own_rows,
     slope_of,
     store_own_rows,
+    weights_of,
 )
 from .block_lists import add_up, row_walks
 
@@ -83,7 +84,7 @@ def differentiate(
     kept = 1.0
     if dropout[0] is not None:
         kept = kept_factors(walk, start, partner, dropout, COLUMNS, BLOCK, CHECKED)
-    after = tl.exp2(z - base[:, None]) * (grad_weight * kept - delta[:, None])
+    after = weights_of(z - base[:, None]) * (grad_weight * kept - delta[:, None])
     before = after
     if SOFTCAP:
         before *= 1 - capped * capped

@@ -40,6 +40,7 @@ from .attention_parts import (
     shown_keys,
     slope_of,
     store_own_rows,
+    weights_of,
 )
 from .block_lists import (
     add_up,
@@ -91,7 +92,7 @@ def _add_key_gradients(
         seen = seen & tl.trans(bits(masks_ptr, mask, query, first_key, BLOCK, COLUMNS))
     product = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     z, capped = logits(product, query[None, :], key[:, None], shift, seen, scoring, SOFTCAP)
-    weight = tl.exp2(z - base[None, :])
+    weight = weights_of(z - base[None, :])
     kept = 1.0
     if dropout[0] is not None:
         seed_ptr, number, threshold, kept_scale, first_group = dropout

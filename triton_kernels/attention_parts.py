@@ -12,6 +12,7 @@ from .block_lists import bits, masks_of, tokens
 from .dropout import factors_of_groups
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+NAN_STAYS = tl.constexpr(tl.PropagateNan.ALL)
 
 # A new length, batch or layout changes these.
 UNSPECIALIZED = [
@@ -104,6 +105,16 @@ def logits(product, query, key, shift, seen, scoring, SOFTCAP: tl.constexpr):
     if bias[0] is not None:
         z += bias_of(bias, query, key, shift, seen)
     return tl.where(seen, z, -float("inf")), capped
+
+
+@triton.jit
+def weights_of(exponents):
+    """Weights of the backward pass, from scores less their row's base; they are at most 1.
+
+    A large score and its base are rounded, and in a product of another order to other numbers:
+    their difference can be above 0, and its error would be a factor. NaN stays NaN.
+    """
+    return tl.exp2(tl.minimum(exponents, 0.0, propagate_nan=NAN_STAYS))
 
 
 @triton.jit

@@ -13,7 +13,7 @@ that adds to the values' sums. Heads that share keys share a line, and follow on
 
 from __future__ import annotations
 
-from .attention_roles_walks import INTEGERS, column_walk, heads_of, hear, place_of, tell
+from .attention_roles_walks import INTEGERS, column_walk, heads_of, hear, place_of, tell, weights_of
 from .gluon_names import (
     copy_in,
     copy_out,
@@ -110,7 +110,7 @@ def _add(
     grads = warpgroup_mma(v, grad.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
     base = bases.index(slot).load(gl.SliceLayout(0, s_layout))
-    weights = gl.exp2(s * scale - base[None, :])
+    weights = weights_of(s * scale - base[None, :])
     if CHECKED:
         query = first_query + shift + gl.arange(0, M, gl.SliceLayout(0, s_layout))
         key = first_key + gl.arange(0, 64, gl.SliceLayout(1, s_layout))

@@ -12,7 +12,16 @@ A line without an entry takes one block, all of whose keys are hidden.
 
 from __future__ import annotations
 
-from .attention_roles_walks import INTEGERS, hear, hide, keys_of, place_of, row_walk, tell
+from .attention_roles_walks import (
+    INTEGERS,
+    hear,
+    hide,
+    keys_of,
+    place_of,
+    row_walk,
+    tell,
+    weights_of,
+)
 from .gluon_names import (
     copy_in,
     copy_out,
@@ -112,7 +121,7 @@ def _differentiate(
         s = warpgroup_mma_wait(2, deps=(s,))
     if CHECKED:
         s = hide(s, first_keys, first_query, shift, limit, CAUSAL, s_layout)
-    weights = gl.exp2(s * scale - base[:, None])
+    weights = weights_of(s * scale - base[:, None])
     mbarrier.wait(v_ready.index(slot), phase)  # a branch: weights are computed before it
     if FIRST:
         grads = warpgroup_mma_wait(0, deps=(grads,))

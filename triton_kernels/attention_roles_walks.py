@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import triton.language as tl
+
 from .gluon_names import gl, gluon
 
 # A new length, batch or layout changes these.
@@ -13,6 +15,14 @@ INTEGERS = [
     *("lines", "lines_batch_stride", "lines_head_stride", "count", "planes", "together", "heads"),
     *("group", "first_head", "queries", "keys", "shift"),
 ]
+
+NAN_STAYS = gl.constexpr(tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def weights_of(exponents):
+    """Attention's weights, at most 1, as `attention_parts.weights_of` says."""
+    return gl.exp2(gl.minimum(exponents, 0.0, propagate_nan=NAN_STAYS))
 
 
 @gluon.jit

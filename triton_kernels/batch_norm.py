@@ -286,9 +286,8 @@ def _walked_tile(width: int) -> dict[str, int]:
     return {**tile, "ROWS": tile["ROWS"] // 2}
 
 
-def _chunks(x: torch.Tensor) -> tuple[int, int]:
+def _chunks(x: torch.Tensor, tile: dict[str, int]) -> tuple[int, int]:
     """Chunks of rows, and their tiles of columns."""
-    tile = _walked_tile(x.shape[1])
     row_tiles, column_tiles = triton.cdiv(x.shape[0], tile["ROWS"]), -(-x.shape[1] // tile["BLOCK"])
     return chunks_of(row_tiles, column_tiles, x.device), column_tiles
 
@@ -321,8 +320,9 @@ def _backward_launches(
     grad_bias: torch.Tensor | None,
     kind: str,
 ) -> Iterator[Launch]:
-    chunks, column_tiles = _chunks(x)
     width = x.shape[1]
+    tile = _walked_tile(width)
+    chunks, column_tiles = _chunks(x, tile)
     sums = (grad_weight, grad_bias)
     partials = partials_of(sums, chunks, width)
     yield launch(
@@ -331,9 +331,9 @@ def _backward_launches(
         *(grad_y, x, *columns, *means, grad_x, *partials, *x.shape),
         *(grad_y.stride(0), x.stride(0), chunks, eps),
         ACTIVATION=kind,
-        STAGES=3,
+        STAGES=4,
         maxnreg=128,
-        **_walked_tile(width),
+        **tile,
     )
     yield from add_chunks_launches(sums, partials, chunks, width)
 
@@ -341,8 +341,8 @@ def _backward_launches(
 def _statistics_launches(
     x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor
 ) -> Iterator[Launch]:
-    chunks, column_tiles = _chunks(x)
-    tile = _walked_tile(x.shape[1])
+    tile = _tile_of(x.shape[1])
+    chunks, column_tiles = _chunks(x, tile)
     partials = [_floats(x, chunks, x.shape[1]) for _ in range(2)]
     yield launch(
         _column_statistics,

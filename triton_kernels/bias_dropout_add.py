@@ -204,7 +204,8 @@ def _backward_launches(
             chunks * column_tiles,
             *(grad_y, grad_x, partials[1], rows, width, grad_y.stride(0), chunks, *dropout),
             STAGES=3,
-            **tile | {"maxnreg": 128},
+            # Six programs a processor, where none spills.
+            **tile | {"maxnreg": 80 if width % 16 == 0 else 128},
         )._replace(spreads=True)
     yield from add_chunks_launches(gradients, partials, chunks, width)
 

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launch, launch, run
+from .launch import Launch, launch, replayed, run
 from .tensors import contiguous, empty_like
 
 STATISTICS, COEFFICIENTS = 6, 5
@@ -535,17 +535,20 @@ def _run_gradient(
 # --- Called by dispatch, with the signatures of the ops' schemas ---
 
 
+@replayed
 def loss_rows(
     logits: torch.Tensor, target: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return _run_forward(_in_rows(logits), target, (None, None), others[:5], *others[5:])
 
 
+@replayed
 def loss_rows_backward_(logits: torch.Tensor, *others: Any) -> None:
     _check_in_place(logits)
     _run_gradient(logits, logits, *others)
 
 
+@replayed
 def loss_rows_backward(logits: torch.Tensor, *others: Any) -> torch.Tensor:
     logits = _in_rows(logits)
     grad = empty_like(logits)
@@ -553,6 +556,7 @@ def loss_rows_backward(logits: torch.Tensor, *others: Any) -> torch.Tensor:
     return grad
 
 
+@replayed
 def loss_rows_both_(
     logits: torch.Tensor,
     target: torch.Tensor,

@@ -347,6 +347,11 @@ def _tile(pairs: int, rest: int) -> dict[str, int]:
     return sizes | {"maxnreg": 255}  # without a limit ptxas spills a few bytes at 128
 
 
+def _four_fit(tile: dict[str, int]) -> bool:
+    """Whether four programs with a norm fit a multiprocessor's registers without a spill."""
+    return tile["PAIRS"] <= 64 and not tile["REST"]
+
+
 Streams = Sequence[tuple[Any, ...]]
 
 
@@ -359,6 +364,11 @@ def _rotate_launch(
     transposed: bool,
 ) -> Launch:
     """`streams`, for x and k: the input, the result, the weight and rstd, or None."""
+    plain = streams[0][0].element_size() == 2 and not call.options["INTERLEAVED"]
+    if eps is not None and plain and _four_fit(call.tile):
+        # Twice as many rows: both of a thread share its angles. Else registers would be spilled.
+        rows = {"ROWS": min(2 * call.tile["ROWS"], 64), "maxnreg": 128}
+        call = call._replace(tile=call.tile | rows)
     every: list[Any] = []
     for source, result, weight, rstd in streams:
         every += [source, result, weight, rstd, *call.heads(source), *call.strides(source)]
@@ -385,7 +395,7 @@ def _differentiate_launches(call: _Call, streams: Streams, plus_one: bool) -> It
     gradients = [stream[-1] for stream in streams]
     wanted = any(gradient is not None for gradient in gradients)
     if wanted:
-        tiles = [chunks_of(max(tiles), 2, streams[0][0].device)] * 2
+        tiles = [chunks_of(max(tiles), 4, streams[0][0].device)] * 2
         if streams[1][0] is None:
             tiles[1] = 0
     width = call.layout[-1]
@@ -402,7 +412,7 @@ def _differentiate_launches(call: _Call, streams: Streams, plus_one: bool) -> It
         HEADS=call.heads_of_tile(streams[0][0]),
         K_HEADS=call.heads_of_tile(streams[1][0]),
         PLUS_ONE=plus_one,
-        **call.tile,
+        **call.tile | {"maxnreg": 128 if _four_fit(call.tile) else 255},
     )._replace(spreads=True)
     if wanted:
         yield from add_chunks_launches(gradients, partials, tiles[0], width)

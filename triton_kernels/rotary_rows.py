@@ -156,12 +156,14 @@ def turn(first, second, cos1, cos2, sin1, sin2, TRANSPOSED: tl.constexpr):
 def place(tile, tokens, heads, places, HEADS: tl.constexpr, ROWS: tl.constexpr):
     """Batch, token and head of the rows of a tile, as columns, and which of them exist.
 
-    A tile has HEADS heads of each of its tokens. `places` counts the tokens of all batches. Its
-    type, int32 if it fits, is that of the division: one of 64 bits takes a hundred instructions.
+    A tile has HEADS heads of each of its tokens; if it has one token, that is a single number, so
+    that its angles are loaded once. `places` counts the tokens of all batches. Its type, int32 if
+    it fits, is that of the division: one of 64 bits takes a hundred instructions.
     """
     row = tl.arange(0, ROWS)[:, None]
     head_tiles = heads // HEADS
-    at = tile // head_tiles * (ROWS // HEADS) + row // HEADS + 0 * places
+    own = tl.zeros([1, 1], tl.int32) if ROWS == HEADS else row // HEADS
+    at = tile // head_tiles * (ROWS // HEADS) + own + 0 * places
     head = tile % head_tiles * HEADS + row % HEADS
     batch = at // tokens
     token = (at - batch * tokens).to(tl.int64)
@@ -205,6 +207,10 @@ def rotate_tile(
     batch, token, head, inside = place(tile, tokens, stream[4], stream[5], HEADS, ROWS)
     start = batch * stream[6] + token * stream[7] + head * stream[8]
     first, second, rest = load_row(x_ptr, start, inside, layout, INTERLEAVED, PAIRS, REST)
+    # Before the norm, which waits for the row: its store would hold these loads back.
+    cos1, cos2, sin1, sin2 = load_angles(
+        angles, batch, token, inside, layout, INTERLEAVED, FULL, PAIRS
+    )
     if NORM:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(rest * rest, 1)
         rstd = 1 / tl.sqrt_rn(squares[:, None] / layout[2] + eps)
@@ -214,9 +220,6 @@ def rotate_tile(
         first = scale(first, rstd, weight[0], x_ptr, ROUNDED)
         second = scale(second, rstd, weight[1], x_ptr, ROUNDED)
         rest = scale(rest, rstd, weight[2], x_ptr, ROUNDED)
-    cos1, cos2, sin1, sin2 = load_angles(
-        angles, batch, token, inside, layout, INTERLEAVED, FULL, PAIRS
-    )
     first, second = turn(first, second, cos1, cos2, sin1, sin2, TRANSPOSED)
     start = batch * stream[9] + token * stream[10] + head * stream[11]
     store_row(y_ptr, start, inside, layout, first, second, rest, INTERLEAVED, PAIRS, REST)

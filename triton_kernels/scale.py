@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launch, launch, processors, run
+from .launch import Launch, launch, processors, replayed, run
 
 _BLOCK = 4096
 _PROGRAMS = 8  # of a processor
@@ -39,6 +39,7 @@ def _launch(x: torch.Tensor, factor: torch.Tensor) -> Launch:
 # --- Called by dispatch, with the signature of the op's schema ---
 
 
+@replayed
 def scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
     if not x.is_contiguous() or x.dtype.itemsize > 4:
         raise ValueError("x is not contiguous, or of float64")

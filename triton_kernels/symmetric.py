@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import Launch, launch, run
+from .launch import Launch, launch, replayed, run
 from .tile import fits
 
 _TILE, _INNER = 128, 64
@@ -79,20 +79,16 @@ def _symmetric(
 
 
 def _launch(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    added: torch.Tensor | None,
-    result: torch.Tensor,
-    alpha: float,
-    beta: float,
+    x: torch.Tensor, y: torch.Tensor | None, result: torch.Tensor, alpha: float, beta: float
 ) -> Launch:
     count, size, inner = x.shape
     tiles = triton.cdiv(size, _TILE)
-    factors = [TensorDescriptor.from_tensor(t.view(-1, inner), [_TILE, _INNER]) for t in (x, y)]
+    factors = (x, x) if y is None else (x, y)
     return launch(
         _symmetric,
         count * tiles * (tiles + 1) // 2,
-        *(*factors, added, result, size, inner, float(alpha), float(beta)),
+        *[TensorDescriptor.from_tensor(t.view(-1, inner), [_TILE, _INNER]) for t in factors],
+        *(x if beta else None, result, size, inner, float(alpha), float(beta)),
         TILE=_TILE,
         INNER=_INNER,
         num_warps=8,
@@ -103,23 +99,25 @@ def _launch(
 # --- Called by dispatch, with the signature of the op's schema ---
 
 
+@replayed
 def symmetric_product(
-    x: torch.Tensor, y: torch.Tensor, added: torch.Tensor | None, alpha: float, beta: float
+    x: torch.Tensor, y: torch.Tensor | None, alpha: float, beta: float
 ) -> torch.Tensor:
-    count, size, _ = x.shape
+    """alpha x y^T + beta x; without y, x is both factors."""
+    count, size, inner = x.shape
     result = x.new_empty(count, size, size)
-    every = [t for t in (x, y, added) if t is not None]
-    if y.shape != x.shape or (added is not None and added.shape != result.shape):
-        raise ValueError("y or added does not fit x")
+    every = [x] if y is None else [x, y]
+    if any(t.shape != x.shape for t in every) or (beta and size != inner):
+        raise ValueError("y does not fit x, or x is not square")
     if any(t.dtype != x.dtype or t.device != x.device or not t.is_contiguous() for t in every):
         raise ValueError("the matrices differ in dtype or device, or are not contiguous")
     if max(x.numel(), result.numel()) >= 2**31:
         raise ValueError("the batch has 2**31 elements or more")
     if not x.numel():
-        return result.zero_() if added is None else result.copy_(added).mul_(beta)
-    if not fits(x.view(-1, x.shape[2]), y.view(-1, x.shape[2])):
+        return result.zero_()
+    if not fits(*[t.view(-1, inner) for t in every]):
         raise ValueError("rows do not begin at multiples of 16 bytes")
-    run(x, _launch(x, y, added, result, alpha, beta))
+    run(x, _launch(x, y, result, alpha, beta))
     return result
 
 
@@ -128,5 +126,5 @@ def aot_cases() -> Iterator[tuple[str, Launch]]:
     for dtype in (torch.bfloat16, torch.float16):
         x = torch.empty(4, 2048, 2048, dtype=dtype, device="meta")
         name = f"symmetric {dtype}".replace("torch.", "")
-        yield name, _launch(x, x, None, x, 1.0, 0.0)
-        yield f"{name} added", _launch(x, x, x, x, 2.0, 0.5)
+        yield name, _launch(x, None, x, 1.0, 0.0)
+        yield f"{name} added", _launch(x, None, x, 2.0, 0.5)

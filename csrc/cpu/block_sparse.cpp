@@ -304,6 +304,7 @@ void grad_kv_item(const BlockSparseBackward& a, int64_t index) {
 template <class A>
 A grad_sink(const BlockSparseBackward& a, int64_t head) {
   const A sink = ((const A*)a.sinks)[head];
+  if (sink == kExcluded<A>) return 0;  // a query that sees no key has this as its lse too
   A total = 0;
   for (int64_t batch = 0; batch < a.batch; ++batch) {
     const Statistics<A> statistics(a, batch, head);

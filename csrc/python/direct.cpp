@@ -187,6 +187,8 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   }
   PyEval_RestoreThread(state);
   if (fault.empty()) return unbox(stack, kernel.results);
+  // Gradients that autograd has batched (is_grads_batched) have no memory; the dispatcher serves them.
+  if (kernel.has_gradients) return call_twin(kernel, given, count);
   PyErr_SetString(PyExc_RuntimeError, fault.c_str());
   return nullptr;
 }

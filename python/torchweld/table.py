@@ -23,7 +23,7 @@ class Table:
 
     def show(self) -> None:
         """Print the table: in colour on a terminal, plain to a file or a pipe."""
-        if sys.stdout.isatty() and _rich():
+        if sys.stdout and sys.stdout.isatty() and _rich():
             self._show_rich()
         else:
             print(self.plain())
@@ -69,7 +69,7 @@ def _rich() -> bool:
 
 def progress(items: Sequence[object]) -> Iterator[int]:
     """The position of each item in turn, with a bar on stderr that names the current item."""
-    if not sys.stderr.isatty():
+    if not (sys.stderr and sys.stderr.isatty()):
         yield from range(len(items))
     elif _rich():
         yield from _rich_progress(items)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +55,7 @@ STASHED = {"size": 2, "schedule": "2bw"}
         ("no [parallel] table", 4, "config is 'no"),
         ("nowhere.toml", 2, "config is .*nowhere.toml.*; accepted: a file to read"),
         ({"pipelines": 2}, 4, "config is with pipelines"),
+        ({"data": {1: 2}}, 4, "data is with 1"),
         ({"pipeline": {"size": 2, "schedule": "1f2b"}}, 2, "schedule is '1f2b'"),
         ({"pipeline": {"stages": 2}}, 2, "pipeline is with stages"),
         ({"checkpoint": "some"}, 2, "checkpoint is 'some'; accepted: one of none, full, selec"),
@@ -91,6 +93,12 @@ STASHED = {"size": 2, "schedule": "2bw"}
 def test_declarations_that_cannot_be_are_named(config: Any, world: int, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         Parallel.from_config(config, world)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ArgumentError, match=r"config is .*binary.toml: .*; accepted: TOML"):
+        Parallel.from_config(tmp_path / "binary.toml", 2)
 
 
 # --- Sizes of models and batches ------------------------------------------------------------------

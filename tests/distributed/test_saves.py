@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -179,6 +181,29 @@ def test_a_killed_save(strategy: str, tmp_path: Path) -> None:
         assert started[victim].exitcode == -signal.SIGKILL
         with processes(2) as two:
             two.run("cpu", _load_whole, strategy, path)
+
+
+@on(2)
+def test_a_full_disk_is_full_no_more(rank: int, tmp_path: Path) -> None:
+    """What a failed save wrote is deleted before the next one writes, which needs its room."""
+    path, training = str(tmp_path), _train("zero3", 1)
+    training.save(path, 1)
+    write = dcp.FileSystemWriter.write_data
+
+    def fail(self: Any, plan: Any, planner: Any) -> Any:
+        write(self, plan, planner)
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    def look(self: Any, plan: Any, planner: Any) -> Any:
+        assert len(list(Path(path).glob("step-*"))) == 2, "the last save, and this one"
+        return write(self, plan, planner)
+
+    for step, how, error in ((2, fail, True), (3, look, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dcp.FileSystemWriter, "write_data", how)
+            with pytest.raises(CheckpointException) if error else nullcontext():
+                training.save(path, step)
+        assert training.load(path) == (1 if error else 3)
 
 
 # --- Folders that are refused ---------------------------------------------------------------------

@@ -335,6 +335,9 @@ def _language(program: _Program) -> dict[str, Any]:
     def elementwise(function: Callable[..., Any]) -> Callable[..., Any]:
         return np.errstate(over="ignore")(lambda *given: _registers(function(*given)))
 
+    def minimum(a: Any, b: Any, propagate_nan: Any = None) -> Any:
+        return elementwise(np.fmin if propagate_nan is None else np.minimum)(a, b)
+
     def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Any:
         if np.ndim(pointer.at) == 0:
             return pointer.values[pointer.at].item() if mask else other
@@ -364,7 +367,7 @@ def _language(program: _Program) -> dict[str, Any]:
         num_programs=lambda axis: program.programs,
         num_warps=lambda: 4,
         cdiv=lambda a, b: -(-a // b),
-        minimum=elementwise(np.minimum),
+        minimum=minimum,
         abs=elementwise(np.abs),
         load=load,
         store=store,

@@ -110,6 +110,20 @@ def test_a_wide_range(started: list[str]) -> None:
     assert started == EVERY
 
 
+@pytest.mark.parametrize("width", [32, 64])
+def test_huge_scores_keep_gradients_bounded(width: int, started: list[str]) -> None:
+    """With roles or without: a base near 1e9 is rounded, but a weight is never above 1."""
+    steps: Any = OP.kernels["triton"].steps
+    q = 1e4 * _random(1, 1, 128, width)
+    layout = BlockLayout.sliding_window(128, 2, block=64)
+    inputs: Any = OP.inputs(q, q.flip(2), q, layout, scale=0.1)  # type: ignore[misc]
+    y, lse = steps.forward(*inputs)
+    grad = torch.ones_like(y)
+    *_, of_values, _, _ = steps.backward(grad, None, *inputs, y, lse, *[True] * 3, False, False)
+    assert started == (EVERY if width == 64 else [])
+    assert of_values.max() <= 128
+
+
 def test_lines_that_other_kernels_divide(
     started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

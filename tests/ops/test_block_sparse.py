@@ -255,6 +255,18 @@ def test_sinks_are_keys_without_values(on_cpu: str) -> None:
     assert_as_exact(y, z.softmax(-1)[..., :-1] @ v, [q, k, v, sinks])
 
 
+@pytest.mark.parametrize("queries", [1, 20])
+def test_a_sink_of_minus_infinity_gets_no_gradient(queries: int, on_cpu: str) -> None:
+    """It is a head without a sink, also where a query sees no key."""
+    q, k, v = _drawn(*[(1, 2, queries, 8)] * 3)
+    sinks = torch.tensor([-torch.inf, 0.5], requires_grad=True)
+    padding = torch.ones(1, queries, dtype=torch.bool)  # nothing is seen
+    layout = BlockLayout.dense(queries, block=16)
+    y = attention(q, k, v, layout, sinks=sinks, key_padding_mask=padding)
+    grads = torch.autograd.grad(y.sum(), [q, k, v, sinks])
+    assert [grad.count_nonzero() for grad in (y, *grads)] == [0] * 5
+
+
 def test_huge_scores_keep_gradients_bounded() -> None:
     """Rounding of scores near 1e8 differs between the passes; a weight is never above 1."""
     q, k = (draw(1, 1, 128, 64, seed=at) * 3e3 for at in (0, 1))

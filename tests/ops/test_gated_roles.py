@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import torchweld
 from conftest import PLACES, running_at
 from oracle import assert_bounded
 from torchweld import functional
-from torchweld.dispatch import replay
-from torchweld.ops.gemm import epilogue, gated_epilogue
+from torchweld.dispatch import bare, replay, way
+from torchweld.ops.gemm import epilogue, fused_choice, gated_epilogue
 from torchweld.registry import OPS
 from trying import Trials, try_on_cpu
 
@@ -47,7 +48,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(epilogue, "_SMALLEST", 0)
     for module, op in ((epilogue, "linear_act"), (gated_epilogue, "gated_linear")):
         overload = getattr(torch.ops.torchweld, op).triton
-        monkeypatch.setattr(module, "_kernel", epilogue.planned(overload))  # without a plan yet
+        monkeypatch.setattr(module, "_kernel", bare.planned(overload))  # without a plan yet
     with running_at("interpreter", monkeypatch):
         yield found
 
@@ -122,6 +123,27 @@ def test_alike_calls_repeat_a_plan(started: list[str], monkeypatch: pytest.Monke
     assert set(started) == {ROLES}
 
 
+def test_a_check_has_the_autocast_and_gradients_of_the_call(
+    started: list[str], trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of float32 under autocast a kernel of 16 bits is checked, with all that it saves."""
+    kernel = epilogue._kernel
+    for rows, is_wrong in ((24, False), (80, True)):
+        x, weight, _, _ = (t.detach().float().requires_grad_() for t in _arguments(rows, 64, 72))
+
+        def run(*given: Any, is_wrong: bool = is_wrong) -> Any:
+            y, z = kernel(*given)
+            return y, z + is_wrong
+
+        monkeypatch.setattr(epilogue, "_kernel", run)
+        expects = pytest.warns(RuntimeWarning, match="z is off by") if is_wrong else nullcontext()
+        with torch.autocast("cpu", torch.float16), expects:
+            functional.linear_act(x, weight, None)
+        assert [answer.backend for answer in trials.answers()][-1] == (
+            fused_choice.UNFUSED if is_wrong else "3"
+        )
+
+
 def test_explanation(started: list[str], trials: Trials) -> None:
     inputs = _arguments(24, 64, 72)
     assert "not timed yet" in str(torchweld.explain("gated_mlp", *inputs))
@@ -139,6 +161,7 @@ def test_what_other_kernels_serve(
 
     def runs(*inputs: Any) -> bool:
         started.clear()
+        way.forget()
         functional.gated_mlp(*inputs)
         return ROLES in started
 

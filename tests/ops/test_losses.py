@@ -285,6 +285,22 @@ def test_infinite_logits(backend: str) -> None:
     assert x.grad.abs().max() > 0
 
 
+@BACKENDS
+def test_an_entropy_that_nothing_depends_on(backend: str) -> None:
+    """A row without a possible class has an entropy of NaN, and no gradient from it."""
+    x, weight = torch.randn(2, 3).requires_grad_(), torch.randn(5, 3).requires_grad_()
+    bias = torch.full((5,), -torch.inf)
+    with torchweld.use_backend(backend):
+        log_p, entropy = functional.linear_logprobs(
+            x, weight, torch.tensor([0, 1]), linear_bias=bias, return_entropy=True
+        )
+        assert entropy.isnan().all()
+        torch.autograd.backward((log_p, entropy), (torch.zeros(2), torch.zeros(2)))
+    for leaf in (x, weight):
+        assert leaf.grad is not None
+        assert (leaf.grad == 0).all()
+
+
 def test_memory_below_a_row_is_refused() -> None:
     x, weight, _, target = make(7, 50, 8, torch.float32)
     with pytest.raises(ArgumentError, match=r"memory is 100; accepted: at least (\d+)") as caught:

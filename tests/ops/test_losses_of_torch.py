@@ -501,4 +501,4 @@ def test_the_memory_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", read)
-    assert [chunks.find_memory(gpu) for _ in range(3)] == [2**28, 375_000_000, 2**31]
+    assert [chunks.find_memory(gpu) for _ in range(3)] == [2**28, 750_000_000, 2**32]

@@ -97,6 +97,17 @@ def test_a_call_draws_on_the_host(on_gpu: Any) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_later_call_draws_as_the_first(on_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it once found, a call may be captured."""
+    drawn = [seeds.draw(on_gpu), seeds.draw_again(on_gpu), seeds.draw_again(on_gpu)]
+    assert [x.tolist() for x in drawn] == [[number] for number in _draw(Generator(11), 3)]
+    assert {(x.shape, x.dtype, x.is_cpu) for x in drawn} == {((1,), torch.int64, True)}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    before = on_gpu.generator.get_offset()
+    assert seeds.draw_again(on_gpu).dtype is torch.int64
+    assert on_gpu.generator.get_offset() == before
+
+
 @pytest.mark.parametrize("how", ["capture", "make_fx", "fake", "vmap", "old torch"])
 def test_graphs_draw_in_memory(how: str, on_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph would repeat a number of the host at each replay."""

@@ -250,6 +250,21 @@ def test_groups_step_as_one_and_as_each_by_itself(
         assert same(params, alone)
 
 
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW, optim.Lion, optim.AdEMAMix])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("first", ["of another dtype", "without a gradient", "stepped too"])
+def test_a_batch_has_the_settings_of_its_own_groups(first: str, dtype: Any, kind: Any) -> None:
+    """Groups share a pass, but the first of them may have no parameter in it."""
+    before, p = draw(BF16 if first == "of another dtype" else dtype, [(9,)]), draw(dtype, [(9,)])
+    alone, grads = draw(dtype, [(9,)]), draw(dtype, [(9,)])
+    before[0].grad = None if first == "without a gradient" else torch.ones_like(before[0])
+    groups = [{"params": before}, {"params": p, "weight_decay": 0.5}]
+    _stepped(lambda _: kind(groups, lr=0.1, weight_decay=0.0), p, grads)
+    _stepped(lambda _: kind(alone, lr=0.1, weight_decay=0.5), alone, grads)
+    # Other settings differ by a tenth; float64 steps in a group of one are torch's.
+    torch.testing.assert_close(p, alone, rtol=0, atol=1e-12)
+
+
 def test_a_step_is_linear_in_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """One call for groups that differ in numbers; each group is visited once."""
     calls: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from typing import Any
 
 import pytest
@@ -57,6 +58,74 @@ def test_a_layer_drops_with_its_own_probabilities() -> None:
         assert not torch.allclose(first, layer(x))
         dropout.eval()
         assert torch.equal(first, layer(x))
+
+
+@pytest.mark.parametrize("kind", ["pair", "layer", "layer of a function"])
+def test_activations_are_those_of_now(kind: str) -> None:
+    """A GELU of another approximation, and another function, also after fuse()."""
+    if kind == "pair":
+        model: Any = nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU())
+    else:
+        function = "gelu" if kind == "layer of a function" else nn.GELU()
+        model = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, function)
+    x = torch.randn(3, 5, WIDTH, requires_grad=True)
+    torchweld.fuse(model)
+    assert torchweld.explain_fusion(model)[0].welded
+    if kind == "pair":
+        model[1] = nn.GELU("tanh")
+    elif kind == "layer":
+        model.activation.approximate = "tanh"
+    else:
+        model.activation = torch.nn.functional.silu
+    fused = run(model, x)
+    for mine, theirs in zip(fused, run(torchweld.unfuse(model), x), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.jit, which is deprecated, and of sizes it keeps
+def test_a_layer_is_traced_by_jit() -> None:
+    """With gradients, where our attention serves; the trace takes other lengths."""
+    layer = torchweld.fuse(nn.TransformerEncoderLayer(WIDTH, 4, 128, 0.0, batch_first=True))
+    traced: Any = torch.jit.trace(layer, torch.randn(2, 9, WIDTH), check_trace=False)
+    for length in (9, 13):
+        x = torch.randn(2, length, WIDTH)
+        torch.testing.assert_close(traced(x), layer(x), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    ["relu", "gelu", nn.GELU(), functools.partial(nn.functional.gelu, approximate="tanh")],
+    ids=["relu", "gelu", "module", "partial"],
+)
+def test_a_layer_and_its_copies_skip_the_activation(activation: Any) -> None:
+    layer: Any = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, activation)
+    torchweld.fuse(layer)
+    for one in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert one.weld_may_skip()
+    layer.activation = nn.ReLU()
+    assert not layer.weld_may_skip()
+
+
+@pytest.mark.parametrize("kind", ["pair", "layer"])
+def test_global_hooks_see_every_module(kind: str) -> None:
+    """register_module_forward_hook after fuse(): the results of modules that a weld would skip."""
+    pair = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, 0.0, nn.GELU())
+    model: Any = pair if kind == "pair" else layer
+    x = torch.randn(3, 5, WIDTH, requires_grad=True)
+    seen: list[list[tuple[str, Any]]] = []
+    for change in (torchweld.unfuse, torchweld.fuse):
+        change(model)
+        seen.append([])
+        hook = nn.modules.module.register_module_forward_hook(
+            lambda module, _, y: seen[-1].append((type(module).__name__, y))
+        )
+        model(x)
+        hook.remove()
+    assert [name for name, _ in seen[0]] == [name for name, _ in seen[1]]
+    for (_, theirs), (_, mine) in zip(*seen, strict=True):
+        if isinstance(mine, torch.Tensor):
+            torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
 
 
 def _masks(batch: int, heads: int) -> dict[str, dict[str, torch.Tensor]]:

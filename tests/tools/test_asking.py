@@ -7,6 +7,9 @@ import json
 import multiprocessing
 import os
 import random
+import resource
+import signal
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -409,6 +412,54 @@ def test_a_shipped_file_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(asking, "mode", "kept")
     other = Engine(Store(tmp_path / "none.json", list_shipped()), {"device": "another GPU"})
     assert _ask(other, Script(ms=FAST)) == EAGER
+
+
+def test_a_shipped_file_is_only_read(tmp_path: Path) -> None:
+    """The user may have named the wrong file."""
+    theirs = tmp_path / "settings.yaml"
+    theirs.write_text("not: ours")
+    with pytest.warns(UserWarning, match="of TORCHWELD_TUNED, is no file of answers"):
+        assert Store(tmp_path / "answers.json", [theirs]).entries(CONDITIONS) == []
+    assert theirs.read_text() == "not: ours"
+
+
+def test_a_file_that_cannot_be_finished_stays_as_it_was(tmp_path: Path) -> None:
+    file, link = tmp_path / "shipped.json", tmp_path / "link.json"
+    file.write_text("before")
+    file.chmod(0o640)
+    link.symlink_to(file)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            store.write_text(link, "after" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert file.read_text() == "before"
+    assert {path.name for path in tmp_path.iterdir()} == {"shipped.json", "link.json"}
+    store.write_text(link, "after")
+    assert file.read_text() == "after"
+    assert file.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_new_file_can_be_read_by_others(tmp_path: Path) -> None:
+    """As the user's umask has it: another user of a container reads what was shipped."""
+    before = os.umask(0o022)
+    try:
+        write(tmp_path / "shipped.json", [])
+    finally:
+        os.umask(before)
+    assert (tmp_path / "shipped.json").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_user_without_a_home_has_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number of a user that the container does not know."""
+    for name in ("HOME", "XDG_CACHE_HOME", store.FOLDER_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    assert store.find_folder() == Path(tempfile.gettempdir(), f"torchweld-{2**31 - 7}")
 
 
 # --- Processes ------------------------------------------------------------------------------------

@@ -89,6 +89,24 @@ def test_a_link_joins_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torchrun --nproc-per-node 2 -m torchweld link" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("wrong", ["--parameters=nan", "--step-ms=0", "--batch=-1"])
+def test_numbers_of_a_link_are_above_0(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the ranks are joined."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["link", "--parameters", "350e6", "--step-ms", "400", wrong])
+    assert ended.value.code == 2
+    assert (
+        f"argument {wrong.split('=')[0]}: {wrong.split('=')[1]} is not" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("command", ["doctor", "plan"])
+def test_standard_output_may_be_closed(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `>&-`, or in a process without a console."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main([command]) == 0
+
+
 def test_doctor_lists_what_was_found_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On this GPU, with what decided and the day; of another GPU, or other kernels, nothing."""
     kept = Store(tmp_path / "answers.json")

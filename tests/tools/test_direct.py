@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fresh
+import torchweld
 from oracle import run
 from torchweld.bench.cases import CASES
 from torchweld.dispatch import direct, native
@@ -122,6 +123,19 @@ def test_a_gradient_that_needs_the_dispatcher_takes_it() -> None:
         backward(grad, *rest)
     with pytest.raises(AssertionError, match="dispatcher"):
         torch.func.vmap(lambda g: backward(g, *rest)[0])(grad[None])
+
+
+def test_gradients_that_autograd_batches_are_served() -> None:
+    """As the same gradients one by one; after some calls, none of which takes the dispatcher."""
+    x, row = X.clone().requires_grad_(), ROW.clone().requires_grad_()
+    with torchweld.use_backend("cpu"):
+        for _ in range(3):
+            y = torchweld.functional.layer_norm(x, [8], row, row)
+    grads = torch.randn(5, 4, 8)
+    found = torch.autograd.grad(y, [x, row], grads, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(y, [x, row], grad, retain_graph=True) for grad in grads]
+    for mine, wanted in zip(found, zip(*each, strict=True), strict=True):
+        assert torch.equal(mine, torch.stack(wanted))
 
 
 def test_an_error_of_a_kernel_is_raised() -> None:

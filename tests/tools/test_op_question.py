@@ -47,6 +47,20 @@ def test_sizes_that_are_small_for_the_cpu_are_tried_on_a_gpu() -> None:
             assert not is_too_small(op, [on_gpu, *rest])
 
 
+def test_a_result_that_is_absent_is_right() -> None:
+    """Rotary embeddings of one tensor have an empty second result."""
+    x, cos = torch.randn(1, 2, 7, 64), torch.randn(7, 64)
+    op = OPS["rotary_embedding"]
+    inputs = [x, None, cos, cos, None, None, None, 64, False, False, None, False, "none", None]
+    question = make_question(op, inputs)
+    judge = Judge(question.exact(), question.trusted(), question.rounded)
+    found = question.run("cpu")
+    assert 0 in {value.numel() for value in found.values()}
+    assert judge.find_fault(found) is None
+    name, y = next((name, value) for name, value in found.items() if value.numel())
+    assert judge.find_fault(found | {name: y + 1}) is not None
+
+
 @pytest.mark.targets(composites=True)
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from conftest import PLACES, running_at
 from oracle import Results, run
-from torchweld import triton_kernels
+from torchweld import functional, triton_kernels
 from torchweld.bench.cases import CASES
 from torchweld.dispatch import replay
-from torchweld.dispatch.autograd import make_ready
+from torchweld.dispatch.autograd import as_tuple, make_ready
+from torchweld.dispatch.library import _IN_TRITON
+from torchweld.ops.loss import rows
 from torchweld.registry import OPS, Composite, Op, TensorSpec, materialize
 from torchweld.triton_kernels import launch
 
@@ -147,6 +150,33 @@ def test_a_call_that_differs_has_its_own_plan_or_none(name: str, plans: list[Any
         inputs = OTHERS[name]()
         _assert_same(_run_with_plans(op, inputs), run(op, inputs))
         assert number or not plans, "the plan of the call before served"
+
+
+@kernels
+def test_a_warm_step_under_autocast_runs_plans_only(
+    plans: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of calls whose tensors autocast changes, and of the pass after a GEMM."""
+    kind = torch.device(DEVICE).type
+    monkeypatch.setitem(OPS["layer_norm"].autocast, kind, torch.float32)  # as on a GPU
+    weight, bias = (torch.randn(64, device=DEVICE, requires_grad=True) for _ in range(2))
+    square = torch.randn(64, 64, device=DEVICE, requires_grad=True)
+    leaves = [weight, bias, square]
+    for _ in range(4):
+        plans.clear()
+        x = torch.randn(6, 64, device=DEVICE).bfloat16()
+        with torch.autocast(kind, torch.bfloat16):
+            z = functional.layer_norm(x, (64,), weight, bias)
+            y = functional.linear_act(z, square, bias, activation="silu")
+        grads = torch.autograd.grad(y.float().sum(), leaves)
+    assert z.dtype is torch.float32
+    assert len(plans) == 4
+    with torch.autocast(kind, torch.bfloat16):
+        other = torch.nn.functional.layer_norm(x.float(), (64,), weight, bias)
+        wanted = torch.nn.functional.silu(torch.nn.functional.linear(other, square, bias))
+    torch.testing.assert_close(z, other)
+    for one, exact in zip(grads, torch.autograd.grad(wanted.float().sum(), leaves), strict=True):
+        torch.testing.assert_close(one, exact, rtol=0.05, atol=0.3)
 
 
 @kernels
@@ -286,7 +316,7 @@ def test_few_plans_are_kept(plans: list[Any], monkeypatch: pytest.MonkeyPatch) -
     """Of a size, the first few; of sizes, the last few."""
     monkeypatch.setattr(replay, "_SIZES", 2)
     planned = _plan(lambda x, number: torch.empty_like(x))
-    for number in [*range(6)] * 2:
+    for number in [*range(10)] * 2:
         planned(torch.randn(3), number)
     assert len(plans) == replay._ALIKE
     for size in (4, 5, 6):
@@ -312,3 +342,114 @@ def test_modes_and_fakes_see_the_overload(plans: list[Any]) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         planned(x)
     assert (len(plans), ran) == (1, ["overload"])
+
+
+class CudaLauncher:
+    """Stands for Triton's, with its name and attributes."""
+
+    launch_cooperative_grid, launch_pdl = False, True
+    arg_annotations, kernel_signature = "annotations", "signature"
+    profile_scratch_size = 0
+
+    def __init__(self, scratch: int, started: list[Any]) -> None:
+        self.global_scratch_size, self.launch = scratch, lambda *given: started.append(given)
+
+
+HEAD = (5, 1, 1, "stream 2", "function", False, True)
+STARTED = {
+    "3.6.0": (*HEAD, None, None, "metadata", None, None, None, 16, 7),
+    "3.7.1": (*HEAD, "metadata", *[None] * 5, "annotations", "signature", (16, 7)),
+}
+
+
+@pytest.mark.parametrize("version", [*STARTED, "3.8.0"])
+@pytest.mark.parametrize("why", ["", "scratch", "hook"])
+def test_known_launchers_start_by_address(
+    version: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel with scratch memory, hooks of a profiler and other versions are Triton's own."""
+    started: list[Any] = []
+    public: list[Any] = []
+
+    class Compiled:
+        run, function = CudaLauncher(int(why == "scratch"), started), "function"
+        packed_metadata = "metadata"
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            assert grid == (5, 1, 1)
+            return lambda *given: public.append(given)
+
+    monkeypatch.setattr(launch, "_VERSION", version.split(".")[:2])
+    stream = "_cuda_getCurrentRawStream"
+    monkeypatch.setattr(torch._C, stream, lambda device: f"stream {device}", raising=False)
+    start, by_address = launch.repeat(Compiled(), 5, 2)
+    hook = triton.knobs.runtime.launch_enter_hook
+    monkeypatch.setattr(hook, "calls", [print] if why == "hook" else [])
+    start(16, 7)
+    is_known = version in STARTED and why != "scratch"
+    assert by_address == is_known
+    assert started == ([STARTED[version]] if is_known and not why else [])
+    assert public == ([] if started else [(16, 7)])
+
+
+def test_a_plan_gives_addresses(plans: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the tensors of each call, and of those that it makes."""
+    given: list[Any] = []
+
+    class Kernel:
+        arg_names = ("x", "y", "n", "flag")
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        launch.run(x, launch.launch(Kernel(), 5, x, y, 7, flag=True))
+        return y
+
+    monkeypatch.setattr(launch, "start", lambda *_: "compiled")
+    monkeypatch.setattr(
+        launch, "repeat", lambda *how: (lambda *arguments: given.append((*how, *arguments)), True)
+    )
+    planned = _plan(function)
+    for _ in range(3):
+        x = torch.randn(4, 4)
+        y = planned(x)
+        assert given == (
+            [("compiled", 5, -1, x.data_ptr(), y.data_ptr(), 7, True)] if plans else []
+        )
+        given.clear()
+    assert len(plans) == 2
+
+
+def _loss_calls(seed: int) -> dict[str, list[Any]]:
+    """Arguments of the losses' row ops; the first one is overwritten by most."""
+    generator = torch.Generator().manual_seed(seed)
+    logits, grads = (torch.randn(6, width, generator=generator) for width in (40, 5))
+    target = torch.randint(0, 40, (6, 1), generator=generator)
+    tensors = [value.to(DEVICE) for value in (logits, target, grads, grads[:, :1].contiguous())]
+    logits, target, *of_rows = tensors
+    how = [None, None, None, 1.0, 0.0]
+    statistics = torch.stack([logits.amax(1), *logits.new_ones(5, 6)], 1)
+    return {
+        "loss_rows": [logits, target, *how, False, True, True],
+        "loss_rows_backward": [logits, target, statistics, *of_rows, *how],
+        "loss_rows_backward_": [logits, target, statistics, *of_rows, *how],
+        "loss_rows_both_": [logits, target, *of_rows, *how, True, True],
+        "scale_": [logits, target[0, 0].float()],
+    }
+
+
+LOSSES = rows.FORWARD, rows.BACKWARD, rows.BACKWARD_IN_PLACE, rows.BOTH_IN_PLACE, rows.SCALE
+
+
+@kernels
+@pytest.mark.parametrize("name", _loss_calls(0))
+def test_losses_repeat_their_rows_kernels(name: str, plans: list[Any]) -> None:
+    op = next(op for op in LOSSES if op.name == name)
+    step: Any = replay.Planned(_IN_TRITON[op.overload("triton")], op.overload("triton"))
+    for seed in range(3):
+        inputs, again = _loss_calls(seed)[name], _loss_calls(seed)[name]
+        found, wanted = step(*inputs), op.overload("triton")(*again)
+        assert (found is None) == (wanted is None) == (name in ("scale_", "loss_rows_backward_"))
+        pairs = [] if found is None else [*zip(as_tuple(found), as_tuple(wanted), strict=True)]
+        for one, other in [(inputs[0], again[0]), *pairs]:
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert len(plans) == 2

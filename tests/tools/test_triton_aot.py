@@ -55,6 +55,7 @@ WARPS = dict.fromkeys(
 # Bytes that a thread may spill. Where a launch on sm_90 sums keys and values, an H200 is faster
 # with them; nearly all are outside the loop over blocks without conditions.
 MAY_SPILL = {
+    "attention_backward.attention_query_gradient on sm_100": 8,  # by a bias on a plane
     "attention_bias.attention_bias_gradient on sm_90": 16,
     "attention_forward.attention_forward on sm_90": 8,
     "attention_keys.attention_key_gradients on sm_80": 32,

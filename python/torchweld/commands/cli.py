@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torchweld
 from torchweld.bench import command as bench
 from torchweld.bench import compare, demo
+from torchweld.bench.machine import parse_positive
 from torchweld.commands import doctor, tune
 
 
@@ -43,14 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     about = "measure the link of a group that torchrun started, and say which compression pays"
     command = commands.add_parser("link", help=about, description=_sentence(about))
-    command.add_argument("--parameters", type=float, required=True, help="of the model, as 350e6")
+    about = "of the model, as 350e6"
+    command.add_argument("--parameters", type=parse_positive, required=True, help=about)
     command.add_argument(
         "--step-ms",
-        type=float,
+        type=parse_positive,
         required=True,
         help="computation per step, without exchanges",
     )
-    command.add_argument("--batch", type=int, default=1, help="samples per step on each rank")
+    about = "samples per step on each rank"
+    command.add_argument("--batch", type=parse_positive, default=1, help=about)
     command.set_defaults(run=_link)
 
     about = "choose how to train a model on devices that need not be here, by predicted costs"
@@ -63,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return compare.run(arguments[2:])
         options = parser.parse_args(arguments)
         status = options.run(options)
-        sys.stdout.flush()
+        print(end="", flush=True)  # nothing if standard output is closed
         return status
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit

@@ -15,9 +15,9 @@ import torch
 from torch.autograd import forward_ad
 
 try:
-    from torch._C._dynamo import guards as _guards
+    from torch._C._dynamo import guards
 except ImportError:  # a later torch: every call takes the whole path
-    _guards = None  # type: ignore[assignment]
+    guards = None  # type: ignore[assignment]
 
 ALIGNMENT = 16
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -60,13 +60,13 @@ def make_guards(tensors: Sequence[torch.Tensor]) -> IsLike | None:
     It compares types, dtypes, devices, sizes, strides and requires_grad, and torch's dispatch
     state: transforms, tracing and autocast change it. Modes do not.
     """
-    if _guards is None:
+    if guards is None:
         return None
     exact: dict[str, Any] = {
         "dynamic_dims_sizes": [list(t.shape) for t in tensors],
         "dynamic_dims_strides": [list(t.stride()) for t in tensors],
     }
-    check: IsLike = _guards.TensorGuards(*tensors, **exact).check
+    check: IsLike = guards.TensorGuards(*tensors, **exact).check
     return check
 
 
@@ -80,7 +80,7 @@ def make_comparison(
     since Triton specializes kernels on alignment.
     """
     tensors = [value for value in given if isinstance(value, torch.Tensor)]
-    if _guards is None or len({id(t) for t in tensors}) < len(tensors) or not is_ordinary():
+    if guards is None or len({id(t) for t in tensors}) < len(tensors) or not is_ordinary():
         return None
     if not all(map(is_plain, tensors)):
         return None

@@ -96,6 +96,12 @@ def autograd_function(
     return made  # type: ignore[no-any-return]
 
 
+def find_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """torch's apply without its search for wrappers of transforms, in which eager serves."""
+    base: Any = super(torch.autograd.Function, function)
+    return base.apply  # type: ignore[no-any-return]
+
+
 def _write_node(node: str, op: Differentiable, returned: Sequence[str], ready: bool) -> str:
     """The code of a node, without a loop: each value has its name in the schemas."""
     inputs, results = op.forward_signature.arguments, op.forward_signature.results

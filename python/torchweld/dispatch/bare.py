@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from torchweld.dispatch import choice
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.choice import choose
 from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.question import Question, Results
-from torchweld.dispatch.library import define_overload
+from torchweld.dispatch.library import define_overload, make_step
 from torchweld.registry import BACKENDS, EAGER
 from torchweld.registry.constant import assume_constant_result
 
@@ -46,6 +47,7 @@ class BareOp:
             backend: define_overload(name, backend, schema, fake, triton)
             for backend in self.backends
         }
+        self._steps = {backend: planned(overload) for backend, overload in self._overloads.items()}
 
     def run(self, *inputs: Any) -> Any:
         """Run the op on the backend that serves these inputs, or its reference if none does."""
@@ -62,15 +64,16 @@ class BareOp:
         return self._serving(self._choose_on_gpu(first, inputs))(*inputs)
 
     def _serving(self, backend: str) -> Callable[..., Any]:
-        serving = self.overload(backend) or self.reference
+        serving = self.step(backend) or self.reference
         assert serving is not None, f"{self.name} has no reference"
         return serving  # type: ignore[no-any-return]
 
     def _choose_on_gpu(self, first: torch.Tensor, inputs: Sequence[Any]) -> str:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             backend = find_agreed(self.name, first.device.index)
             return backend if self.why_not(backend, [first]) is None else EAGER
-        if not choice.is_tried(first) or not any(t.numel() for t in _tensors(inputs)):
+        has_numbers = first.numel() or any(t.numel() for t in _tensors(inputs))
+        if not has_numbers or not choice.is_tried(first):
             return EAGER
         call_class = (self.name, first.device.index, *map(_word, inputs))
         return asking.pick(call_class, lambda: self._make_question(first, inputs))[0]
@@ -110,6 +113,10 @@ class BareOp:
         """The backend's own op; None for eager, which the reference serves."""
         return self._overloads.get(backend)
 
+    def step(self, backend: str) -> Any:
+        """The same for calls that may be alike: Triton's then repeat a plan."""
+        return self._steps.get(backend)
+
     def why_not(self, backend: str, inputs: Sequence[Any]) -> str | None:
         """Why this backend has no kernel for these inputs; the first one's device decides."""
         if backend == EAGER:
@@ -120,6 +127,12 @@ class BareOp:
         if device.type not in BACKENDS[backend].devices:
             return f"the tensors are on {device}"
         return BACKENDS[backend].why_not(device)
+
+
+def planned(overload: Any) -> Callable[..., Any]:
+    """The overload, whose alike calls repeat a plan if it is Triton's; compiled graphs call it."""
+    step = make_step(overload)
+    return lambda *inputs: (overload if is_compiling() else step)(*inputs)
 
 
 # The reference is no more exact than the kernels, since it adds in another order. Errors up to this
@@ -139,13 +152,15 @@ def _word(value: Any) -> Any:
 
     Scalars that change every step must not trigger a new trial.
     """
+    if value is None or value is True or value is False:
+        return value
     if isinstance(value, torch.Tensor):
         return value.dtype
     if isinstance(value, (list, tuple)):
         return _word(value[0]) if value else None
     if isinstance(value, float):
         return value != 0
-    return None if isinstance(value, int) and not isinstance(value, bool) else value
+    return None if isinstance(value, int) else value
 
 
 def _tensors(inputs: Sequence[Any]) -> list[torch.Tensor]:

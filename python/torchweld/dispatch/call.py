@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torchweld.dispatch import choice, dtensor
 from torchweld.dispatch.alike import PLAIN
 from torchweld.dispatch.choice import choose, use_backend
+from torchweld.dispatch.kernels import Casting
 from torchweld.dispatch.recorder import RECORDER, Note, leave_open
 from torchweld.errors import ArgumentError
 from torchweld.registry import EAGER, Composite, Op
@@ -73,20 +74,13 @@ def find_function_of(op: Op, backend: str, inputs: Sequence[Any]) -> Callable[..
         device = x.device.type
         dtype = op.autocast.get(device)
         if dtype is not None and torch.is_autocast_enabled(device):
-            kernel = op.kernels[backend]
-            return lambda *inputs: kernel(*[_cast(value, dtype) for value in inputs])
+            return Casting(op.kernels[backend], dtype)
     return op.kernels[backend]  # type: ignore[no-any-return]
 
 
 def run_on(op: Op, backend: str, *inputs: Any) -> Any:
     """Run an op on this backend, which can serve these inputs."""
     return find_function_of(op, backend, inputs)(*inputs)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.to(dtype)
-    return value
 
 
 def choose_automatically(op: Op, inputs: Sequence[Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_compiling
@@ -14,6 +14,7 @@ from torchweld.dispatch.autograd import (
     as_tuple,
     autograd_function,
     exports_a_derivative,
+    find_apply,
     make_ready,
     wants_gradient,
 )
@@ -49,7 +50,7 @@ class Kernel:
         self._op = op
         self.function = autograd_function(self._op, self)
         self.ready_function = autograd_function(self._op, self, ready=True)
-        self._apply, self._apply_ready = map(_find_apply, (self.function, self.ready_function))
+        self._apply, self._apply_ready = map(find_apply, (self.function, self.ready_function))
         arguments, _ = op.forward.split(" -> ")
         public = ", ".join(f"Tensor {name}" for name in op.public)
         schema = f"{arguments} -> ({public})"
@@ -100,10 +101,30 @@ class Kernel:
         return forward, [], range(len(inputs)), places if self._results > 1 else ["r"]
 
 
-def _find_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """torch's apply without its search for wrappers of transforms, in which eager serves."""
-    base: Any = super(torch.autograd.Function, function)
-    return base.apply  # type: ignore[no-any-return]
+class Casting(NamedTuple):
+    """A kernel under autocast, whose floating-point tensors become this dtype."""
+
+    kernel: Kernel
+    dtype: torch.dtype
+
+    def __call__(self, *inputs: Any) -> Any:
+        cast = [value.to(self.dtype) if self.changes(value) else value for value in inputs]
+        return self.kernel(*cast)
+
+    def changes(self, value: Any) -> bool:
+        """Whether autocast casts the value."""
+        is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return is_floating and value.dtype is not self.dtype
+
+    def make_ready(
+        self, inputs: Sequence[Any]
+    ) -> tuple[Callable[..., Any], list[Any], Sequence[int], list[str]]:
+        """As of a kernel, whose inputs are cast: without numbers, for their properties."""
+        like = [self._cast_like(value) if self.changes(value) else value for value in inputs]
+        return self.kernel.make_ready(like)
+
+    def _cast_like(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x, dtype=self.dtype, device="meta").requires_grad_(x.requires_grad)
 
 
 def _is_lazy(value: Any) -> bool:

@@ -20,6 +20,7 @@ _HAS_OFFSETS = hasattr(torch.Generator, "get_offset") and hasattr(torch.Generato
 _BITS = 2**64 - 1
 _MODES = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
 _drawing = threading.Lock()
+_ONE = torch.ones(1, dtype=torch.int64, device="cpu")
 
 
 def seed(device: torch.device | str = "cpu") -> torch.Tensor:
@@ -34,10 +35,18 @@ def seed(device: torch.device | str = "cpu") -> torch.Tensor:
 
 def draw(x: torch.Tensor) -> torch.Tensor:
     """Draw the seed of a call on x: on x's device, or, if that is a GPU, on the host."""
-    if not (x.is_cuda and is_known_to_host(x)):
-        return seed(x.device)
+    return _draw_on_host(x) if x.is_cuda and is_known_to_host(x) else seed(x.device)
+
+
+def draw_again(x: torch.Tensor) -> torch.Tensor:
+    """As `draw`, for a call like one that nothing recorded; a CUDA graph may capture any call."""
+    is_captured = not x.is_cuda or torch.cuda.is_current_stream_capturing()
+    return seed(x.device) if is_captured or not _HAS_OFFSETS else _draw_on_host(x)
+
+
+def _draw_on_host(x: torch.Tensor) -> torch.Tensor:
     number = draw_number(torch.cuda.default_generators[x.get_device()])
-    return torch.full((1,), number, device="cpu")
+    return _ONE.new_full((1,), number)
 
 
 def is_known_to_host(x: torch.Tensor) -> bool:

@@ -27,7 +27,7 @@ from torchweld.dispatch.alike import (
     is_ordinary,
     make_comparison,
 )
-from torchweld.dispatch.kernels import Kernel
+from torchweld.dispatch.kernels import Casting, Kernel
 from torchweld.dispatch.recorder import RECORDER, Note
 from torchweld.registry import OPS, Composite
 
@@ -156,7 +156,9 @@ def _find(
     if not (is_final and len(notes) == 1 and _can_keep()):
         return result
     x = given[0]
-    is_like = make_comparison(given, aligned=choice.is_on_gpu(x), constant=constant)
+    # What is no op's decides by alignment itself, as losses do: their targets may be a slice.
+    aligned = notes[0].op is not None and choice.is_on_gpu(x)
+    is_like = make_comparison(given, aligned=aligned, constant=constant)
     seed = None if seed_at is None else given[seed_at]
     run = is_like and _make_run(notes[0], given, result, seed, constant)
     if is_like and run:
@@ -182,7 +184,7 @@ def _make_run(
     note: Note, given: Sequence[Any], result: Any, seed: Any, constant: type | None
 ) -> Callable[..., Any] | None:
     """A function of the raw arguments that does what the noted call did; None without one."""
-    if isinstance(note.function, Kernel):
+    if isinstance(note.function, (Kernel, Casting)):
         function, first, taken_at, places = note.function.make_ready(note.inputs)
     else:
         function, first, places = _plan(note), [], _list_places(note.result)
@@ -202,6 +204,9 @@ def _make_run(
                 return None
         elif is_tensor(value) and (number := _find_same(value, given)) is not None:
             arguments.append(f"a{number}")
+            if isinstance(note.function, Casting) and note.function.changes(value):
+                arguments[-1] += f".to(c{len(constants)})"
+                constants.append(note.function.dtype)
         elif is_tensor(value) and at == drawn_at and seed is None:
             on_cpu = "empty(1, dtype=int64).random_()"
             arguments.append(on_cpu if note.inputs[0].is_cpu else "draw(a0)")
@@ -257,7 +262,7 @@ def _write_run(given: int, arguments: str, returned: str, constants: int) -> Cal
         f"        return {returned}\n"
         "    return run\n"
     )
-    scope: dict[str, Any] = {"empty": torch.empty, "int64": torch.int64, "draw": seeds.draw}
+    scope: dict[str, Any] = {"empty": torch.empty, "int64": torch.int64, "draw": seeds.draw_again}
     exec(compile(source, "<a ready function>", "exec"), scope)
     made: Callable[..., Any] = scope["make"]
     return made

@@ -7,8 +7,8 @@ A folder has a subfolder for the data of each save, whose name has the step and 
     step-200-<id>/__0_0.distcp, __1_0.distcp, ...
 
 `save` writes a new subfolder and replaces `.metadata` once all processes have written their parts.
-So an interrupted save leaves the last checkpoint as it was. Each part has the name of its save,
-and `load` refuses parts that are of different saves.
+So an interrupted save leaves the last checkpoint as it was, and the next save first deletes what it
+wrote. Each part has the name of its save, and `load` refuses parts that are of different saves.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def save(folder: str | Path, model: Any, optimizer: Any, step: int = 0) -> None:
     """
     folder = _check_folder("save", folder)
     name = _choose_name(step)
+    compute_once("checkpoint.save", lambda: _delete_unfinished(folder))
     content = _get_content(model, *_name_states(model, _make_unsharded(optimizer, filled=True)))
     content |= {"step": step, "part": {str(_rank()): name}}
     dcp.save(content, checkpoint_id=folder / name)
@@ -144,13 +145,26 @@ def _choose_name(step: int) -> str:
     return names[0]
 
 
+def _delete_unfinished(folder: Path) -> None:
+    """Delete the data of interrupted saves, as of a full disk: later saves need its room."""
+    if folder.is_dir():
+        paths = _list_files(folder) if (folder / _METADATA).exists() else ()
+        _delete_saves(folder, {relative.split("/")[0] for relative in paths})
+
+
+def _delete_saves(folder: Path, kept: set[str]) -> None:
+    for path in folder.iterdir():
+        if _NAME.fullmatch(path.name) and path.name not in kept:
+            shutil.rmtree(path)
+
+
 def _publish(folder: Path, name: str) -> None:
     """Make a finished save the folder's checkpoint in one step, and delete the data of others."""
     metadata, old = _read_metadata(folder / name), set[str]()
     for info in metadata.storage_data.values():
         info.relative_path = f"{name}/{info.relative_path}"
     if (folder / _METADATA).exists():
-        old = {info.relative_path for info in _read_metadata(folder).storage_data.values()}
+        old = _list_files(folder)
     new = folder / name / "published"
     with new.open("wb") as file:
         pickle.dump(metadata, file)
@@ -158,15 +172,18 @@ def _publish(folder: Path, name: str) -> None:
         os.fsync(file.fileno())
     new.replace(folder / _METADATA)
     _sync_folder(folder)  # before anything is deleted
-    for path in folder.iterdir():
-        if _NAME.fullmatch(path.name) and path.name != name:
-            shutil.rmtree(path)
+    _delete_saves(folder, {name})
     for relative in old:  # data of torch's own saves, which is in the folder itself
         (folder / relative).unlink(missing_ok=True)
 
 
 def _read_metadata(folder: Path) -> Any:
     return dcp.FileSystemReader(folder).read_metadata()
+
+
+def _list_files(folder: Path) -> set[str]:
+    """The files of a finished save, as paths in the folder."""
+    return {info.relative_path for info in _read_metadata(folder).storage_data.values()}
 
 
 def _sync_folder(folder: Path) -> None:

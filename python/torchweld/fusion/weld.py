@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 from torch.nn.parameter import is_lazy
 
 
@@ -23,9 +24,9 @@ class Weld:
 
     # The function that runs, in words; "" for a submodule of another weld.
     weld_becomes: ClassVar[str] = ""
-    # Names of the submodules that the weld no longer calls, and their classes.
+    # Names of the submodules that the weld no longer calls, and their kinds.
     weld_inner: ClassVar[tuple[str, ...]] = ()
-    weld_inner_classes: ClassVar[tuple[type, ...]] = ()
+    weld_inner_kinds: ClassVar[tuple[Any, ...]] = ()
     # Whether several proposals may give a module this class, each with pairs of its own.
     weld_shares: ClassVar[bool] = False
     welded_from: ClassVar[Any]
@@ -39,9 +40,10 @@ class Weld:
         Hooks of a plan's styles apply to the whole weld.
         """
         modules: dict[str, Any] = self._modules  # type: ignore[attr-defined]
-        return all(
-            type(modules[name]) is cls and (is_bare(modules[name]) or _is_planned(modules[name]))
-            for name, cls in zip(self.weld_inner, self.weld_inner_classes, strict=True)
+        return not has_global_hooks() and all(
+            kind_of(modules.get(name)) == kind
+            and (is_bare(modules[name]) or _is_planned(modules[name]))
+            for name, kind in zip(self.weld_inner, self.weld_inner_kinds, strict=True)
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -119,6 +121,7 @@ class Rewritten(Weld):
 
 _CLASSES: dict[Any, type] = {}
 _MISSING = object()
+_NOTHING: dict[str, Any] = {}
 
 
 def make_class(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...]) -> type:
@@ -231,6 +234,11 @@ def is_bare(module: Any) -> bool:
     )
 
 
+def kind_of(module: Any) -> tuple[type, Any]:
+    """A skipped module's class, and the approximation of torch's GELU."""
+    return type(module), getattr(module, "__dict__", _NOTHING).get("approximate")
+
+
 # --- Questions about one module that need no run --------------------------------------------------
 
 # A scope with fewer parameters (elements) than this is small enough in any case.
@@ -313,7 +321,7 @@ class Change(NamedTuple):
             settings["pairs"] = (*was.weld_pairs, *settings["pairs"])
             was = find_original(was)
         if inner := settings.get("inner"):
-            settings["inner_classes"] = tuple(type(self.module._modules[name]) for name in inner)
+            settings["inner_kinds"] = tuple(kind_of(self.module._modules[name]) for name in inner)
         set_class(self.module, make_class(self.weld, was, tuple(settings.items())))
 
 

@@ -323,8 +323,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         return work
 
     def _work(self) -> list[tuple[Group, Batch]]:
-        """Gather the batches of a step, each with a group that has its settings."""
-        return [(some.group, batch) for some in self._gatherings() for batch in self._batches(some)]
+        """Gather the batches of a step, each with a group that has parameters in it."""
+        every = ((some, batch) for some in self._gatherings() for batch in self._batches(some))
+        return [(batch.groups[0] if batch.groups else some.group, batch) for some, batch in every]
 
     def _gatherings(self) -> list[Gathering]:
         """Gather all parameters with a gradient and check them, without changing anything.

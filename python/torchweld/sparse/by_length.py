@@ -46,6 +46,8 @@ class Layouts:
     def of(self, q: torch.Tensor, k: torch.Tensor) -> BlockLayout:
         """The layout for these queries and keys. Their lengths are the second to last dimension."""
         key = (q.shape[-2], k.shape[-2], q.device)
+        if torch.jit.is_tracing():  # sizes are tensors
+            key = (int(key[0]), int(key[1]), q.device)
         layout = self._made.get(key)
         if layout is None:
             with nullcontext() if torch.compiler.is_dynamo_compiling() else _leave_modes():

@@ -6,7 +6,9 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import tempfile
+import uuid
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,9 +43,10 @@ class Store:
 
     def entries(self, conditions: Key) -> list[Entry]:
         """Every answer under these conditions."""
-        known = [entry for path in (*self._shipped, self.file) for entry in _read_entries(path)]
+        known = [entry for path in self._shipped for entry in _read_entries(path, is_own=False)]
+        known += [*_read_entries(self.file), *self._memory]
         wanted = as_text(conditions)
-        return [e for e in _take_last([*known, *self._memory]) if as_text(e.conditions) == wanted]
+        return [e for e in _take_last(known) if as_text(e.conditions) == wanted]
 
     def add(self, entry: Entry) -> None:
         """Keep an answer."""
@@ -59,8 +62,12 @@ def find_folder() -> Path:
     """The folder of the cache, which may not exist yet."""
     if chosen := os.environ.get(FOLDER_VARIABLE):
         return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "torchweld"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "torchweld"
+    try:
+        return Path.home() / ".cache" / "torchweld"
+    except RuntimeError:  # a user without a name or HOME, as in some containers
+        return Path(tempfile.gettempdir()) / f"torchweld-{os.getuid()}"
 
 
 def list_shipped() -> list[Path]:
@@ -79,9 +86,9 @@ def _take_last(entries: Sequence[Entry]) -> list[Entry]:
     return [*{as_text(entry[:-1]): entry for entry in entries}.values()]
 
 
-def _read_entries(path: Path) -> Iterator[Entry]:
+def _read_entries(path: Path, is_own: bool = True) -> Iterator[Entry]:
     """The valid entries of a file."""
-    listed = read_json(path).get("answers")
+    listed = _read_json(path, is_own).get("answers")
     for record in listed if isinstance(listed, list) else ():
         with contextlib.suppress(TypeError, KeyError, AttributeError):
             answer = Answer(**record["answer"])
@@ -89,10 +96,10 @@ def _read_entries(path: Path) -> Iterator[Entry]:
                 yield Entry(record["conditions"], record["kind"], record["size"], answer)
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path, is_own: bool) -> dict[str, Any]:
     """The file's content; empty if the file is missing or damaged.
 
-    A damaged file is put aside under another name.
+    A damaged file of the cache is put aside under another name; a user's is left where it is.
     """
     try:
         content = json.loads(file.read_bytes())
@@ -102,6 +109,10 @@ def read_json(file: Path) -> dict[str, Any]:
         return {}
     except ValueError:
         pass
+    if not is_own:
+        message = f"torchweld: {file}, of {SHIPPED_VARIABLE}, is no file of answers"
+        warnings.warn(message, stacklevel=2)
+        return {}
     aside = file.with_suffix(".damaged")
     with contextlib.suppress(OSError):  # another process may have put it aside
         os.replace(file, aside)
@@ -110,12 +121,23 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Replace the file atomically, so that no reader sees half of it."""
+    """Replace the file's content atomically."""
+    write_text(file, json.dumps(content, indent=1) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Replace the file atomically: no reader sees half of it, and an error leaves the old one."""
+    file = file.resolve()  # the file that a link leads to
+    if file.exists() and not file.is_file():  # a pipe or a terminal
+        file.write_text(text)
+        return
     file.parent.mkdir(parents=True, exist_ok=True)
-    handle, unfinished = tempfile.mkstemp(prefix=f"{file.stem}.", dir=file.parent)
+    unfinished = file.with_name(f"{file.name}.{uuid.uuid4().hex}")
     try:
-        with os.fdopen(handle, "w") as out:
-            out.write(json.dumps(content, indent=1) + "\n")
+        with unfinished.open("x") as out:
+            out.write(text)
+        if file.exists():
+            shutil.copymode(file, unfinished)
         os.replace(unfinished, file)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -330,7 +330,7 @@ def read_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         raise ArgumentError("Parallel", "config", "a file", "a mapping below 3.11") from None
     except OSError as error:
         raise ArgumentError("Parallel", "config", str(error), "a file to read") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # no TOML, or no text
         raise ArgumentError("Parallel", "config", f"{config}: {error}", "TOML") from None
     except KeyError:
         raise ArgumentError("Parallel", "config", str(config), "with a table [parallel]") from None
@@ -340,7 +340,8 @@ def _check_keys(name: str, value: Any, keys: Collection[str]) -> None:
     unknown = value.keys() - {*keys} if isinstance(value, Mapping) else {repr(value)}
     if unknown:
         accepted = f"a mapping with {', '.join(sorted(keys))}"
-        raise ArgumentError("Parallel", name, f"with {', '.join(sorted(unknown))}", accepted)
+        named = ", ".join(sorted(map(str, unknown)))
+        raise ArgumentError("Parallel", name, f"with {named}", accepted)
 
 
 def _check_choice(name: str, value: Any, known: Any) -> None:

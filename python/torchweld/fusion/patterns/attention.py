@@ -191,6 +191,14 @@ def find_softmax_dropout(module: torch.nn.Module, view: View) -> Iterator[Propos
             yield propose_pair(pair, module, change, drops=True)
 
 
+def _find_function(layer: Any) -> tuple[Any, ...]:
+    """The parts of a layer's activation, which copies share; none of a module."""
+    function = vars(layer).get("activation")
+    if isinstance(function, functools.partial):
+        return function.func, function.args, tuple(function.keywords.items())
+    return (function,)  # a class would make a method of a bare one
+
+
 # --- Layers ---------------------------------------------------------------------------------------
 
 _Block = Callable[[torch.Tensor], torch.Tensor]
@@ -205,6 +213,10 @@ class _Layer(Weld):
     linear2: torch.nn.Module
     dropout: torch.nn.Module
     norm_first: bool
+    weld_function: tuple[Any, ...]
+
+    def weld_may_skip(self) -> bool:
+        return _find_function(self) == self.weld_function and super().weld_may_skip()
 
     def _feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         if can_ask(self.linear1, LinearAct):
@@ -332,7 +344,7 @@ def _propose(module: Any, weld: type[Weld], numbers: str, view: View) -> Proposa
     becomes = f"dropout_add_layer_norm, linear_act ({in_words(kind)})"
     becomes += f"; {_ON_CPU}" if attentions else ""
     changes = (
-        Change(module, weld, becomes, {"inner": inner}),
+        Change(module, weld, becomes, {"inner": inner, "function": _find_function(module)}),
         Change(module.linear1, LinearAct, "", settings),
         *(Change(attention, MultiheadAttention) for attention in attentions),
     )

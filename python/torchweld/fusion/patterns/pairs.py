@@ -16,7 +16,9 @@ from torchweld.fusion.weld import (
     Rewritten,
     Weld,
     forward_of,
+    has_global_hooks,
     is_bare,
+    kind_of,
     name_hooks,
     why_not_change,
     why_not_own_forward,
@@ -33,7 +35,7 @@ class Asked(NamedTuple):
     second: str
     weld: type[Weld]
     skips_second: bool
-    skipped: type[torch.nn.Module]
+    skipped: Any  # its kind
 
 
 class Asking(Weld):
@@ -98,7 +100,8 @@ class PairOnly(torch.nn.Module):
 def run_pair(first: Any, second: Any, asked: Asked, x: Any) -> Any:
     """second(first(x)), by one of them if both are as they were when they were fused."""
     works, skipped = (first, second) if asked.skips_second else (second, first)
-    if type(skipped) is asked.skipped and is_bare(skipped) and can_ask(works, asked.weld):
+    as_then = kind_of(skipped) == asked.skipped and is_bare(skipped) and not has_global_hooks()
+    if as_then and can_ask(works, asked.weld):
         return works(x, weld_asked=True)
     return second(first(x))
 
@@ -192,7 +195,7 @@ def _find_asked(
     names = {id(child): name for name, child in parent._modules.items()}
     if id(first) not in names or id(second) not in names:
         return f"the layer before it is not {type(parent).__name__}'s own"
-    skipped = type(second if skips_second else first)
+    skipped = kind_of(second if skips_second else first)
     asked = Asked(names[id(first)], names[id(second)], weld, skips_second, skipped)
     if reason := why_not_change(parent):
         return f"{type(parent).__name__}: {reason}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -50,6 +52,31 @@ def run_in_two_steps(
     """activation(linear(x, weight, bias)): the GEMM, then bias_act on this backend."""
     z, bias = run_gemm(backend, x, weight, bias, kind[0])
     return act(backend, z, bias, *kind)
+
+
+def plan_in_two_steps(
+    backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kind: str
+) -> Callable[..., torch.Tensor] | None:
+    """What `run_in_two_steps` does for calls like this one; None unless it is two calls only."""
+    dtype, in_gemm = gemm.find_dtype(x), kind[0] == "relu"
+    if backend == "cpu":  # it may split the bias, overwrite z, or take oneDNN
+        if dtype.itemsize < 4 or in_gemm or not gemm.wants_gradient(x, weight, bias):
+            return None
+    elif dtype.itemsize == 2 and bias is not None and bias.dtype not in (dtype, torch.float32):
+        return None
+    needs_z = gemm.wants_gradient(x, weight, bias if in_gemm else None)
+    z = x.new_empty(0, dtype=dtype).requires_grad_(needs_z)
+    run_act = plan_act(BIAS_ACT, backend, z, None if in_gemm else bias, *kind)
+    if in_gemm:
+        return lambda x, weight, bias, *_: run_act(linear(x, weight, bias), None)
+    return lambda x, weight, bias, *_: run_act(linear(x, weight), bias)
+
+
+def plan_act(op: Op, backend: str, z: Any, other: Any, *kind: str) -> Callable[..., torch.Tensor]:
+    """A function of the two tensors that does what `op` does for tensors like them."""
+    function, first, taken_at, _ = op.kernels[backend].make_ready((z, other, *kind))
+    kind = kind if 2 in taken_at else ()
+    return lambda z, other: function(*first, z, other, *kind)  # type: ignore[no-any-return]
 
 
 def run_gemm(

@@ -19,11 +19,11 @@ from torchweld.dispatch.autograd import (
     autograd_function,
     derive_from_reference,
     exports_a_derivative,
+    find_apply,
 )
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.engine.judge import name_results
 from torchweld.dispatch.engine.question import Results
-from torchweld.dispatch.library import make_step
 from torchweld.ops import activation as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import fused_choice, gemm
@@ -55,23 +55,15 @@ def _fake(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tens
     return y, torch.empty_like(y) if save_z else y.new_empty(0)
 
 
-def planned(overload: Any) -> Callable[..., Any]:
-    """Triton's overload, whose alike calls repeat a plan; compiled graphs call the overload."""
-    step = make_step(overload)
-    return lambda *inputs: (overload if torch.compiler.is_compiling() else step)(*inputs)
-
-
 # y, and z, the sum before the activation. `tile` is an index into the source's table.
-_kernel = planned(
-    BareOp(
-        "linear_act",
-        "(Tensor input, Tensor weight, Tensor? bias, str activation, str approximate, int tile,"
-        " bool save_z) -> (Tensor y, Tensor z)",
-        _fake,
-        backends=(),
-        triton=_SOURCE,
-    ).overload("triton")
-)
+_kernel = BareOp(
+    "linear_act",
+    "(Tensor input, Tensor weight, Tensor? bias, str activation, str approximate, int tile,"
+    " bool save_z) -> (Tensor y, Tensor z)",
+    _fake,
+    backends=(),
+    triton=_SOURCE,
+).step("triton")
 
 
 def _fake_gradients(
@@ -93,7 +85,7 @@ _backward = BareOp(
     _fake_gradients,
     backends=(),
     triton=activations.SOURCES["triton"][0],
-).overload("triton")
+).step("triton")
 
 
 def linear_and_act(
@@ -110,6 +102,19 @@ def linear_and_act(
         algorithm = approximate if activation == "gelu" else ""
         return gemm.onednn(x, weight, bias, _ONEDNN[activation], algorithm)
     return layers.run_in_two_steps(backend, *arguments)
+
+
+def plan(
+    backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kind: str
+) -> Callable[..., torch.Tensor] | None:
+    """What `linear_and_act` does for calls like this one, where nothing is left to decide."""
+    activation, approximate = kind
+    if activation == "identity":
+        return None
+    arguments = (x, weight, bias, activation, approximate)
+    if backend == "triton" and (tile := choose_tile_for(*arguments)) is not None:
+        return lambda x, weight, bias, *_: _in_one_kernel(x, weight, bias, *kind, tile)
+    return layers.plan_in_two_steps(backend, *arguments)
 
 
 def _onednn_activates(
@@ -162,8 +167,8 @@ def _in_one_kernel(
         return _kernel(x, weight, bias, *how, tile, False)[0]  # type: ignore[no-any-return]
     with torch.no_grad():
         y, z = _kernel(x, weight, bias, *how, tile, True)
-    z = gemm.ComputedNode.apply(x, weight, None, z)
-    return _ACTIVATION.function.apply(z, bias, *how, y)  # type: ignore[no-any-return]
+    z = gemm.enter_graph(x, weight, None, z)
+    return _ACTIVATION.enter_graph(z, bias, *how, y)  # type: ignore[no-any-return]
 
 
 def _gradients(
@@ -202,6 +207,11 @@ class Activation:
             ),
             self,
         )
+        self._apply = find_apply(self.function)
+
+    def enter_graph(self, *arguments: Any) -> Any:
+        """The result, in autograd's graph."""
+        return (self.function.apply if torch.compiler.is_compiling() else self._apply)(*arguments)
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
@@ -233,7 +243,10 @@ def choose_tile_for(
     if why_not(x, weight, bias) is not None:
         return None
     arguments = (x, weight, bias, activation, approximate)
-    tiles, contest = partial(list_tiles, x, weight), partial(_make_contest, *arguments)
+    # A trial runs outside of the caller's autocast, and without gradients.
+    dtype, save_z = gemm.find_dtype(x), gemm.wants_gradient(x, weight, bias)
+    tiles = partial(list_tiles, x, weight)
+    contest = partial(_make_contest, dtype, save_z, *arguments)
     return fused_choice.choose_tile(x, _kind(*arguments), tiles, contest)
 
 
@@ -294,6 +307,8 @@ def _kind(
 
 
 def _make_contest(
+    dtype: torch.dtype,
+    save_z: bool,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -301,7 +316,6 @@ def _make_contest(
     approximate: str,
 ) -> Contest:
     """One kernel with each of its tiles against two steps."""
-    dtype, save_z = gemm.find_dtype(x), gemm.wants_gradient(x, weight, bias)
     x, weight = x.detach().to(dtype), weight.detach().to(dtype)
     bias = None if bias is None else bias.detach().to(dtype)
     how = (activation, approximate)

@@ -17,6 +17,7 @@ import torch
 from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.judge import ROWS, some_rows
 from torchweld.dispatch.engine.question import Answer, Question, Results
+from torchweld.dispatch.recorder import leave_open
 from torchweld.registry.constant import assume_constant_result
 
 # Everything that a timing depends on besides the number of rows, as names and values.
@@ -53,7 +54,10 @@ def choose_tile(
     kind, size = _with_precision(kind), _count_rows(x).bit_length()
     call_class = (x.device, kind, size)
     make = partial(_make_question, x.device, kind, size, list_tiles, make_contest)
-    return _read_tile(asking.pick(call_class, make)[0])
+    name, is_settled = asking.pick(call_class, make)
+    if not is_settled:
+        leave_open()
+    return _read_tile(name)
 
 
 def explain(unfused: str, x: torch.Tensor, kind: Kind, reason: str | None) -> str:

@@ -6,10 +6,12 @@ its two GEMMs only, and a pass after them takes another 0.07.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
 from torchweld.dispatch.autograd import derive_from_reference
 from torchweld.dispatch.bare import BareOp
@@ -17,6 +19,7 @@ from torchweld.dispatch.call import run_on
 from torchweld.dispatch.engine.judge import name_results
 from torchweld.dispatch.engine.question import Results
 from torchweld.ops import activation as activations
+from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import epilogue, fused_choice, gemm
 from torchweld.ops.gemm.fused_choice import Contest, Kind
 
@@ -28,16 +31,14 @@ def _fake(x: torch.Tensor, gate_weight: torch.Tensor, *rest: Any) -> tuple[torch
 
 
 # y, and both products.
-_kernel = epilogue.planned(
-    BareOp(
-        "gated_linear",
-        "(Tensor input, Tensor gate_weight, Tensor up_weight, str activation, str approximate,"
-        " bool save) -> (Tensor y, Tensor gate, Tensor up)",
-        _fake,
-        backends=(),
-        triton=epilogue.SOURCES["triton"][0],
-    ).overload("triton")
-)
+_kernel = BareOp(
+    "gated_linear",
+    "(Tensor input, Tensor gate_weight, Tensor up_weight, str activation, str approximate,"
+    " bool save) -> (Tensor y, Tensor gate, Tensor up)",
+    _fake,
+    backends=(),
+    triton=epilogue.SOURCES["triton"][0],
+).step("triton")
 
 
 def linear_and_gate(
@@ -53,6 +54,22 @@ def linear_and_gate(
     if backend == "triton" and _is_in_one_kernel(*arguments):
         return _run_in_one_kernel(*arguments)
     return _run_in_steps(backend, *arguments)
+
+
+def plan(
+    backend: str, x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, *how: str
+) -> Callable[..., torch.Tensor] | None:
+    """What `linear_and_gate` does for calls like this one, where nothing is left to decide."""
+    if backend != "triton":
+        return None
+    if _is_in_one_kernel(x, gate_weight, up_weight, *how):
+        return lambda x, gate_weight, up_weight: _run_in_one_kernel(x, gate_weight, up_weight, *how)
+    gate, up = (
+        x.new_empty(0, dtype=gemm.find_dtype(x)).requires_grad_(gemm.wants_gradient(x, weight))
+        for weight in (gate_weight, up_weight)
+    )
+    run_act = layers.plan_act(activations.GATED_ACT, backend, gate, up, *how)
+    return lambda x, gate_weight, up_weight: run_act(linear(x, gate_weight), linear(x, up_weight))
 
 
 def _run_in_steps(
@@ -72,13 +89,13 @@ def _run_in_one_kernel(
         y, gate, up = _kernel(x, gate_weight, up_weight, *how, save)
     if not save:
         return y  # type: ignore[no-any-return]
-    gate = gemm.ComputedNode.apply(x, gate_weight, None, gate)
-    up = gemm.ComputedNode.apply(x, up_weight, None, up)
-    return _ACTIVATION.function.apply(gate, up, *how, y)  # type: ignore[no-any-return]
+    gate = gemm.enter_graph(x, gate_weight, None, gate)
+    up = gemm.enter_graph(x, up_weight, None, up)
+    return _ACTIVATION.enter_graph(gate, up, *how, y)  # type: ignore[no-any-return]
 
 
 def _gradients(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.ops.torchweld.gated_act_backward.triton(*given)
+    return activations.GATED_ACT.kernels["triton"].steps.backward(*given)  # type: ignore[no-any-return]
 
 
 _ACTIVATION = epilogue.Activation(
@@ -101,7 +118,9 @@ def _is_in_one_kernel(
     if _why_not(*arguments) is not None:
         return False
     kind, by_rule = _kind(*arguments, *how), [fused_choice.kernels().BY_RULE]
-    contest = partial(_make_contest, *arguments, *how)
+    # A trial runs outside of the caller's autocast, and without gradients.
+    kept = gemm.find_dtype(x), gemm.wants_gradient(*arguments)
+    contest = partial(_make_contest, *kept, *arguments, *how)
     return fused_choice.choose_tile(x, kind, lambda: by_rule, contest) is not None
 
 
@@ -146,10 +165,14 @@ def _kind(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, *
 
 
 def _make_contest(
-    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, *how: str
+    dtype: torch.dtype,
+    save: bool,
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    *how: str,
 ) -> Contest:
     """One kernel against three steps."""
-    dtype, save = gemm.find_dtype(x), gemm.wants_gradient(x, gate_weight, up_weight)
     x, gate_weight, up_weight = (t.detach().to(dtype) for t in (x, gate_weight, up_weight))
     weights = gate_weight, up_weight
     names = ("y", "gate", "up") if save else ("y",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -59,6 +60,12 @@ def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
     return gemm.linear(hidden, down_weight)
 
 
+def _plan(backend: str, x: Tensor, *rest: Any) -> Callable[..., Tensor] | None:
+    gate_weight, up_weight, _, *kind = rest
+    first = gated_epilogue.plan(backend, x, gate_weight, up_weight, *kind)
+    return first and (lambda x, gate, up, down, *_: linear(first(x, gate, up), down))
+
+
 def _reference(x: Tensor, *rest: Any) -> Tensor:
     gate_weight, up_weight, down_weight, *kind = rest
     if up_weight.shape != gate_weight.shape or not checks.all_dense(x, *rest[:3]):
@@ -94,6 +101,7 @@ OP = Composite(
     " Tensor grad_up_weight, Tensor grad_down_weight)",
     reference=_reference,
     fused=_fused,
+    plan=_plan,
     check=_check,
     fake=lambda x, gate, up, down, *_: (x.new_empty((*x.shape[:-1], down.shape[0])),),
     sharding=ROWS,

@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 
-from torchweld.dispatch.autograd import list_reached, make_unaliased, wants_gradient
+from torchweld.dispatch.autograd import (
+    find_apply,
+    list_reached,
+    make_unaliased,
+    wants_gradient,
+)
 from torchweld.dispatch.bare import BareOp
 
 _TRANSPOSED = BareOp(
@@ -132,6 +137,15 @@ class ComputedNode(LinearNode):
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, result: Any) -> Any:
         ctx.save_for_backward(x, weight)
         return torch.ops.aten._unsafe_view(result, result.shape)  # not one of the node's inputs
+
+
+_apply_computed = find_apply(ComputedNode)
+
+
+def enter_graph(*arguments: Any) -> torch.Tensor:
+    """A computed layer's result, in autograd's graph by a ComputedNode."""
+    compiling = torch.compiler.is_compiling()
+    return (ComputedNode.apply if compiling else _apply_computed)(*arguments)  # type: ignore[no-any-return]
 
 
 class _OneDNN(LinearNode):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from torchweld.dispatch.way import short
 from torchweld.names import ActivationName, Approximation
 from torchweld.ops import activation as activations
 from torchweld.ops.gemm import common as layers
-from torchweld.ops.gemm import epilogue, gemm
+from torchweld.ops.gemm import epilogue
 from torchweld.registry import ROWS, Composite
 from torchweld.registry.cost import count_for_gemms
 
@@ -75,20 +74,6 @@ def _fused(backend: str, x: Tensor, weight: Tensor, bias: Tensor | None, *kind: 
     return epilogue.linear_and_act(backend, x, weight, bias, *kind)
 
 
-def _plan(
-    backend: str, x: Tensor, weight: Tensor, bias: Tensor | None, *kind: str
-) -> Callable[..., Tensor] | None:
-    """torch's GEMM and one node: training in 32 bits on a CPU, where the GEMM adds no bias."""
-    if backend != "cpu" or kind[0] in ("relu", "identity") or gemm.find_dtype(x).itemsize < 4:
-        return None
-    if not gemm.wants_gradient(x, weight, bias):
-        return None
-    z = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    z.requires_grad_(gemm.wants_gradient(x, weight))
-    function, first, *_ = activations.BIAS_ACT.kernels[backend].make_ready((z, bias, *kind))
-    return lambda x, weight, bias, *_: function(*first, linear(x, weight), bias)
-
-
 def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, *kind: str) -> Tensor:
     if not layers.fits(x, weight, bias):
         _check_all(x, weight, bias, *kind)
@@ -108,7 +93,7 @@ OP = Composite(
     " str approximate) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
     reference=_reference,
     fused=_fused,
-    plan=_plan,
+    plan=epilogue.plan,
     check=_check_all,
     fake=lambda x, weight, *_: (x.new_empty((*x.shape[:-1], weight.shape[0])),),
     sharding=ROWS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,6 +63,12 @@ def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
     return gemm.linear(hidden, down_weight, down_bias)
 
 
+def _plan(backend: str, x: Tensor, *rest: Any) -> Callable[..., Tensor] | None:
+    up_weight, up_bias, _, _, *kind, recompute = rest
+    first = None if recompute else epilogue.plan(backend, x, up_weight, up_bias, *kind)
+    return first and (lambda x, up, bias, *down: gemm.linear(first(x, up, bias), *down[:2]))
+
+
 def _run_lean(x: Tensor, *rest: Any) -> Tensor:
     """The forward recomputed in a backward pass; it does not save the activation."""
     up_weight, up_bias, down_weight, down_bias, *kind, _ = rest
@@ -115,6 +122,7 @@ OP = Composite(
     " Tensor grad_up_weight, Tensor grad_up_bias, Tensor grad_down_weight, Tensor grad_down_bias)",
     reference=_reference,
     fused=_fused,
+    plan=_plan,
     check=_check,
     fake=lambda x, up_weight, up_bias, down_weight, *_: (
         x.new_empty((*x.shape[:-1], down_weight.shape[0])),

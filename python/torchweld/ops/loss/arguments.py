@@ -62,18 +62,20 @@ def _mark_ignored(
 ) -> torch.Tensor:
     target = target.to(torch.int64)
     ignored = target == ignore_index
-    bad = ((target < 0) | (target >= classes)) & ~ignored
-    if (target.device.type == "cpu" or _CHECKS_ON_GPU) and bool(bad.any()):
-        first = bad.nonzero()[0].tolist()
-        place = ", ".join(map(str, first))
-        raise ArgumentError(
-            function,
-            f"target[{place}]" if first else "target",
-            target[tuple(first)].item(),
-            f"0 to {classes - 1}, or ignore_index, {ignore_index}",
-        )
-    # Kernels make a row NaN for a target that is neither -1 nor a class.
-    return torch.where(ignored, -1, torch.where(bad, classes, target))
+    if target.device.type == "cpu" or _CHECKS_ON_GPU:
+        bad = ((target < 0) | (target >= classes)) & ~ignored
+        if bool(bad.any()):
+            first = bad.nonzero()[0].tolist()
+            place = ", ".join(map(str, first))
+            raise ArgumentError(
+                function,
+                f"target[{place}]" if first else "target",
+                target[tuple(first)].item(),
+                f"0 to {classes - 1}, or ignore_index, {ignore_index}",
+            )
+    else:  # kernels make a row NaN for a target that is neither -1 nor a class
+        target = torch.where(target < 0, classes, target.clamp(max=classes))
+    return torch.where(ignored, -1, target)
 
 
 LIBRARY.define(

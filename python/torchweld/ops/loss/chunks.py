@@ -7,6 +7,7 @@ within `memory` bytes. Ignored rows are dropped before the GEMM.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -27,8 +28,8 @@ _INVARIANT = 64
 # elements. At 128 bytes no two rows share a cache line.
 _LINE = 128
 _ACCESS = 16  # bytes
-# Default chunk size: 256 MiB on CPUs and small GPUs, up to 2 GiB on large ones.
-_LEAST_MEMORY, _MOST_MEMORY = 2**28, 2**31
+# Default chunk size: 256 MiB on CPUs and small GPUs, up to 4 GiB on large ones.
+_LEAST_MEMORY, _MOST_MEMORY = 2**28, 2**32
 
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -73,7 +74,7 @@ def find_memory(device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():  # a fake tensor's
         return _LEAST_MEMORY
     whole = torch.cuda.get_device_properties(device).total_memory
-    return min(max(whole // 64, _LEAST_MEMORY), _MOST_MEMORY)
+    return min(max(whole // 32, _LEAST_MEMORY), _MOST_MEMORY)
 
 
 def _pads_rows(device: torch.device) -> bool:
@@ -384,15 +385,21 @@ def run_both(
     layer: Layer,
     target: torch.Tensor,
     how: How,
-    coefficients: torch.Tensor,
-    grad_picked: torch.Tensor,
+    make_coefficients: Callable[[], tuple[torch.Tensor, torch.Tensor]],
     smooth: bool,
 ) -> tuple[Results, Gradients]:
-    """Compute run_forward's results and the gradients, with one GEMM less than run_backward."""
-    made, gemms = _make_results(layer, target, how, False), _Gemms(layer, plan)
+    """Compute run_forward's results and the gradients, with one GEMM less than run_backward.
+
+    The first GEMM is queued before all the rest is made, so that a GPU does not wait for the host.
+    """
+    gemms = _Gemms(layer, plan)
+    cut = _cut(layer, target, how, plan.each)
+    queued = ((chunk, gemms.compute_logits(chunk.x)) for chunk in cut)
+    first = list(itertools.islice(queued, 1))
+    coefficients, grad_picked = make_coefficients()
+    made = _make_results(layer, target, how, False)
     grad_input = torch.zeros_like(layer.input) if plan.needs.input else None
-    for chunk in _cut(layer, target, how, plan.each):
-        logits = gemms.compute_logits(chunk.x)
+    for chunk, logits in itertools.chain(first, queued):
         parts = (coefficients[chunk.at], grad_picked[chunk.at], *chunk.how[1:6])
         _keep(made, chunk.at, plan.kernel(logits, chunk.target, *parts, smooth, False))
         _take_gradients(gemms, chunk, logits, grad_input)

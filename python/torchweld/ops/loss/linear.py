@@ -89,7 +89,7 @@ def linear_cross_entropy(
         return_lse: also return the log-sum-exp of each row, float32, 0 in ignored rows.
         logits_dtype: torch.float32 computes the GEMMs of a 16-bit input in float32.
         memory: bytes for a chunk: its logits, and copies of its rows. None is 2**28, or on a GPU a
-            64th of its memory, but at most 2**31.
+            32nd of its memory, but at most 2**32.
         accumulate: "float32" sums a 16-bit weight's gradient over several chunks in a float32
             buffer of the weight's size, in addition to `memory`. "parameter" sums in the weight's
             dtype. "grad" adds to an existing linear_weight.grad in the backward pass, in its dtype,
@@ -170,7 +170,7 @@ def linear_logprobs(
             rows without a target.
         logits_dtype: torch.float32 computes the GEMMs of a 16-bit input in float32.
         memory: bytes for a chunk: its logits, and copies of its rows. None is 2**28, or on a GPU a
-            64th of its memory, but at most 2**31.
+            32nd of its memory, but at most 2**32.
         accumulate: "float32" sums a 16-bit weight's gradient over several chunks in a float32
             buffer of the weight's size, in addition to `memory`. "parameter" sums in the weight's
             dtype. "grad" adds to an existing linear_weight.grad in the backward pass, in its dtype,

@@ -7,6 +7,7 @@ torch.library: their sizes depend on `memory` and on the ignored rows, which a g
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +78,8 @@ def _both(*inputs: Any) -> tuple[torch.Tensor, ...]:
     layer, target, how, rest = _split(inputs[:-3])
     kernel = rows.BOTH_IN_PLACE.find(layer.input)
     plan = chunks.make_plan(layer, Needs(*inputs[-3:]), kernel)
-    made, gradients = chunks.run_both(plan, layer, target, how, *rest)
+    *coefficients, smooth = rest
+    made, gradients = chunks.run_both(plan, layer, target, how, lambda: coefficients, smooth)
     return (*made, *_present(layer, gradients))
 
 
@@ -214,14 +216,13 @@ class _Total(torch.autograd.Function):
         layer, how = Layer(*inputs[:_LAYERS]), How(*inputs[_LAYERS:_FIELDS])
         factors = Factors(*inputs[_FIELDS : _FIELDS + _FACTORS])
         target, needs, plan, classes = inputs[_FIELDS + _FACTORS :]
-        wanted, coefficients = factors.find_wanted(), factors.make_coefficients(target, how)
+        wanted, make = factors.find_wanted(), partial(factors.make_coefficients, target, how)
         if plan is None:
-            arguments = (*how[1:6], *coefficients, wanted.smooth, *needs)
+            arguments = (*how[1:6], *make(), wanted.smooth, *needs)
             *made, of_x, of_weight, of_bias = _run_both(*layer, target, *arguments)
             grads = (of_x, of_weight, of_bias)
         else:
-            rest = (*coefficients, wanted.smooth)
-            made, grads = chunks.run_both(plan, layer, target, how, *rest)
+            made, grads = chunks.run_both(plan, layer, target, how, make, wanted.smooth)
         ctx.needs, ctx.classes = needs, classes
         if torch.compiler.is_compiling():
             ctx.save_for_backward(*grads)

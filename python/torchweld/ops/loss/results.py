@@ -117,15 +117,15 @@ class Factors(NamedTuple):
 
     def add(self, row_results: RowResults) -> torch.Tensor:
         """The loss of each row."""
-        values = (
-            -row_results.log_probabilities.sum(1),
-            row_results.smooth,
-            row_results.soft,
-            row_results.lse.square(),
-        )
-        terms = [
-            value * factor for value, factor in zip(values, self, strict=True) if factor is not None
-        ]
+        terms = []
+        if self.target is not None:
+            terms.append(-row_results.log_probabilities.sum(1) * self.target)
+        if self.smooth is not None:
+            terms.append(row_results.smooth * self.smooth)
+        if self.soft is not None:
+            terms.append(row_results.soft * self.soft)
+        if self.lse_squared is not None:
+            terms.append(row_results.lse.square() * self.lse_squared)
         return torch.stack(terms).sum(0) if len(terms) > 1 else terms[0]
 
     def add_up(self, row_results: RowResults) -> torch.Tensor:
@@ -156,7 +156,7 @@ def make_factors(
     if token_weights is not None:
         token_weights = token_weights.reshape(-1).to(how.kind)
         counted, weights = counted * token_weights, weights * token_weights
-    main = (1 - smoothing) * weights
+    main = (1 - smoothing) * weights if smoothing else weights
     factors = Factors(
         None if soft else main,
         counted * (smoothing / classes) if smoothing else None,

@@ -143,16 +143,16 @@ def _normalize(some: list[torch.Tensor], dtype: torch.dtype, eps: float) -> torc
 
 def _by_steps(x: torch.Tensor, coefficients: Coefficients) -> torch.Tensor:
     for a, b, c in coefficients:
-        gram = _symmetric(x, x)
-        x = torch.baddbmm(x, _symmetric(gram, gram, gram, c, b), x, beta=a)
+        gram = _symmetric(x)
+        x = torch.baddbmm(x, _symmetric(gram, alpha=c, beta=b), x, beta=a)
     return x
 
 
 def _by_gram(x: torch.Tensor, coefficients: Coefficients) -> torch.Tensor:
     for segment in _segments(coefficients):
-        gram, whole = _symmetric(x, x), None
+        gram, whole = _symmetric(x), None
         for i, (a, b, c) in enumerate(segment):
-            factor = _symmetric(gram, gram, gram, c, b)  # b A + c A A
+            factor = _symmetric(gram, alpha=c, beta=b)  # b A + c A A
             factor.diagonal(dim1=-2, dim2=-1).add_(a)
             whole = factor if whole is None else _symmetric(whole, factor)
             if i + 1 < len(segment):
@@ -181,13 +181,17 @@ def _product(
     return torch.baddbmm(added, x, y, beta=beta, alpha=alpha)
 
 
+# alpha X Y^T + beta X. Without Y, X is both factors: no tensor is given twice, so that alike calls
+# repeat a plan.
 _SYMMETRIC = BareOp(
     "symmetric_product",
-    "(Tensor x, Tensor y, Tensor? added, float alpha, float beta) -> Tensor",
+    "(Tensor x, Tensor? y, float alpha, float beta) -> Tensor",
     lambda x, *_: x.new_empty(len(x), x.shape[1], x.shape[1]),
     backends=(),
     triton="triton_kernels/symmetric.py",
-    reference=lambda x, y, *rest: _product(x, y.mT, *rest),
+    reference=lambda x, y, alpha, beta: _product(
+        x, (x if y is None else y).mT, x if beta else None, alpha, beta
+    ),
     sample=lambda *inputs: [v[:1] if isinstance(v, torch.Tensor) else v for v in inputs],
 )
 
@@ -216,17 +220,14 @@ def _in_blocks(n: int) -> list[tuple[int, int]]:
 
 
 def _symmetric(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    added: torch.Tensor | None = None,
-    alpha: float = 1.0,
-    beta: float = 0.0,
+    x: torch.Tensor, y: torch.Tensor | None = None, *, alpha: float = 1.0, beta: float = 0.0
 ) -> torch.Tensor:
-    """X Y^T, which is symmetric; or alpha X Y + beta times what is added, if Y is symmetric."""
+    """alpha X Y^T + beta X, which is symmetric; without Y, X is both factors."""
     n = x.shape[-2]
     if _fits_tiles(x):
-        return _SYMMETRIC.run(x, y, added, alpha, beta)  # type: ignore[no-any-return]
-    y = y.mT if added is None else y
+        return _SYMMETRIC.run(x, y, alpha, beta)  # type: ignore[no-any-return]
+    y, added = x if y is None else y, x if beta else None
+    y = y if beta else y.mT  # what is added is symmetric
     if n < _limits(x).blocks_from:
         return _product(x, y, added, alpha, beta)
     result = x.new_empty(len(x), n, n)

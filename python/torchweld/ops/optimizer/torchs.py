@@ -44,8 +44,8 @@ def _serves(task: Task, lists: Sequence[Tensors]) -> bool:
     batch = task.batch
     first = batch.params[0]
     coded = batch.masters or batch.absmaxes or batch.rounding_offsets
-    if first.is_meta:
-        return False  # not all of them have a meta kernel
+    if first.is_meta or task.settings_of_each is not None:
+        return False  # not all of them have a meta kernel, and they take one set of settings
     if coded or task.ratios is not None or task.lr.device.type != "cpu":
         return False
     if is_foreign_to_kernels(first) or {t.dtype for some in lists for t in some} != {first.dtype}:
