@@ -19,6 +19,7 @@ from torchweld.dispatch import choice
 from torchweld.dispatch.alike import PLAIN, is_constant, is_ordinary
 from torchweld.errors import ArgumentError
 from torchweld.fusion.patterns.logits import Logits
+from torchweld.warmup import warmup
 
 # The alike call that is captured: trials have been made by then, and short ways found.
 _CAPTURED_AT = 3
@@ -40,9 +41,8 @@ def keep_graphs(model: _Model, kinds: int = 4) -> _Model:
 
         torchweld.keep_graphs(torchweld.fuse(model))
 
-    Settings that are no parameters or buffers, such as a module's rate of dropout, are those of
-    the capture. `del model.forward` ends it and frees the graphs, and repr(model.forward) lists
-    them.
+    The capture keeps settings that are no parameters or buffers, such as a module's rate of
+    dropout. `del model.forward` ends it and frees the graphs; repr(model.forward) lists them.
 
     Args:
         model: any module, without DistributedDataParallel or FSDP around it.
@@ -160,8 +160,15 @@ def _may_capture(leaves: Sequence[Any]) -> bool:
         and is_ordinary()
         and not torch._C._are_functorch_transforms_active()
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        and not (_DEVICE == "cuda" and torch.cuda.is_current_stream_capturing())
+        and (_DEVICE != "cuda" or _is_gpu_ready(tensors))
     )
+
+
+def _is_gpu_ready(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the tensors are on the current GPU, whose streams a capture takes."""
+    current = torch.cuda.current_device()
+    is_there = all(t.get_device() == current for t in tensors)
+    return is_there and not torch.cuda.is_current_stream_capturing()
 
 
 def _describe(leaf: Any) -> Any:
@@ -294,11 +301,24 @@ def _capture(
         _restored([*model.buffers()]),
         _replaced(model, parameters, proxies),
         _masks_as_before(forward, spec, leaves),
+        warnings.catch_warnings(),
     ):
-        graphed = torch.cuda.make_graphed_callables(
-            run, (*samples, *proxies), allow_unused_input=True
+        # Where warnings are errors this one would end a capture, which is right nevertheless.
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
+        given = (*samples, *proxies)
+        # Not by make_graphed_callables, which keeps the last results of its warm-up, and by them
+        # nodes of the warm-up's stream.
+        warmup(lambda: _run_both_ways(run, given))
+        graphed: Any = torch.cuda.make_graphed_callables(
+            run, given, num_warmup_iters=0, allow_unused_input=True
         )
     return _Graph(graphed, parameters, returned, [])
+
+
+def _run_both_ways(run: Callable[..., Any], given: Sequence[torch.Tensor]) -> None:
+    made = [t for t in run(*given) if t.requires_grad]
+    wanted = [t for t in given if t.requires_grad]
+    torch.autograd.grad(made, wanted, [*map(torch.ones_like, made)], allow_unused=True)
 
 
 def _check(model: torch.nn.Module) -> None:
@@ -333,10 +353,12 @@ def _make_proxy(p: torch.nn.Parameter) -> torch.nn.Parameter:
 
 @contextmanager
 def _replaced(
-    model: torch.nn.Module, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]
+    model: torch.nn.Module,
+    old: Sequence[torch.nn.Parameter],
+    new: Sequence[torch.nn.Parameter],
 ) -> Iterator[None]:
     """Replace a model's parameters. A recomputation in the backward pass reads them, too."""
-    by_id = {id(p): q for p, q in zip(old, new, strict=True)}
+    by_id: dict[int, Any] = {id(p): q for p, q in zip(old, new, strict=True)}
     homes = [module._parameters for module in model.modules()]
     before = [dict(home) for home in homes]
     try:

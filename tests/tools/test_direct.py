@@ -126,7 +126,7 @@ def test_a_gradient_that_needs_the_dispatcher_takes_it() -> None:
 
 
 def test_gradients_that_autograd_batches_are_served() -> None:
-    """As the same gradients one by one; after some calls, none of which takes the dispatcher."""
+    """As the same gradients one by one; after some calls, without the dispatcher."""
     x, row = X.clone().requires_grad_(), ROW.clone().requires_grad_()
     with torchweld.use_backend("cpu"):
         for _ in range(3):

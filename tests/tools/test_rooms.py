@@ -28,7 +28,7 @@ BELOW: dict[str, set[str]] = {
     "ops": {"dispatch", "registry", "random", "sparse", "checks", "errors", "names", "version"},
     "functional": {"ops"},
     "fusion": {"nn", "functional", "ops", "sparse", "dispatch", "table", "errors", "names"},
-    "graphs": {"fusion", "dispatch", "errors"},
+    "graphs": {"fusion", "dispatch", "warmup", "errors"},
     "explanation": {"functional", "dispatch", "registry", "errors"},
     "nn": {"functional", "ops", "sparse", "dispatch", "checks", "errors", "names"},
     "huggingface": {"fusion", "functional", "ops", "sparse", "errors"},
