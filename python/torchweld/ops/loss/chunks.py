@@ -394,12 +394,13 @@ def run_both(
     """
     gemms = _Gemms(layer, plan)
     cut = _cut(layer, target, how, plan.each)
+    queued: Iterator[tuple[_Chunk, torch.Tensor]]
     queued = ((chunk, gemms.compute_logits(chunk.x)) for chunk in cut)
-    first = list(itertools.islice(queued, 1))
+    queued = itertools.chain(list(itertools.islice(queued, 1)), queued)
     coefficients, grad_picked = make_coefficients()
     made = _make_results(layer, target, how, False)
     grad_input = torch.zeros_like(layer.input) if plan.needs.input else None
-    for chunk, logits in itertools.chain(first, queued):
+    for chunk, logits in queued:
         parts = (coefficients[chunk.at], grad_picked[chunk.at], *chunk.how[1:6])
         _keep(made, chunk.at, plan.kernel(logits, chunk.target, *parts, smooth, False))
         _take_gradients(gemms, chunk, logits, grad_input)
