@@ -67,10 +67,10 @@ def _add_chunks(
         _add_up(grad_bias_ptr, bias_partials_ptr, chunks, column, width, CHUNKS, BLOCK)
 
 
-def chunks_of(row_tiles: int, column_tiles: int, device: torch.device) -> int:
-    """The number of chunks for programs of one tile of columns, four on a multiprocessor."""
-    # Several waves of programs, since a single wave would seldom fill the GPU.
-    return max(1, min(16 * processors(device) // max(column_tiles, 1), row_tiles))
+def chunks_of(row_tiles: int, column_tiles: int, device: torch.device, programs: int = 16) -> int:
+    """The number of chunks for so many programs of one tile of columns on a multiprocessor."""
+    # By default several waves of programs, since a single wave would seldom fill the GPU.
+    return max(1, min(programs * processors(device) // max(column_tiles, 1), row_tiles))
 
 
 def partials_of(

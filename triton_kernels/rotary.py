@@ -395,7 +395,7 @@ def _differentiate_launches(call: _Call, streams: Streams, plus_one: bool) -> It
     gradients = [stream[-1] for stream in streams]
     wanted = any(gradient is not None for gradient in gradients)
     if wanted:
-        tiles = [chunks_of(max(tiles), 4, streams[0][0].device)] * 2
+        tiles = [chunks_of(max(tiles), 1, streams[0][0].device, 4)] * 2
         if streams[1][0] is None:
             tiles[1] = 0
     width = call.layout[-1]
