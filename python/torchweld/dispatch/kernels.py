@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.compiler import is_compiling
@@ -101,7 +102,8 @@ class Kernel:
         return forward, [], range(len(inputs)), places if self._results > 1 else ["r"]
 
 
-class Casting(NamedTuple):
+@dataclass(frozen=True)
+class Casting:
     """A kernel under autocast, whose floating-point tensors become this dtype."""
 
     kernel: Kernel

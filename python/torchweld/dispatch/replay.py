@@ -206,8 +206,8 @@ class _Recorder(TorchDispatchMode):
             return _Step(start, False, arguments, places, described, seed_at)
         rest = launch.kernel.arg_names[len(arguments) :]
         arguments += [options[name] for name in rest]
-        again = self._repeat(compiled, launch.grid, device)
-        return _Step(*again, arguments, places, described, seed_at)
+        start, by_address = self._repeat(compiled, launch.grid, device)
+        return _Step(start, by_address, arguments, places, described, seed_at)
 
 
 def _start_again(start: Any, launch: Any, options: dict[str, Any], *arguments: Any) -> None:
