@@ -58,7 +58,7 @@ def test_a_result_that_is_absent_is_right() -> None:
     assert 0 in {value.numel() for value in found.values()}
     assert judge.find_fault(found) is None
     name, y = next((name, value) for name, value in found.items() if value.numel())
-    assert judge.find_fault(found | {name: y + 1}) is not None
+    assert judge.find_fault({**found, name: y + 1}) is not None
 
 
 @pytest.mark.targets(composites=True)

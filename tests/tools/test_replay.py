@@ -193,6 +193,35 @@ def test_tensors_that_were_one_may_differ(plans: list[Any]) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("first", [False, True])
+def test_a_negative_view_has_no_plan(first: bool, plans: list[Any]) -> None:
+    """Its memory holds other numbers, which the dispatcher would negate; also as a gradient."""
+    op = OPS["layer_norm"]
+    for number in range(6):
+        x, size, *parameters = _norm()
+        is_lazy = (number % 2 == 0) is first
+        inputs = [torch._neg_view(x) if is_lazy else -x, size, *parameters]
+        y, *statistics = _forward(op, inputs)
+        wanted = run(op, [-x, size, *parameters])["y"]
+        torch.testing.assert_close(y, wanted, rtol=0, atol=0)
+        grad = torch.randn_like(y)
+        given = [
+            torch._neg_view(grad) if is_lazy else -grad,
+            -x,
+            *inputs[1:],
+            *statistics,
+            True,
+            True,
+        ]
+        found = op.kernels["triton"].steps.backward(*given)
+        given[0] = -grad
+        expected = op.kernels["triton"].backward(*given)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert len(plans) == 4
+
+
+@kernels
 def test_parts_of_a_tensor_have_a_plan(plans: list[Any]) -> None:
     """As the queries, keys and values of a projection, whose plan serves other calls, too."""
     both = torch.randn(4, 64, device=DEVICE)

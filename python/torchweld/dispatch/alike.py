@@ -62,6 +62,11 @@ def is_plain(t: torch.Tensor) -> bool:
     )
 
 
+def is_lazy(value: Any) -> bool:
+    """Whether the dispatcher first computes a tensor's numbers: -x, or zeros without memory."""
+    return isinstance(value, torch.Tensor) and (value.is_neg() or value._is_zerotensor())
+
+
 def make_guards(tensors: Sequence[torch.Tensor]) -> IsLike | None:
     """A function that compares tensors with these, or None on a torch without guards.
 

@@ -17,6 +17,7 @@ from torchweld.dispatch.choice import choose
 from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.question import Question, Results
 from torchweld.dispatch.library import define_overload, make_step
+from torchweld.dispatch.replay import Planned
 from torchweld.registry import BACKENDS, EAGER
 from torchweld.registry.constant import assume_constant_result
 
@@ -132,6 +133,8 @@ class BareOp:
 def planned(overload: Any) -> Callable[..., Any]:
     """The overload, whose alike calls repeat a plan if it is Triton's; compiled graphs call it."""
     step = make_step(overload)
+    if not isinstance(step, Planned):
+        return overload  # type: ignore[no-any-return]
     return lambda *inputs: (overload if is_compiling() else step)(*inputs)
 
 

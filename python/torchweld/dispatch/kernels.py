@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.compiler import is_compiling
 
+from torchweld.dispatch.alike import is_lazy
 from torchweld.dispatch.autograd import (
     Ready,
     as_tuple,
@@ -87,7 +89,7 @@ class Kernel:
         It is a function, what it takes first, the positions of the inputs that it takes then, and
         where the public results are in `r`, all that it returns.
         """
-        forward, backward = self.steps[:2] if any(map(_is_lazy, inputs)) else self._direct
+        forward, backward = self.steps[:2] if any(map(is_lazy, inputs)) else self._direct
         if wants_gradient(*inputs):
             places = [f"r[{at}]" for at in range(len(self._public_at))]
             ready = make_ready(self._op, Ready(forward, backward), inputs)
@@ -101,7 +103,8 @@ class Kernel:
         return forward, [], range(len(inputs)), places if self._results > 1 else ["r"]
 
 
-class Casting(NamedTuple):
+@dataclass(frozen=True)
+class Casting:
     """A kernel under autocast, whose floating-point tensors become this dtype."""
 
     kernel: Kernel
@@ -125,11 +128,6 @@ class Casting(NamedTuple):
 
     def _cast_like(self, x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x, dtype=self.dtype, device="meta").requires_grad_(x.requires_grad)
-
-
-def _is_lazy(value: Any) -> bool:
-    """Whether the dispatcher first computes a tensor's numbers: -x, or zeros without memory."""
-    return isinstance(value, torch.Tensor) and (value.is_neg() or value._is_zerotensor())
 
 
 def _fake_forward(op: Op) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from torchweld.dispatch.alike import IsLike, guards, make_comparison
+from torchweld.dispatch.alike import IsLike, guards, is_lazy, make_comparison
 
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
@@ -206,8 +206,8 @@ class _Recorder(TorchDispatchMode):
             return _Step(start, False, arguments, places, described, seed_at)
         rest = launch.kernel.arg_names[len(arguments) :]
         arguments += [options[name] for name in rest]
-        again = self._repeat(compiled, launch.grid, device)
-        return _Step(*again, arguments, places, described, seed_at)
+        start, by_address = self._repeat(compiled, launch.grid, device)
+        return _Step(start, by_address, arguments, places, described, seed_at)
 
 
 def _start_again(start: Any, launch: Any, options: dict[str, Any], *arguments: Any) -> None:
@@ -286,7 +286,8 @@ class Planned:
         else:
             function = self._find()
             launching = getattr(function, "launching", None)
-            found = launching and make_comparison(inputs, aligned=True)
+            is_fit = launching and not any(map(is_lazy, inputs))
+            found = is_fit and make_comparison(inputs, aligned=True)
             if found and len(plans) < _ALIKE:
                 if len(self._plans) >= _SIZES:
                     self._plans.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,17 +66,18 @@ def plan_in_two_steps(
         return None
     needs_z = gemm.wants_gradient(x, weight, bias if in_gemm else None)
     z = x.new_empty(0, dtype=dtype).requires_grad_(needs_z)
-    run_act = plan_act(BIAS_ACT, backend, z, None if in_gemm else bias, *kind)
+    function, first, how = plan_act(BIAS_ACT, backend, z, None if in_gemm else bias, *kind)
     if in_gemm:
-        return lambda x, weight, bias, *_: run_act(linear(x, weight, bias), None)
-    return lambda x, weight, bias, *_: run_act(linear(x, weight), bias)
+        return lambda x, weight, bias, *_: function(*first, linear(x, weight, bias), None, *how)
+    return lambda x, weight, bias, *_: function(*first, linear(x, weight), bias, *how)
 
 
-def plan_act(op: Op, backend: str, z: Any, other: Any, *kind: str) -> Callable[..., torch.Tensor]:
-    """A function of the two tensors that does what `op` does for tensors like them."""
+def plan_act(
+    op: Op, backend: str, z: Any, other: Any, *kind: str
+) -> tuple[Callable[..., torch.Tensor], list[Any], Sequence[str]]:
+    """What does what `op` does for two tensors like these, and its arguments before and after."""
     function, first, taken_at, _ = op.kernels[backend].make_ready((z, other, *kind))
-    kind = kind if 2 in taken_at else ()
-    return lambda z, other: function(*first, z, other, *kind)  # type: ignore[no-any-return]
+    return function, first, kind if 2 in taken_at else ()
 
 
 def run_gemm(

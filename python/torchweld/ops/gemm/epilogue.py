@@ -113,7 +113,8 @@ def plan(
         return None
     arguments = (x, weight, bias, activation, approximate)
     if backend == "triton" and (tile := choose_tile_for(*arguments)) is not None:
-        return lambda x, weight, bias, *_: _in_one_kernel(x, weight, bias, *kind, tile)
+        how = (activation, approximate, tile)
+        return lambda x, weight, bias, *_: _in_one_kernel(x, weight, bias, *how)
     return layers.plan_in_two_steps(backend, *arguments)
 
 

@@ -68,8 +68,8 @@ def plan(
         x.new_empty(0, dtype=gemm.find_dtype(x)).requires_grad_(gemm.wants_gradient(x, weight))
         for weight in (gate_weight, up_weight)
     )
-    run_act = layers.plan_act(activations.GATED_ACT, backend, gate, up, *how)
-    return lambda x, gate_weight, up_weight: run_act(linear(x, gate_weight), linear(x, up_weight))
+    function, first, rest = layers.plan_act(activations.GATED_ACT, backend, gate, up, *how)
+    return lambda x, gate, up: function(*first, linear(x, gate), linear(x, up), *rest)
 
 
 def _run_in_steps(

@@ -166,7 +166,8 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     pass reads and writes each element only once. It transposes grad or, if they have fewer
     elements, x and the result.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():  # the graph must be torch's ops
+    # On a GPU torch transposes; a graph must be of torch's ops.
+    if grad.is_cuda or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return grad.t() @ x
     (rows, out), inner = grad.shape, x.shape[1]
     of_grad, of_the_others = rows * out, (rows + out) * inner

@@ -78,8 +78,9 @@ def _both(*inputs: Any) -> tuple[torch.Tensor, ...]:
     layer, target, how, rest = _split(inputs[:-3])
     kernel = rows.BOTH_IN_PLACE.find(layer.input)
     plan = chunks.make_plan(layer, Needs(*inputs[-3:]), kernel)
-    coefficients, smooth = (rest[0], rest[1]), rest[2]
-    made, gradients = chunks.run_both(plan, layer, target, how, lambda: coefficients, smooth)
+    coefficients, grad_picked, smooth = rest
+    given = (coefficients, grad_picked)
+    made, gradients = chunks.run_both(plan, layer, target, how, lambda: given, smooth)
     return (*made, *_present(layer, gradients))
 
 

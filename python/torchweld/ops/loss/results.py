@@ -54,6 +54,11 @@ def find(
     )
 
 
+def _add_targets(x: torch.Tensor) -> torch.Tensor:
+    """The sum over the targets of each row: without a launch if there is one."""
+    return x.squeeze(1) if x.shape[1] == 1 else x.sum(1)
+
+
 def _entropy(statistics: torch.Tensor) -> torch.Tensor:
     total = statistics[:, rows.SUM]
     return total.log() - statistics[:, rows.ENTROPY_SUM] / total
@@ -79,7 +84,7 @@ def make_coefficients(
         grad_picked = target.new_zeros(target.shape, dtype=how.kind)
     else:
         grad_picked = torch.where(target == -1, 0.0, of_log_p)
-        on_p = on_p - grad_picked.sum(1)
+        on_p = on_p - _add_targets(grad_picked)
     if of_lse is not None:
         on_p = on_p + of_lse
     if of_entropy is not None and statistics is not None:
@@ -119,7 +124,7 @@ class Factors(NamedTuple):
         """The loss of each row."""
         terms = []
         if self.target is not None:
-            terms.append(-row_results.log_probabilities.sum(1) * self.target)
+            terms.append(-_add_targets(row_results.log_probabilities) * self.target)
         if self.smooth is not None:
             terms.append(row_results.smooth * self.smooth)
         if self.soft is not None:
