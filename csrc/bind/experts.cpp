@@ -9,6 +9,9 @@
 
 #include "bind/act.h"
 
+// MKL's, in torch's own builds for x86. It returns what it was, and 0 is the default.
+extern "C" int MKL_Set_Num_Threads_Local(int) __attribute__((weak, visibility("default")));
+
 TW_KERNEL(experts_act_forward, ExpertsAct);
 TW_KERNEL(experts_act_backward, ExpertsAct);
 TW_KERNEL(experts_sum, ExpertsSum);
@@ -66,6 +69,19 @@ View of_expert(const Tensor& t, int64_t expert, const Shape& bounds) {
   view.data += expert * t.stride(0) * item;
   return view;
 }
+
+// MKL adds in another order where it could take several threads, even if it takes one, as in a
+// parallel region: on AVX-512, with more than some 700 terms.
+class OneThread {
+ public:
+  OneThread() : before(MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0) {}
+  ~OneThread() {
+    if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before);
+  }
+
+ private:
+  const int before;
+};
 
 struct Block {
   View out, left, right;
@@ -165,6 +181,7 @@ void multiply(Tensor out, Tensor left, Tensor right, OptionalTensor bias, Shape 
   // may add in another order.
   const int64_t range = std::max<int64_t>(blocks.size(), 2);
   torch::stable::parallel_for(0, range, 1, [&](int64_t, int64_t) {
+    const OneThread here;
     for (int64_t at = next++; at < (int64_t)blocks.size(); at = next++) {
       try {
         multiply_block(blocks[at], left, right.scalar_type(), out.scalar_type(), bias, add);
