@@ -118,15 +118,16 @@ def _make_calls(function: Call, leaves: list[torch.Tensor]) -> dict[str, Callabl
 
 
 # The largest ratios to torch's time on CPU kernels, in the order of the calls: a quarter above what
-# docs/performance.md reports. torch has one C++ node where the ratio is above 1.
+# docs/performance.md reports of an EPYC or, where it is slower, of a Xeon. torch has one C++ node
+# where the ratio is above 1.
 GATES: dict[str, tuple[float, ...]] = {
-    "layer_norm": (1.85, 3.0, 1.8, 2.6),
+    "layer_norm": (2.15, 3.0, 1.95, 2.6),
     "rms_norm": (1.0, 1.0, 1.0, 1.0),
     "softmax_dropout": (1.0, 1.2, 1.2, 1.2),
     "bias_act": (1.4, 2.5, 1.4, 1.75),
     "gated_act": (1.0, 1.0, 1.0, 1.0),
     "bias_dropout_add": (1.0, 1.35, 1.25, 1.4),
-    "dropout_add_layer_norm": (1.0, 1.35, 1.35, 1.5),
+    "dropout_add_layer_norm": (1.05, 1.45, 1.5, 1.55),
     "dropout_add_rms_norm": (1.0, 1.0, 1.0, 1.0),
 }
 # Without a choice by name a small call of these is torch's op. Losses make no chain.
