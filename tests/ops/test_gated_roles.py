@@ -126,7 +126,7 @@ def test_alike_calls_repeat_a_plan(started: list[str], monkeypatch: pytest.Monke
 def test_a_check_has_the_autocast_and_gradients_of_the_call(
     started: list[str], trials: Trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of float32 under autocast a kernel of 16 bits is checked, with all that it saves."""
+    """Under autocast a call with float32 tensors checks the 16-bit kernel and all that it saves."""
     kernel = epilogue._kernel
     for rows, is_wrong in ((24, False), (80, True)):
         x, weight, _, _ = (t.detach().float().requires_grad_() for t in _arguments(rows, 64, 72))

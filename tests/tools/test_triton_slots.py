@@ -37,7 +37,7 @@ MOST = {
     ("bias_dropout_add._backward", "bias_dropout_add bfloat16 4096 0.1"): 20.3,
     ("rotary._rotate", "rotary bfloat16 128 of 128, halves"): 17.7,
     ("rotary._rotate", "rotary bfloat16 128 of 128, halves, norm"): 23.8,
-    # 29.3 with 154 registers, of which only three programs fit a processor: 70% of a copy for 79%.
+    # 29.3 with 154 registers, but then only three programs fit a processor: 70% of a copy, not 79%.
     ("rotary._differentiate", "rotary bfloat16 128 of 128, halves, norm"): 31.3,
 }
 
