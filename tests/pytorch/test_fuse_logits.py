@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,35 +14,8 @@ from torch.nn.functional import cross_entropy, kl_div
 from torch.nn.parallel import DistributedDataParallel
 
 import torchweld
+from model_with_head import WORDS, LanguageModel, Output
 from torchweld import functional, optim
-
-WORDS = 53
-
-
-@dataclass
-class Output:
-    """As transformers' models return it."""
-
-    loss: Any
-    logits: Any
-
-
-class LanguageModel(nn.Module):
-    """As in transformers: the forward calls a head, and CrossEntropyLoss of its result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(vocab_size=WORDS)
-        self.body, self.lm_head = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
-
-    def forward(self, input_ids: Any, labels: Any = None, return_dict: bool = True) -> Any:
-        hidden = self.body(input_ids)
-        logits = self.lm_head(getattr(hidden, "last_hidden_state", hidden))
-        loss = None
-        if labels is not None:
-            loss_function = nn.CrossEntropyLoss()
-            loss = loss_function(logits.view(-1, self.config.vocab_size), labels.view(-1))
-        return Output(loss=loss, logits=logits)
 
 
 def _causal_loss(

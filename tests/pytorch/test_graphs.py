@@ -11,7 +11,7 @@ import io
 import pickle
 import sys
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torchweld
 from fake_graphs import FakeGraphs
+from model_with_head import WORDS, LanguageModel
 from selection import GPU
 from torchweld import graphs
 from torchweld.errors import ArgumentError
@@ -400,31 +401,6 @@ def test_a_second_call_starts_again(make: Any, device: str) -> None:
     assert kept.forward.before is None
 
 
-class Output(NamedTuple):
-    """As a language model returns it."""
-
-    loss: Any
-    logits: Any
-
-
-class LanguageModel(nn.Module):
-    """As in transformers: the forward calls a head, and a loss of its result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(vocab_size=53)
-        self.body, self.lm_head = nn.Embedding(53, 16), nn.Linear(16, 53)
-
-    def forward(self, input_ids: Any, labels: Any = None, return_dict: bool = True) -> Any:
-        hidden = self.body(input_ids)
-        logits = self.lm_head(getattr(hidden, "last_hidden_state", hidden))
-        loss = None
-        if labels is not None:
-            loss_function = nn.CrossEntropyLoss()
-            loss = loss_function(logits.view(-1, self.config.vocab_size), labels.view(-1))
-        return Output(loss=loss, logits=logits)
-
-
 def test_logits_stay_lazy(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fused language model's logits equal the plain model's, and pass gradients on."""
     torch.manual_seed(0)
@@ -445,7 +421,7 @@ def test_logits_stay_lazy(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert forward.kinds[0].graph is not None
 
 
-IDS = torch.randint(0, 53, (7, 2, 5), generator=torch.Generator().manual_seed(2))
+IDS = torch.randint(0, WORDS, (7, 2, 5), generator=torch.Generator().manual_seed(2))
 
 
 def test_masks_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
