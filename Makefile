@@ -38,7 +38,7 @@ KERNELS := contract/test_{bad_input,gradients}.py,tools/test_replay.py::test_sam
 # Those that depend on torch's version, and one of each kind of the tests of several processes.
 OF_TORCH := pytorch,contract/test_{acceptance,bad_input,declaration,gradients,oracle,random}.py,$\
   ops/test_{batch_norm,choice,experts,linear_act_roles,losses_of_torch,losses_recorded,residual,route,seams}.py,$\
-  optim/test_optim{,_arguments,_checkpoints,_conformance,_gradients,_habits}.py,tools/test_{imitated_gluon,native,triton_aot}.py
+  optim/test_optim{,_arguments,_checkpoints,_conformance,_gradients,_habits}.py,tools/test_{native,triton_aot}.py
 OF_EACH_KIND := distributed/test_{experts_distributed,fuse_distributed,plan,shards,stack}.py
 
 say = @printf '\033[1m== %s\033[0m\n' "$(1)"

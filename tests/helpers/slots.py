@@ -25,30 +25,32 @@ import resources
 _STARTED = 132 * 128 * 1.98e9
 _COPIED = 4.2e12
 
-# Kernel, case, and the bytes that an element moves.
+# Kernel, case, the bytes that an element moves, and the most slots. A change that needs more says
+# why, here.
 CASES = (
-    ("act._bias_act", "gelu bfloat16 4096", 4),
-    ("act._bias_act_backward", "gelu bfloat16 4096", 6),
-    ("act._bias_act", "gelu_tanh bfloat16 4096", 4),
-    ("act._bias_act_backward", "gelu_tanh bfloat16 4096", 6),
-    ("act._bias_act", "silu bfloat16 4096", 4),
-    ("act._bias_act_backward", "silu bfloat16 4096", 6),
-    ("act._gated_act", "gelu bfloat16 4096", 6),
-    ("act._gated_act_backward", "gelu bfloat16 4096", 10),
-    ("act._gated_act", "silu bfloat16 4096", 6),
-    ("act._gated_act_backward", "silu bfloat16 4096", 10),
-    ("batch_norm._normalize_act", "gelu bfloat16 4096", 4),
-    ("batch_norm._normalize_act_backward", "gelu bfloat16 4096", 6),
-    ("batch_norm._column_statistics", "gelu bfloat16 4096", 2),
-    ("softmax._forward", "softmax bfloat16 8192 None 0.0", 4),
-    ("softmax._backward", "softmax bfloat16 8192 None 0.0", 6),
-    ("softmax._forward", "softmax bfloat16 8192 None 0.1", 4),
-    ("softmax._backward", "softmax bfloat16 8192 None 0.1", 6),
-    ("bias_dropout_add._forward", "bias_dropout_add bfloat16 4096 0.1", 6),
-    ("bias_dropout_add._backward", "bias_dropout_add bfloat16 4096 0.1", 4),
-    ("rotary._rotate", "rotary bfloat16 128 of 128, halves", 4),
-    ("rotary._rotate", "rotary bfloat16 128 of 128, halves, norm", 4),
-    ("rotary._differentiate", "rotary bfloat16 128 of 128, halves, norm", 6),
+    ("act._bias_act", "gelu bfloat16 4096", 4, 26.6),
+    ("act._bias_act_backward", "gelu bfloat16 4096", 6, 30.8),
+    ("act._bias_act", "gelu_tanh bfloat16 4096", 4, 17.4),
+    ("act._bias_act_backward", "gelu_tanh bfloat16 4096", 6, 25.5),
+    ("act._bias_act", "silu bfloat16 4096", 4, 15.4),
+    ("act._bias_act_backward", "silu bfloat16 4096", 6, 20.6),
+    ("act._gated_act", "gelu bfloat16 4096", 6, 27.2),
+    ("act._gated_act_backward", "gelu bfloat16 4096", 10, 35.6),
+    ("act._gated_act", "silu bfloat16 4096", 6, 16.6),
+    ("act._gated_act_backward", "silu bfloat16 4096", 10, 25.8),
+    ("batch_norm._normalize_act", "gelu bfloat16 4096", 4, 24.8),
+    ("batch_norm._normalize_act_backward", "gelu bfloat16 4096", 6, 36.4),
+    ("batch_norm._column_statistics", "gelu bfloat16 4096", 2, 8.9),
+    ("softmax._forward", "softmax bfloat16 8192 None 0.0", 4, 21.1),
+    ("softmax._backward", "softmax bfloat16 8192 None 0.0", 6, 20.1),
+    ("softmax._forward", "softmax bfloat16 8192 None 0.1", 4, 33.8),
+    ("softmax._backward", "softmax bfloat16 8192 None 0.1", 6, 38.8),
+    ("bias_dropout_add._forward", "bias_dropout_add bfloat16 4096 0.1", 6, 27.8),
+    ("bias_dropout_add._backward", "bias_dropout_add bfloat16 4096 0.1", 4, 20.3),
+    ("rotary._rotate", "rotary bfloat16 128 of 128, halves", 4, 17.7),
+    ("rotary._rotate", "rotary bfloat16 128 of 128, halves, norm", 4, 23.8),
+    # 29.3 with 154 registers, but then only three programs fit a processor: 70% of a copy, not 79%.
+    ("rotary._differentiate", "rotary bfloat16 128 of 128, halves, norm", 6, 31.3),
 )
 
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+) +)?([A-Z][A-Z0-9_.]*)(.*?);")

@@ -18,12 +18,15 @@ WIDTH, STEPS, BROKEN = 64, 8, 3
 
 @pytest.mark.targets(composites=True)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_op_under_autocast(op: Op, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("backend", "rows"), [("cpu", 128), (None, 4)], ids=["cpu", "few"])
+def test_every_op_under_autocast(
+    op: Op, backend: str | None, rows: int, dtype: torch.dtype
+) -> None:
     """From float32 inputs: eager's dtypes of results and gradients, and no larger error."""
-    inputs = materialize(op.sized((128,), (96,)), torch.float32)
+    inputs = materialize(op.sized((rows,), (96,)), torch.float32)
     truth = exact(op, inputs)
     with torch.autocast("cpu", dtype):
-        with torchweld.use_backend("cpu"):
+        with torchweld.use_backend(backend):
             ours = run(op, inputs)
         eager = run(op, inputs, op.reference)
     for name, value in eager.items():
@@ -31,7 +34,8 @@ def test_every_op_under_autocast(op: Op, dtype: torch.dtype) -> None:
         error, theirs = ((v.double() - truth[name]).square().mean() for v in (ours[name], value))
         # Where eager happens to be exact to float32, so are we: its unit roundoff, of the largest.
         floor = (truth[name].abs().max() * 2**-24 * 8) ** 2
-        assert error <= max(1.1**2 * theirs, floor), name
+        # A few rows pool too few errors.
+        assert rows < 128 or error <= max(1.1**2 * theirs, floor), name
 
 
 class _Block(nn.Module):

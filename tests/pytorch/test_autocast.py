@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,38 +56,6 @@ def test_dtypes_are_those_of_torchs_modules(
             assert stream.dtype is z.dtype
             for dtype in (BF16, F32):
                 assert ours(x, added, *parameters, y_dtype=dtype).dtype is dtype  # type: ignore[operator]
-
-
-def _modules() -> dict[str, tuple[Callable[..., Any], Callable[..., Any], int]]:
-    """Our modules, torch's, and their numbers of inputs."""
-    nn, ours = torch.nn, torchweld.nn
-    return {
-        "softmax": (ours.SoftmaxDropout(), nn.Softmax(-1), 1),
-        "layer_norm": (ours.LayerNorm(64), nn.LayerNorm(64), 1),
-        "rms_norm": (ours.RMSNorm(64), nn.RMSNorm(64), 1),
-        "gelu": (ours.GELU(), nn.GELU(), 1),
-        "tanh": (ours.Tanh(), nn.Tanh(), 1),
-        "linear": (ours.LinearAct(64, 32), nn.Sequential(nn.Linear(64, 32), nn.GELU()), 1),
-        "mlp": (ours.MLP(64, 128), nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)), 1),
-        "add": (lambda x, y: ours.BiasDropoutAdd()(x, None, y), lambda x, y: x + y, 2),
-        "gated": (functional.gated_act, lambda x, y: nn.functional.silu(x) * y, 2),
-        "batch_norm": (
-            ours.LinearBatchNormAct(64, 32),
-            nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.GELU()),
-            1,
-        ),
-    }
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("backend", [None, "cpu"])
-@pytest.mark.parametrize("name", _modules())
-def test_every_modules_dtype_is_torchs(name: str, backend: str | None, dtype: torch.dtype) -> None:
-    """Results on the CPU; test_torch.py has the ops on CUDA."""
-    ours, theirs, inputs = _modules()[name]
-    given = [torch.randn(4, 64, dtype=dtype) for _ in range(inputs)]
-    with _autocast("cpu"), torchweld.use_backend(backend):
-        assert ours(*given).dtype is theirs(*given).dtype
 
 
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
