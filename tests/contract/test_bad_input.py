@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -397,122 +398,97 @@ def test_errors_are_what_torchs_callers_catch() -> None:
             functional.layer_norm(X, [7])
 
 
-def test_kernels_refuse_by_themselves() -> None:
+ROWS, OUTSIDE = torch.ones(4), {4: 0.5, 6: SEED, 7: [4, 9], 8: [0, 0]}
+# Arguments that the bindings accept.
+BINDINGS: dict[str, tuple[Any, ...]] = {
+    "layer_norm": (X, [8], None, None, 1e-5),
+    "layer_norm_backward": (X, X, [8], W, W, 1e-5, ROWS, ROWS, True, True),
+    "rms_norm": (X, [8], None, 1e-5),
+    "rms_norm_backward": (X, X, [8], W, 1e-5, ROWS, True),
+    "bias_act": (X, W, "gelu", "none"),
+    "bias_act_backward": (X, X, W, "gelu", "none", True),
+    "gated_act": (X, X, "silu", "none"),
+    "gated_act_backward": (X, X, X, "silu", "none"),
+    "normalize_act": (X, W, W, None, None, 1e-5, "gelu", "none"),
+    "normalize_act_backward": (X, X, W, W, W, W, 1e-5, "gelu", "none", True, True, True),
+    "batch_norm_act_grad_x": (X, X, W, W, W, W, W, W, 1e-5, "gelu", "none"),
+    "column_statistics": (X,),
+    "softmax_dropout": (X, None, 1.0, False, 0.0, None, [], []),
+    "softmax_dropout_backward": (X, X, None, None, None, 1.0, False, 0.0, None, [], []),
+    "bias_dropout_add": (X, W, X, 0.0, None, [], []),
+    "bias_dropout_add_backward": (X, W, 0.0, None, [], [], F32, True, True),
+    "dropout_add_rms_norm": (X, X, [8], W, 0.0, 1e-5, None, [], [], False),
+    "dropout_add_rms_norm_backward": (
+        *(X, None, X, [8], W, 0.0, 1e-5, None, [], [], ROWS, F32),
+        *(True, True, True),
+    ),
+    "quantize_8bit": (ABSMAX, True),
+    "dequantize_8bit": (CODES, ABSMAX, True, F32),
+    "quantize_one_bit": (FLAT, None, FLAT.clone(), 24),
+    "average_one_bit": (BITS.view(1, 3), SCALE.view(1, 1), None, FLAT.clone(), 20, 24),
+    "dequantize_one_bit": (BITS, SCALE, [20], 24, F32),
+}
+# What the cases of some backends change, by place.
+UNBOUND: dict[str, list[dict[int, Any]]] = {
+    "layer_norm.cpu": [
+        *({1: [7]}, {1: []}, {2: W[:7]}, {2: W.double()}, {4: -1.0}, {0: X.int()}),
+    ],
+    "layer_norm.triton": [{1: [7]}, {2: W[:7]}, {0: X.half(), 2: W, 3: W.half()}, {4: -1.0}],
+    "layer_norm_backward.cpu": [{6: torch.ones(5)}],
+    "rms_norm.cpu": [{1: [4, 8, 1]}],
+    "rms_norm_backward.cpu": [{5: ROWS[:3]}, {0: X.double()}, {0: X[:, :7]}],
+    "rms_norm_backward.triton": [{5: ROWS[:3]}, {0: X[:3]}],
+    "bias_act.cpu": [{1: W[:7]}, {3: "sinh"}, {2: "relu", 3: "tanh"}, {0: X[0, 0], 1: None}],
+    "bias_act.triton": [{1: W[:7]}],
+    "bias_act_backward.cpu,triton": [{0: X[:3]}],
+    "gated_act.cpu,triton": [{1: X[:, :7]}],
+    "gated_act_backward.cpu,triton": [{2: X.half()}],
+    "normalize_act.cpu": [{1: W[:7]}, {3: W[:7]}, {2: W.half()}, {5: -1.0}],
+    "normalize_act.triton": [{1: W[:7]}],
+    "normalize_act_backward.cpu": [{0: X[:3]}],
+    "batch_norm_act_grad_x.cpu,triton": [{6: W[:7]}],
+    "column_statistics.cpu": [{0: X[0, 0]}, {0: X.int()}],
+    "softmax_dropout.cpu": [
+        *({1: W[:7]}, {1: W.half()}, {4: 0.5}, {4: 1.5, 5: SEED}, {4: 0.5, 5: SEED.int()}),
+        *({4: 0.5, 5: SEED, 6: [4, 8]}, {4: 0.5, 5: SEED, 6: [4, 9], 7: [0, 0]}),
+        {3: True, 6: [3, 8], 7: [0, 0]},
+    ],
+    "softmax_dropout.triton": [{4: 0.5, 5: SEED.int()}],
+    "softmax_dropout_backward.cpu": [
+        *({1: None}, {1: X[:3]}, {1: None, 2: X, 7: 0.5, 8: SEED}),
+        {1: None, 2: X, 3: W, 7: 0.5, 8: SEED},
+    ],
+    "bias_dropout_add.cpu": [
+        *({1: W[:1]}, {2: X[:1]}, {2: X.half()}, {0: X[0, 0], 1: None, 2: X[0, 0]}, {3: 0.5}),
+    ],
+    "bias_dropout_add.triton": [
+        *({2: X.half()}, {3: 0.5}, {3: 0.5, 4: SEED.int()}),
+        {3: 0.5, 4: SEED, 5: [4, 9], 6: [0, 2]},
+    ],
+    "bias_dropout_add_backward.cpu": [{1: W[:7]}, {0: X.half()}, {6: torch.int32}],
+    "dropout_add_rms_norm.cpu": [{1: X[0]}, {1: X.half()}, OUTSIDE, {2: [7]}, {5: -1.0}],
+    "dropout_add_rms_norm.triton": [{1: X[0]}, OUTSIDE, {2: [], 3: None}],
+    "dropout_add_rms_norm_backward.cpu,triton": [
+        *({0: X[:3]}, {10: ROWS[:3]}, {0: X.half(), 2: X.half()}),
+    ],
+    "quantize_8bit.cpu": [{0: CODES}, {0: ABSMAX.double()}],
+    "dequantize_8bit.cpu": [{1: ABSMAX[:1]}, {0: ABSMAX}, {3: torch.int32}, {3: F64}],
+    "quantize_one_bit.cpu": [{2: FLAT[1:].clone()}, {3: 12}, {0: FLAT.double()}],
+    "average_one_bit.cpu": [{0: BITS, 1: SCALE}],
+    "dequantize_one_bit.cpu": [{2: [30], 3: 32}],
+}
+
+
+@pytest.mark.parametrize("name", UNBOUND)
+def test_kernels_refuse_by_themselves(name: str) -> None:
     """The bindings raise without Python's checks, so bad input never reaches a kernel."""
-    ops = torch.ops.torchweld
-    statistics, softmax_grads = torch.ones(4), ops.softmax_dropout_backward.cpu
-    given_grads = ops.normalize_act_backward.cpu
-    add_grads = ops.bias_dropout_add_backward.cpu
-
-    def norm_grads(
-        z: torch.Tensor,
-        rstd: torch.Tensor,
-        grad: torch.Tensor,
-        dtype: torch.dtype = F32,
-        backend: str = "cpu",
-    ) -> Any:
-        needs = (True, True, True)
-        return getattr(ops.dropout_add_rms_norm_backward, backend)(
-            grad, None, z, [8], W, 0.0, 1e-5, None, [], [], rstd, dtype, *needs
-        )
-
-    bad = [
-        lambda: ops.layer_norm.cpu(X, [7], None, None, 1e-5),
-        lambda: ops.layer_norm.cpu(X, [], None, None, 1e-5),
-        lambda: ops.layer_norm.cpu(X, [8], torch.ones(7), None, 1e-5),
-        lambda: ops.layer_norm.cpu(X, [8], W.double(), None, 1e-5),
-        lambda: ops.layer_norm.cpu(X, [8], None, None, -1.0),
-        lambda: ops.layer_norm.cpu(X.int(), [8], None, None, 1e-5),
-        lambda: ops.bias_act.cpu(X, W[:7], "gelu", "none"),
-        lambda: ops.bias_act.cpu(X, W, "gelu", "sinh"),
-        lambda: ops.bias_act.cpu(X, W, "relu", "tanh"),
-        lambda: ops.bias_act.cpu(X[0, 0], None, "gelu", "none"),
-        lambda: ops.bias_act_backward.cpu(X[:3], X, W, "gelu", "none", True),
-        lambda: ops.gated_act.cpu(X, X[:, :7], "silu", "none"),
-        lambda: ops.gated_act_backward.cpu(X, X, X.half(), "silu", "none"),
-        lambda: ops.bias_act.triton(X, W[:7], "gelu", "none"),
-        lambda: ops.bias_act_backward.triton(X[:3], X, W, "gelu", "none", True),
-        lambda: ops.gated_act.triton(X, X[:, :7], "silu", "none"),
-        lambda: ops.gated_act_backward.triton(X, X, X.half(), "silu", "none"),
-        lambda: ops.normalize_act.cpu(X, W[:7], W, None, None, 1e-5, "gelu", "none"),
-        lambda: ops.normalize_act.cpu(X, W, W, W[:7], None, 1e-5, "gelu", "none"),
-        lambda: ops.normalize_act.cpu(X, W, W.half(), None, None, 1e-5, "gelu", "none"),
-        lambda: ops.normalize_act.cpu(X, W, W, None, None, -1.0, "gelu", "none"),
-        lambda: ops.normalize_act.triton(X, W[:7], W, None, None, 1e-5, "gelu", "none"),
-        lambda: given_grads(X[:3], X, W, W, W, W, 1e-5, "gelu", "none", True, True, True),
-        lambda: ops.batch_norm_act_grad_x.cpu(X, X, W, W, W, W, W[:7], W, 1e-5, "gelu", "none"),
-        lambda: ops.batch_norm_act_grad_x.triton(X, X, W, W, W, W, W[:7], W, 1e-5, "gelu", "none"),
-        lambda: ops.column_statistics.cpu(X[0, 0]),
-        lambda: ops.column_statistics.cpu(X.int()),
-        lambda: ops.rms_norm.cpu(X, [4, 8, 1], None, 1e-5),
-        lambda: ops.rms_norm_backward.cpu(X, X, [8], W, 1e-5, torch.ones(3), True),
-        lambda: ops.rms_norm_backward.cpu(X.double(), X, [8], W, 1e-5, statistics, True),
-        lambda: ops.rms_norm_backward.cpu(torch.ones(4, 7), X, [8], W, 1e-5, statistics, True),
-        lambda: ops.layer_norm_backward.cpu(
-            X, X, [8], W, W, 1e-5, torch.ones(5), statistics, True, True
-        ),
-        lambda: ops.softmax_dropout.cpu(X, W[:7], 1.0, False, 0.0, None, [], []),
-        lambda: ops.softmax_dropout.cpu(X, W.half(), 1.0, False, 0.0, None, [], []),
-        lambda: ops.softmax_dropout.cpu(X, None, 1.0, False, 0.5, None, [], []),
-        lambda: ops.softmax_dropout.cpu(X, None, 1.0, False, 1.5, SEED, [], []),
-        lambda: ops.softmax_dropout.cpu(X, None, 1.0, False, 0.5, SEED.int(), [], []),
-        lambda: ops.softmax_dropout.cpu(X, None, 1.0, False, 0.5, SEED, [4, 8], []),
-        lambda: ops.softmax_dropout.cpu(X, None, 1.0, False, 0.5, SEED, [4, 9], [0, 0]),
-        lambda: ops.softmax_dropout.cpu(X, None, 1.0, True, 0.0, None, [3, 8], [0, 0]),
-        lambda: softmax_grads(X, None, None, None, None, 1.0, False, 0.0, None, [], []),
-        lambda: softmax_grads(X, X[:3], None, None, None, 1.0, False, 0.0, None, [], []),
-        lambda: softmax_grads(X, None, X, None, None, 1.0, False, 0.5, SEED, [], []),
-        lambda: softmax_grads(X, None, X, W, None, 1.0, False, 0.5, SEED, [], []),
-        lambda: ops.bias_dropout_add.cpu(X, W[:1], X, 0.0, None, [], []),
-        lambda: ops.bias_dropout_add.cpu(X, W, X[:1], 0.0, None, [], []),
-        lambda: ops.bias_dropout_add.cpu(X, W, X.half(), 0.0, None, [], []),
-        lambda: ops.bias_dropout_add.cpu(X[0, 0], None, X[0, 0], 0.0, None, [], []),
-        lambda: ops.bias_dropout_add.cpu(X, W, X, 0.5, None, [], []),
-        lambda: add_grads(X, W[:7], 0.0, None, [], [], F32, True, True),
-        lambda: add_grads(X.half(), W, 0.0, None, [], [], F32, True, True),
-        lambda: add_grads(X, W, 0.0, None, [], [], torch.int32, True, True),
-        lambda: ops.dropout_add_rms_norm.cpu(X, X[0], [8], W, 0.0, 1e-5, None, [], [], False),
-        lambda: ops.dropout_add_rms_norm.cpu(X, X.half(), [8], W, 0.0, 1e-5, None, [], [], False),
-        lambda: ops.dropout_add_rms_norm.cpu(X, X, [8], W, 0.5, 1e-5, SEED, [4, 9], [0, 0], False),
-        lambda: ops.dropout_add_rms_norm.cpu(X, X, [7], W, 0.0, 1e-5, None, [], [], False),
-        lambda: ops.dropout_add_rms_norm.cpu(X, X, [8], W, 0.0, -1.0, None, [], [], False),
-        lambda: norm_grads(X, statistics, X[:3]),
-        lambda: norm_grads(X, statistics[:3], X),
-        lambda: norm_grads(X.half(), statistics, X.half()),
-        lambda: ops.layer_norm.triton(X, [7], None, None, 1e-5),
-        lambda: ops.layer_norm.triton(X, [8], torch.ones(7), None, 1e-5),
-        lambda: ops.layer_norm.triton(X.half(), [8], W, W.half(), 1e-5),
-        lambda: ops.layer_norm.triton(X, [8], None, None, -1.0),
-        lambda: ops.rms_norm_backward.triton(X, X, [8], W, 1e-5, torch.ones(3), True),
-        lambda: ops.rms_norm_backward.triton(X[:3], X, [8], W, 1e-5, statistics, True),
-        lambda: ops.softmax_dropout.triton(X, None, 1.0, False, 0.5, SEED.int(), [], []),
-        lambda: ops.bias_dropout_add.triton(X, W, X.half(), 0.0, None, [], []),
-        lambda: ops.bias_dropout_add.triton(X, W, X, 0.5, None, [], []),
-        lambda: ops.bias_dropout_add.triton(X, W, X, 0.5, SEED.int(), [], []),
-        lambda: ops.bias_dropout_add.triton(X, W, X, 0.5, SEED, [4, 9], [0, 2]),
-        lambda: ops.dropout_add_rms_norm.triton(X, X[0], [8], W, 0.0, 1e-5, None, [], [], False),
-        lambda: ops.dropout_add_rms_norm.triton(
-            X, X, [8], W, 0.5, 1e-5, SEED, [4, 9], [0, 0], False
-        ),
-        lambda: ops.dropout_add_rms_norm.triton(X, X, [], None, 0.0, 1e-5, None, [], [], False),
-        lambda: norm_grads(X, statistics, X[:3], backend="triton"),
-        lambda: norm_grads(X, statistics[:3], X, backend="triton"),
-        lambda: norm_grads(X.half(), statistics, X.half(), backend="triton"),
-        lambda: ops.quantize_8bit.cpu(CODES, True),
-        lambda: ops.quantize_8bit.cpu(ABSMAX.double(), True),
-        lambda: ops.dequantize_8bit.cpu(CODES, ABSMAX[:1], True, F32),
-        lambda: ops.dequantize_8bit.cpu(ABSMAX, ABSMAX, True, F32),
-        lambda: ops.dequantize_8bit.cpu(CODES, ABSMAX, True, torch.int32),
-        lambda: ops.dequantize_8bit.cpu(CODES, ABSMAX, True, F64),
-        lambda: ops.quantize_one_bit.cpu(FLAT, None, FLAT[1:].clone(), 24),
-        lambda: ops.quantize_one_bit.cpu(FLAT, None, FLAT.clone(), 12),
-        lambda: ops.quantize_one_bit.cpu(FLAT.double(), None, FLAT.clone(), 24),
-        lambda: ops.average_one_bit.cpu(BITS, SCALE, None, FLAT.clone(), 20, 24),
-        lambda: ops.dequantize_one_bit.cpu(BITS, SCALE, [30], 32, F32),
-    ]
-    for function in bad:
+    op, _, backends = name.partition(".")
+    accepted = BINDINGS[op]
+    getattr(torch.ops.torchweld, op).cpu(*accepted)
+    for backend, changed in itertools.product(backends.split(","), UNBOUND[name]):
+        overload = getattr(getattr(torch.ops.torchweld, op), backend)
         with pytest.raises((RuntimeError, ValueError)):
-            function()
+            overload(*[changed.get(at, value) for at, value in enumerate(accepted)])
 
 
 def test_a_backend_that_cannot_serve_says_why() -> None:

@@ -26,39 +26,28 @@ def _requires_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _check(op: Op, inputs: list[Any], check: Any) -> None:
+def _check(op: Op, inputs: list[Any]) -> None:
     tensors = [v for v in inputs if _requires_grad(v)]
 
     def function(*given: torch.Tensor) -> Any:
         replacement = iter(given)
         return call(op, *[next(replacement) if _requires_grad(v) else v for v in inputs])
 
-    assert check(function, tensors, nondet_tol=0.0)
+    assert torch.autograd.gradcheck(function, tensors, nondet_tol=0.0)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
 @pytest.mark.targets(composites=True)
-def test_gradcheck_of_the_cpu_kernel(op: Op) -> None:
-    """The baseline instruction set has kernels for float64."""
+def test_gradcheck(op: Op, backend: str) -> None:
+    """Of the reference, and of the kernels: the baseline instruction set has some for float64.
+
+    With create_graph=True torch differentiates the reference, which test_transforms.py compares.
+    """
     samples = _small_samples(op)
     assert samples
-    with torchweld.use_backend("cpu"):
+    with torchweld.use_backend(backend):
         for inputs in samples:
-            _check(op, inputs, torch.autograd.gradcheck)
-
-
-@pytest.mark.targets(composites=True)
-def test_gradcheck_of_the_reference(op: Op) -> None:
-    with torchweld.use_backend("eager"):
-        for inputs in _small_samples(op):
-            _check(op, inputs, torch.autograd.gradcheck)
-
-
-@pytest.mark.targets(composites=True)
-def test_second_derivatives_are_right(op: Op) -> None:
-    """With create_graph=True torch differentiates the reference."""
-    inputs = next(s for s in _small_samples(op) if s[0].numel() > 1)
-    with torchweld.use_backend("cpu"):
-        _check(op, inputs, torch.autograd.gradgradcheck)
+            _check(op, inputs)
 
 
 @pytest.mark.targets(composites=True)
