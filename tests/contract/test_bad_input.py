@@ -25,6 +25,8 @@ Q, LAYOUT = torch.ones(2, 4, 64, 8), BlockLayout.dense(64, block=16)
 THREE_HEADS = BlockLayout.random(64, 1, block=16, num_heads=3, different_layout_per_head=True)
 PADDING, KEYS = torch.zeros(2, 64, dtype=torch.bool), torch.ones(1, 2, 50, 16)
 BUCKETS = torch.zeros(9, dtype=torch.int64)
+PICKED, CLASSES = torch.zeros(5, 2, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
+LOSSES = ("linear_logprobs", "linear_cross_entropy")
 PLANE = BlockBias.relative(torch.ones(4, 2), BUCKETS.view(3, 3))
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
@@ -69,6 +71,15 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "attention of few queries": {
         **{"q": torch.ones(1, 4, 1, 16), "k": KEYS, "v": KEYS},
         "layout": BlockLayout.dense((1, 50)),
+    },
+    "experts_mlp": {
+        **{"input": torch.ones(5, 10), "gate_up": torch.ones(3, 24, 10)},
+        **{"down": torch.ones(3, 10, 12), "indices": PICKED, "weights": torch.ones(5, 2)},
+    },
+    "route": {"input": X, "k": 2},
+    **{
+        name: {"input": torch.ones(5, 6), "linear_weight": torch.ones(4, 6), "target": CLASSES}
+        for name in LOSSES
     },
     "BlockBias.relative": {"table": torch.ones(1, 2), "bucket_of_distance": BUCKETS},
     "BlockBias.with_table": {"table": torch.ones(1, 2)},
@@ -212,6 +223,40 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("mlp", {"down_weight": META, "up_weight": META, "input": META}, r".*\bup_weight"),
     ("gated_mlp", {"gate_weight": META_NARROW, "input": META}, r".*\binput"),
     ("linear_batch_norm_act", {"weight": META_NARROW, "input": META}, r".*\binput"),
+    # --- Experts ---
+    *[
+        ("experts_mlp", changed, "")
+        for changed in (
+            *({"indices": PICKED.short()}, {"indices": PICKED[:4]}, {"weights": torch.ones(5, 3)}),
+            *({"gate_up": torch.ones(3, 7, 10)}, {"down": torch.ones(3, 10, 13)}),
+            *({"down": torch.ones(2, 10, 12)}, {"down": torch.ones(3, 10, 12).double()}),
+            *({"gate_up_bias": torch.ones(3, 12)}, {"down_bias": torch.ones(10)}),
+            {"up_offset": 1.0, "gated": False, "gate_up": torch.ones(3, 12, 10)},
+            *({"limit": -1.0}, {"gated": 1}, {"activation": "swish"}),
+        )
+    ],
+    *[
+        ("route", changed, "")
+        for changed in (
+            *({"k": 0}, {"k": 9}, {"k": 5, "groups": 4, "top_groups": 2}, {"scores": "tanh"}),
+            *({"groups": 3}, {"top_groups": 5, "groups": 4}, {"best_of_group": 0}, {"scale": "2"}),
+            *({"choice_bias": W[:7]}, {"token_mask": X[:2, 0] > 0}, {"token_mask": X[:, 0]}),
+            {"input": X.long()},
+        )
+    ],
+    # --- Losses ---
+    *[
+        (name, changed, accepted)
+        for name in LOSSES
+        for changed, accepted in (
+            *(({"softcap": -1.0}, "a number > 0"), ({"temperature": 0.0}, "")),
+            *(({"temperature": torch.ones(3)}, ""), ({"logit_scale": 0.0}, "")),
+            *(({"logits_dtype": torch.float16}, ""), ({"memory": 1.5}, "")),
+            *(({"accumulate": "bf16"}, ""), ({"linear_bias": torch.ones(3)}, "")),
+            *(({"linear_weight": torch.ones(4, 5)}, ""), ({"target": torch.ones(5)}, "")),
+            ({"target": CLASSES[:4]}, ""),
+        )
+    ],
     # --- Quantisers ---
     ("quantize_8bit", {"input": CODES}, "float32 or bfloat16"),
     ("quantize_8bit", {"input": ABSMAX.to_sparse()}, "a dense tensor"),

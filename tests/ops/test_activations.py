@@ -202,19 +202,19 @@ def test_identity_is_no_alias(backend: str) -> None:
 
 
 def test_every_function_and_module_takes_them_all() -> None:
-    x, w, column = torch.randn(6, 8), torch.randn(8, 8) / 3, torch.rand(8)
+    x, w, mean, *others = torch.randn(6, 8), torch.randn(8, 8) / 3, *torch.rand(4, 8)
     for kind, backend in itertools.product(activations.KINDS, ("cpu", "eager")):
         named: dict[str, Any] = dict(zip(("activation", "approximate"), kind, strict=True))
         act = activations.ACTIVATIONS[kind].function
-        normalised = torch.nn.functional.batch_norm(x, column, column)
+        normalised = torch.nn.functional.batch_norm(x, mean, *others, eps=0.1)
         with torchweld.use_backend(backend):
             for found, expected in (
                 (functional.gated_act(x, x, **named), act(x) * x),
                 (functional.linear_act(x, w, **named), act(x @ w.t())),
                 (functional.mlp(x, w, None, w, None, **named), act(x @ w.t()) @ w.t()),
                 (functional.gated_mlp(x, w, w, w, **named), (act(x @ w.t()) * (x @ w.t())) @ w.t()),
-                (functional.normalize_act(x, column, column, **named), act(normalised)),
-                (functional.batch_norm_act(x, column, column, **named), act(normalised)),
+                (functional.normalize_act(x, mean, *others, eps=0.1, **named), act(normalised)),
+                (functional.batch_norm_act(x, mean, *others, eps=0.1, **named), act(normalised)),
             ):
                 torch.testing.assert_close(found, expected)
         for module in (

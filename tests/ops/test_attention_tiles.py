@@ -12,12 +12,10 @@ import torch
 
 from conftest import PLACES, running_at
 from torchweld.dispatch.engine import asking
-from torchweld.dispatch.engine.asking import Engine
-from torchweld.dispatch.engine.store import Store
 from torchweld.functional import block_sparse_attention
 from torchweld.ops.attention.block_sparse import OP
 from torchweld.sparse import BlockLayout
-from trying import CONDITIONS, Trials, forget, try_on_cpu
+from trying import Trials, try_on_cpu
 
 pytestmark = pytest.mark.skipif(
     PLACES["interpreter"][2] is not None, reason=str(PLACES["interpreter"][2])
@@ -107,12 +105,6 @@ def test_the_fastest_is_found_once(trials: Trials, tiles: list[str]) -> None:
     assert all(map(torch.equal, results, again))
 
 
-def test_others_must_be_faster_by_the_lead(trials: Trials, tiles: list[str]) -> None:
-    trials.ms |= {BY_RULE: 1.01, SMALLER: 1.0}
-    _attend()
-    assert tiles[0] == BY_RULE
-
-
 def test_a_wrong_tile_does_not_serve(
     trials: Trials, tiles: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,20 +136,6 @@ def test_only_tuning_times(
     _attend()
     assert tiles[0] == BY_RULE
     assert not trials.timed
-
-
-def test_another_process_takes_the_stored_answer(
-    trials: Trials, tiles: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trials.ms[LONGER] = 1.0
-    _attend()
-    forget(monkeypatch)
-    trials.engine = Engine(Store(trials.engine.file), CONDITIONS)
-    monkeypatch.setattr(asking, "mode", "kept")
-    tiles.clear()
-    _attend()
-    assert tiles[0] == LONGER
-    assert len(trials.timed) == 1
 
 
 def test_calls_of_one_size_with_other_lines_are_another_class(

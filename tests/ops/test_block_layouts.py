@@ -282,20 +282,6 @@ def test_packed_rows(
 # --- From blocks and from scores ------------------------------------------------------------------
 
 
-def test_scores_choose_the_best_blocks() -> None:
-    """-inf excludes a block. The lists reserve the same space for every row."""
-    scores = torch.randn(2, 3, 10, 12)
-    scores[0, 0, :, 3:] = -torch.inf
-    scores[1, 2, 4] = -torch.inf
-    layout = BlockLayout.from_scores(scores, 4, block=16)
-    best = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(4).indices, True)
-    expected = best & (scores > -torch.inf)
-    assert torch.equal(layout.kinds() > 0, expected)
-    assert layout.lists is not None
-    assert len(layout.lists.row_entries) == len(layout.lists.column_entries) == 2 * 3 * 10 * 4
-    assert torch.equal(BlockLayout.from_blocks(expected, block=16).to_mask(), layout.to_mask())
-
-
 def test_scores_on_a_device_are_never_read() -> None:
     """Meta tensors have no data: reading any would raise."""
     scores = torch.empty(2, 4, 16, 16, device="meta")

@@ -109,22 +109,9 @@ def test_every_routing(counts: list[int], top: int, skipped: int, data: st.DataO
     form = data.draw(st.sampled_from([*mlp.FORMS.values()]))
     sample = mlp.arguments((len(indices),), top, len(counts), (10, 12, 10), form, biases=True)
     kind = data.draw(st.sampled_from([torch.int64, torch.int32]))
-    _assert_bounded(_make((*sample[:3], Made(lambda: indices.to(kind)), *sample[4:])))
-
-
-def test_skipped_rows_are_zero_whatever_their_weights() -> None:
-    indices = torch.tensor([[0, 3], [3, 7], [-1, 1]])
-    sample = mlp.arguments((3,), 2, 3, (10, 12, 10), biases=True)
-    inputs = _make((*sample[:3], Made(lambda: indices), *sample[4:]))
-    is_skipped = (inputs[3] < 0) | (inputs[3] > 2)
-    found = run(OP, inputs)
-    inputs[4] = inputs[4].masked_fill(is_skipped, torch.nan)
-    for name, value in run(OP, inputs).items():
-        assert torch.equal(value, found[name]), name
-    assert not found["y"][1].any()
-    assert not found["grad_input"][1].any()
-    assert not found["grad_weights"][is_skipped].any()
-    assert not found["grad_gate_up"][2].any()
+    inputs = _make((*sample[:3], Made(lambda: indices.to(kind)), *sample[4:]))
+    inputs[4][(inputs[3] < 0) | (inputs[3] >= len(counts))] = torch.nan  # nothing reads them
+    _assert_bounded(inputs)
 
 
 def test_views_serve_as_their_copies_do() -> None:
@@ -187,17 +174,3 @@ def test_fakes(form: str) -> None:
         like_grads = grouped.TRITON_BACKWARD(*like, *fakes, *[True] * 6)
     for a, b in zip((*found, *grads), (*like, *like_grads), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-
-
-@pytest.mark.parametrize("counted", [[0, 40, 1, 16, 17, 0], [0], [15], [64, 0]])
-def test_every_row_is_in_one_tile(counted: list[int]) -> None:
-    ids = torch.cat([torch.full((n,), e, device=DEVICE) for e, n in enumerate(counted)])
-    ids = torch.cat([ids, ids.new_full((3,), len(counted))])
-    saved, steps = experts_rows.sort(ids.flip(0), len(counted))
-    order = experts_rows.split_order(saved, len(ids), len(counted))
-    places, step = experts_rows.map_tiles(order, ROWS)
-    experts.run(ids, *steps, step)
-    found = [(e, range(first, min(first + ROWS, end))) for e, first, end in places.t().tolist()]
-    rows = [(e, row) for e, these in found if e >= 0 for row in these]
-    assert rows == [(e, row) for row, e in enumerate(sorted(ids.tolist())) if e < len(counted)]
-    assert [e for e, _ in found if e >= 0] == sorted(e for e, _ in found if e >= 0)

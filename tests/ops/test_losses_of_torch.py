@@ -9,7 +9,6 @@ import subprocess
 import sys
 import types
 import unittest
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +18,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F  # noqa: N812
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import torchweld
 from conftest import running_at
 from torchweld import functional
+from torchweld.bench.memory import LiveBytes
 from torchweld.dispatch import way
 from torchweld.dispatch.engine.judge import Judge
 from torchweld.errors import ArgumentError
@@ -91,35 +89,6 @@ def test_torchs_samples(name: str, backend: str) -> None:
     assert count > 10
 
 
-class _Peak(TorchDispatchMode):
-    """Bytes of storages that operators made and that still live, at their most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {
-            t.untyped_storage()._cdata
-            for t in tree_leaves((args, kwargs))
-            if isinstance(t, torch.Tensor)
-        }
-        made = func(*args, **(kwargs or {}))
-        for t in tree_leaves(made):
-            if isinstance(t, torch.Tensor):
-                self._follow(t.untyped_storage(), given)
-        return made
-
-    def _follow(self, storage: Any, given: set[int]) -> None:
-        key = storage._cdata
-        if key in given or key in self.live:
-            return
-        self.live[key] = storage.nbytes()
-        self.peak = max(self.peak, sum(self.live.values()))
-        weakref.finalize(storage, self.live.pop, key, None)
-
-
 @pytest.mark.parametrize("accumulate", ["float32", "parameter"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory(dtype: torch.dtype, accumulate: str) -> None:
@@ -129,7 +98,7 @@ def test_memory(dtype: torch.dtype, accumulate: str) -> None:
     weight = torch.randn(classes, features).to(dtype).requires_grad_()
     target = torch.randint(0, classes, (count,))
     memory = 2**21
-    with _Peak() as mode:
+    with LiveBytes() as mode:
         loss = functional.linear_cross_entropy(
             x, weight, target, memory=memory, accumulate=accumulate
         )
@@ -177,48 +146,6 @@ def test_resident_memory_is_a_tenth_of_torchs() -> None:
     taken = [float(number) for number in printed.split()]
     assert taken[1] > 4 * 128256 * 512  # the trace sees at least one of them
     assert taken[0] <= 0.1 * taken[1]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_batch_invariant(dtype: torch.dtype) -> None:
-    """A single row has the bits that it has among 7 and among 200."""
-    x, weight = torch.randn(200, 48).to(dtype), torch.randn(777, 48).to(dtype)
-    target = torch.randint(0, 777, (200,))
-    found = [
-        functional.linear_logprobs(x[:n], weight, target[:n], batch_invariant=True)[:1]
-        for n in (1, 7, 200)
-    ]
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("softcap", -1.0, "softcap is -1.0; accepted: a number > 0"),
-        ("temperature", 0.0, "temperature is 0.0"),
-        ("temperature", torch.ones(3), "temperature is of shape"),
-        ("logit_scale", 0.0, "logit_scale is 0.0"),
-        ("logits_dtype", torch.float16, "logits_dtype is"),
-        ("memory", 1.5, "memory is 1.5"),
-        ("accumulate", "bf16", "accumulate is 'bf16'"),
-        ("linear_bias", torch.ones(3), "linear_bias is of shape"),
-        ("linear_weight", torch.ones(4, 5), "linear_weight is of shape"),
-        ("target", torch.ones(5), "target is"),
-        ("target", torch.ones(4, dtype=torch.int64), "target is of shape"),
-    ],
-)
-def test_what_is_refused(name: str, value: Any, message: str) -> None:
-    given = {
-        "input": torch.randn(5, 6),
-        "linear_weight": torch.randn(4, 6),
-        "target": torch.zeros(5, dtype=torch.int64),
-        name: value,
-    }
-    with pytest.raises(ArgumentError, match=message):
-        functional.linear_logprobs(**given)
-    with pytest.raises(ArgumentError, match=message):
-        functional.linear_cross_entropy(**given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -118,17 +118,6 @@ def test_scales_of_any_magnitude(signed: bool, magnitude: float) -> None:
 
 
 @SIGNED
-def test_zero_stays_zero(signed: bool) -> None:
-    x = torch.zeros(4, 512)
-    x[1, 1:512:2] = torch.randn(256).abs()
-    x[2] = -0.0
-    codes, absmax = quantize_8bit(x, signed=signed)
-    assert (codes[x == 0] == (127 if signed else 0)).all()
-    assert not dequantize_8bit(codes, absmax, signed=signed)[x == 0].any()
-    assert not absmax[[0, 2, 3]].any()
-
-
-@SIGNED
 def test_non_finite_values_mark_their_block(signed: bool) -> None:
     x = torch.ones(1, 3 * BLOCK)
     x[0, 5], x[0, BLOCK + 5] = torch.nan, torch.inf

@@ -135,26 +135,3 @@ def test_a_mixture_learns() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
-
-
-@pytest.mark.parametrize(
-    ("changed", "name"),
-    [
-        ({"k": 0}, "k"),
-        ({"k": 9}, "k"),
-        ({"k": 5, "groups": 4, "top_groups": 2}, "k"),
-        ({"scores": "tanh"}, "scores"),
-        ({"groups": 3}, "groups"),
-        ({"groups": 4, "top_groups": 5}, "top_groups"),
-        ({"best_of_group": 0}, "best_of_group"),
-        ({"choice_bias": torch.zeros(7)}, "choice_bias"),
-        ({"token_mask": torch.ones(2, dtype=torch.bool)}, "token_mask"),
-        ({"token_mask": torch.ones(3)}, "token_mask"),
-        ({"scale": "2"}, "scale"),
-        ({"input": torch.zeros(3, 8, dtype=torch.int64)}, "input"),
-    ],
-)
-def test_errors_name_the_argument(changed: dict[str, Any], name: str) -> None:
-    with pytest.raises(torchweld.ArgumentError) as raised:
-        functional.route(**{"input": torch.randn(3, 8), "k": 2} | changed)
-    assert raised.value.argument == name
