@@ -111,8 +111,7 @@ def test_zeros_in_gradients_in_cuda(cuda_device: str) -> None:
         found, _ = _stepped(make, torch.float32, grads)
         with torchweld.use_backend("eager"):
             expected, _ = _stepped(make, torch.float32, grads)
-        for p, e in zip(found, expected, strict=True):
-            torch.testing.assert_close(p, e, rtol=1e-6, atol=1e-7, equal_nan=True)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, equal_nan=True)
 
 
 # --- Other ops --------------------------------------------------------------------------------

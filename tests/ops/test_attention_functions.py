@@ -210,8 +210,7 @@ def test_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     exact: Any = SDPA(*wide, dense, enable_gqa=True)
     torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
     grads = (torch.autograd.grad(x.sin().sum(), [q, k, v]) for x in (y, exact))
-    for mine, other in zip(*grads, strict=True):
-        torch.testing.assert_close(mine, other, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(*grads, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -137,7 +137,6 @@ OPERATORS: dict[str, tuple[Callable[..., BlockLayout], Callable[..., Mask]]] = {
 
 def _columns_mask(layout: BlockLayout) -> Mask:
     """The token mask that the columns describe."""
-    assert layout.lists is not None
     _, _, columns, column_entries, masks = layout.lists
     # The transpose's masks have keys as rows, so transpose the bits too.
     flipped = pack(unpack(masks, layout.block).mT.contiguous()) if len(masks) else masks
@@ -280,7 +279,6 @@ def test_long_layouts_of_global_tokens_cost_little() -> None:
     layout = BlockLayout.global_tokens(2**20, [0, 1, 5000], block=64)
     rows = 2**20 // 64
     assert layout.count == 2 * 2 * rows - 4
-    assert layout.lists is not None
     assert len(layout.lists.masks) <= 8
 
 

@@ -286,7 +286,6 @@ def test_scores_on_a_device_are_never_read() -> None:
     """Meta tensors have no data: reading any would raise."""
     scores = torch.empty(2, 4, 16, 16, device="meta")
     layout = BlockLayout.from_scores(scores, 3, block=64)
-    assert layout.lists is not None
     assert [tuple(t.shape) for t in layout.lists[:2]] == [(2, 4, 16, 4), (384, 2)]
     assert {t.device.type for t in layout.lists} == {"meta"}
 

@@ -313,7 +313,6 @@ def test_lists_that_lead_out_of_the_layout_are_refused(name: str, at: Any, bad: 
     """Passed directly to the CPU's op. Only the backward pass reads the columns."""
     layout = BlockLayout.sliding_window(64, window_size=(20, 9), block=16)
     q = torch.ones(1, 1, 64, 8)
-    assert OP.inputs is not None
     inputs = list(OP.inputs(q, q, q, layout))
     where = OP.forward_signature.arguments.index(name)
     kernels = OP.kernels["cpu"]

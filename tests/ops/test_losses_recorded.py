@@ -89,14 +89,11 @@ def test_fake_and_meta_tensors(name: str, backend: str) -> None:
         x, weight, target = (torch.empty_like(t) for t in _make(ROWS))
         x.requires_grad_(), weight.requires_grad_()
         LOSSES[name](x, weight, target).backward()
-        assert x.grad is not None
         assert x.grad.shape == x.shape
-        assert weight.grad is not None
         assert weight.grad.shape == weight.shape
     x, weight, target = (t.to("meta") for t in _make(ROWS))
     x.requires_grad_()
     LOSSES[name](x, weight, target).backward()
-    assert x.grad is not None
     assert x.grad.shape == x.shape
 
 

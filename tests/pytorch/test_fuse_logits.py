@@ -166,8 +166,7 @@ def test_a_first_read_without_gradients_keeps_the_graph(mode: Callable[[], Any])
         return z.logsumexp(-1).sum()
 
     model, fused = _pair()
-    for mine, theirs in zip(_use(fused, use), _use(model, use), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(_use(fused, use), _use(model, use), rtol=1e-12, atol=1e-12)
 
 
 def test_the_dtype_is_that_of_the_step_under_autocast() -> None:
@@ -181,8 +180,7 @@ def test_the_dtype_is_that_of_the_step_under_autocast() -> None:
         found.append(
             [output.logits, *torch.autograd.grad(output.logits.sum(), each.lm_head.weight)]
         )
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(*found, rtol=2**-7, atol=1e-6)
 
 
 def test_second_derivatives() -> None:

@@ -214,8 +214,7 @@ def test_masks_of_scores(kind: str, of_heads: bool, padding: str | None) -> None
         leaves = [*module.parameters(), *(m for m in (mask, given) if _learns(m))]
         results.append([result, *torch.autograd.grad(result.sin().sum(), leaves)])
     # A key's bias shifts all scores of a query: its gradient is only rounding.
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=2e-5)
     # Without a batch a mask is of the heads.
     if not of_heads and padding is None:
         expected = theirs(x[0], y[0], y[0], need_weights=False, attn_mask=mask)[0]

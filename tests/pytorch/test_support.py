@@ -102,8 +102,7 @@ def test_jit_trace(name: str, gradients: bool) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     if gradients:
         wanted = [torch.autograd.grad(y.square().sum(), leaves) for y in (found, expected)]
-        for a, b in zip(*wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(*wanted, rtol=1e-4, atol=1e-4)
 
 
 @quiet

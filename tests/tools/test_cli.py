@@ -76,8 +76,6 @@ def test_a_reader_may_leave() -> None:
     """`torchweld doctor | head` ends quietly, and with the status that shells give."""
     command = [sys.executable, "-m", "torchweld", "doctor"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 128 + signal.SIGPIPE
