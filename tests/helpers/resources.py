@@ -137,14 +137,19 @@ class Compile:
         return {**taken, "shared": compiled.metadata.shared, **products}
 
 
-def _of_machine_code(cubin: bytes) -> dict[str, int]:
+def dump(cubin: bytes, what: str) -> str:
+    """What cuobjdump tells of machine code."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        report = subprocess.check_output(command, stderr=subprocess.STDOUT, text=True)
+        command = [knobs.nvidia.cuobjdump.path, what, file.name]
+        return subprocess.check_output(command, stderr=subprocess.STDOUT, text=True)
+
+
+def _of_machine_code(cubin: bytes) -> dict[str, int]:
+    report = dump(cubin, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", report)
     assert found, report
     registers, stack, local = map(int, found.groups())

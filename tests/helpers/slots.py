@@ -11,11 +11,8 @@ bytes.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +61,7 @@ def start_in(moved: float) -> float:
 
 def read_code(cubin: bytes) -> list[tuple[int, str, str, str]]:
     """Address, predicate, name and operands of each instruction."""
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
-        text = subprocess.check_output(command, stderr=subprocess.STDOUT, text=True)
-    found = filter(None, map(_INSTRUCTION.match, text.splitlines()))
+    found = filter(None, map(_INSTRUCTION.match, resources.dump(cubin, "-sass").splitlines()))
     return [(int(m[1], 16), m[2] or "", m[3], m[4]) for m in found if m[3] != "NOP"]
 
 
@@ -113,13 +103,6 @@ def count_all() -> list[tuple[str, str, float, float]]:
         if at in wanted and at not in found:
             found[at] = slots(launch)
     return [(*at, found[at], start_in(moved)) for at, moved in wanted.items() if at in found]
-
-
-def in_a_process() -> list[list[Any]]:
-    """`count_all`, where the compiler is not disabled."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, "json"]
-    return json.loads(subprocess.check_output(command, env=environment, text=True))
 
 
 def main() -> None:

@@ -138,28 +138,14 @@ def _draw_form(form: str, shape: tuple[int, ...], generator: torch.Generator) ->
     form=st.sampled_from(["whole", "turned", "cut", "expanded"]),
     seed=st.integers(0, 2**16),
 )
-def test_random_biases(
-    batch: int,
-    key_heads: int,
-    group: int,
-    queries: int,
-    keys: int,
-    width: int,
-    deep: int,
-    block: int,
-    kind: str,
-    only_table: bool,
-    causal: bool,
-    of_layout: str,
-    of_bias: str,
-    form: str,
-    seed: int,
-) -> None:
+def test_random_biases(**drawn: Any) -> None:
     """Property: equals attention with a bias for every pair, including -inf.
 
     Biases broadcast, and have any strides; layouts are of all heads, of each, of each key head and
     of each sequence.
     """
+    batch, key_heads, group, queries, keys, width, deep, block, *others = drawn.values()
+    kind, only_table, causal, of_layout, of_bias, form, seed = others
     generator = torch.Generator().manual_seed(seed)
     heads = key_heads * group
     queries = min(queries, keys) if kind == "plane" else queries

@@ -95,17 +95,9 @@ def test_as_eager(queries: int, layout: str, option: str) -> None:
     strided=st.booleans(),
     causal=st.booleans(),
 )
-def test_any_lengths(
-    queries: int,
-    keys: int,
-    width: int,
-    deep: int,
-    group: int,
-    dtype: torch.dtype,
-    strided: bool,
-    causal: bool,
-) -> None:
+def test_any_lengths(**drawn: Any) -> None:
     """Property: as float64 in eager torch, also with more queries than keys."""
+    queries, keys, width, deep, group, dtype, strided, causal = drawn.values()
     q = _draw(1, 2 * group, queries, width, dtype=dtype)
     k, v = _draw(1, 2, keys, width, seed=1, dtype=dtype), _draw(1, 2, keys, deep, dtype=dtype)
     if strided:

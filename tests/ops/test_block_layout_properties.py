@@ -178,16 +178,9 @@ def _check_lists(
     attention=st.sampled_from(["bidirectional", "unidirectional"]),
     seed=st.integers(0, 2**16),
 )
-def test_rows_and_columns_describe_one_set(
-    one: str,
-    two: str,
-    operator: str,
-    lengths: tuple[int, int],
-    block: int,
-    attention: str,
-    seed: int,
-) -> None:
+def test_rows_and_columns_describe_one_set(**drawn: Any) -> None:
     """The mask by rows, the mask by columns, and the gradients that follow each of them."""
+    one, two, operator, lengths, block, attention, seed = drawn.values()
     torch.manual_seed(seed)
     a, b = (BUILDERS[name](lengths, block, attention) for name in (one, two))
     function, of_mask = OPERATORS[operator]

@@ -243,15 +243,9 @@ def test_a_mask_function_takes_memory_for_its_blocks(width: int, monkeypatch: An
     beyond=st.integers(0, 40),
     flat=st.booleans(),
 )
-def test_packed_rows(
-    rows: list[list[tuple[int, int]]],
-    causal: Any,
-    window: Any,
-    block: int,
-    beyond: int,
-    flat: bool,
-) -> None:
+def test_packed_rows(**drawn: Any) -> None:
     """Property: token by token as written out, with padding that neither sees nor is seen."""
+    rows, causal, window, block, beyond, flat = drawn.values()
     rows = rows[:1] if flat else rows
     most = max(len(row) for row in rows)
     ends = torch.zeros(2, len(rows), most + 1, dtype=torch.int32)
@@ -344,30 +338,23 @@ def test_pictures() -> None:
     assert image.sum() == layout.count
 
 
-_ENDS = torch.tensor([0, 30, 64])
+_ENDS, _WINDOW = torch.tensor([0, 30, 64]), "num_sliding_window_blocks"
+_GLOBAL = ("global_block_indices", "global_block_end_indices")
 _FLEX = functools.partial(create_block_mask, lambda b, h, q, k: q >= k, None, device="cpu")
 _VECTOR = torch.arange(70)
 _HEADS: dict[str, Any] = {"different_layout_per_head": True}
+_OF_HEADS = [BlockLayout.random(64, num_heads=n, **_HEADS) for n in (2, 3)]
+_docs, _masks, _flex = BlockLayout.documents, BlockLayout.from_mask_fn, BlockLayout.from_block_mask
 # A function, its first argument, its other ones, and what the error says.
 BAD: list[tuple[Callable[..., Any], Any, dict[str, Any], str]] = [
     (BlockLayout.dense, 64, {"block": 48}, "block is 48; accepted: 16 or 32"),
     (BlockLayout.dense, -1, {}, "seq_len"),
     (BlockLayout.fixed, 64, {"attention": "causal"}, "unidirectional"),
-    (BlockLayout.sliding_window, 64, {"num_sliding_window_blocks": 0}, "num_sliding_window_blocks"),
-    (
-        BlockLayout.sliding_window,
-        64,
-        {"num_sliding_window_blocks": 3, "window_size": (1, 1)},
-        "one of",
-    ),
+    (BlockLayout.sliding_window, 64, {_WINDOW: 0}, _WINDOW),
+    (BlockLayout.sliding_window, 64, {_WINDOW: 3, "window_size": (1, 1)}, "one of"),
     (BlockLayout.fixed, 64, {"num_different_global_patterns": 5}, "num_different_global_patterns"),
     (BlockLayout.variable, 64, {"local_window_blocks": []}, "sizes >= 1"),
-    (
-        BlockLayout.longformer,
-        64,
-        {"global_block_indices": [1], "global_block_end_indices": [1]},
-        "after its beginning",
-    ),
+    (BlockLayout.longformer, 64, {key: [1] for key in _GLOBAL}, "after its beginning"),
     (BlockLayout.strided, 64, {"stride": 0}, "stride"),
     (BlockLayout.global_tokens, 64, {"tokens": [64]}, "positions below 64"),
     (BlockLayout.from_blocks, torch.ones(2, 2), {}, "booleans"),
@@ -375,53 +362,23 @@ BAD: list[tuple[Callable[..., Any], Any, dict[str, Any], str]] = [
     (BlockLayout.from_scores, torch.ones(2, 2).int(), {"top_k": 1}, "scores"),
     (BlockLayout.from_scores, torch.ones(2, 2), {"top_k": 0}, "top_k"),
     (BlockLayout.dense(64).__or__, BlockLayout.dense(65), {}, "a layout of"),
-    (
-        BlockLayout.random(64, num_heads=2, **_HEADS).__and__,
-        BlockLayout.random(64, num_heads=3, **_HEADS),
-        {},
-        "2 heads",
-    ),
-    (BlockLayout.documents, torch.ones(3), {}, "cu_seqlens"),
-    (BlockLayout.documents, torch.tensor([3, 10, 20]), {}, "cu_seqlens is offsets"),
-    (BlockLayout.documents, torch.tensor([0, 10, 5, 20]), {}, "cu_seqlens is offsets"),
-    (BlockLayout.documents, _ENDS, {"causal": "left"}, "top_left"),
-    (BlockLayout.documents, _ENDS, {"window_size": (-2, 0)}, "no bound"),
-    (BlockLayout.documents, _ENDS, {"seq_len": 60}, "at least 64"),
-    (BlockLayout.documents, _ENDS, {"cu_seqlens_keys": _ENDS[None]}, "batch, sequences"),
-    (BlockLayout.from_mask_fn, lambda b, h, q, k: q - k, {"seq_len": 64}, "mask_mod.*int64"),
-    (
-        BlockLayout.from_mask_fn,
-        lambda b, h, q, k: q >= k if q > 3 else q == k,
-        {"seq_len": 70},
-        "mask_mod is one that raises",
-    ),
-    (
-        BlockLayout.from_mask_fn,
-        lambda b, h, q, k: _VECTOR[q + 1] > 0,
-        {"seq_len": 70},
-        "mask_mod is one that raises",
-    ),
-    (
-        BlockLayout.from_mask_fn,
-        lambda b, h, q, k: q + b > h,
-        {"seq_len": 70, "num_heads": 3},
-        "batch_size is not given",
-    ),
-    (
-        BlockLayout.from_mask_fn,
-        lambda b, h, q, k: q + b > h,
-        {"seq_len": 70, "batch_size": 3},
-        "num_heads is not given",
-    ),
-    (BlockLayout.from_block_mask, torch.ones(2, 2), {}, "BlockMask"),
-    (BlockLayout.from_block_mask, _FLEX(2, 96, 96, BLOCK_SIZE=24), {}, "multiples of 16"),
-    (BlockLayout.from_block_mask, _FLEX(2, 96, 96, BLOCK_SIZE=32), {"block": 64}, "divide"),
-    (
-        BlockLayout.from_block_mask,
-        _FLEX(2, 96, 96, BLOCK_SIZE=32),
-        {"num_heads": 3},
-        "2, as in",
-    ),
+    (_OF_HEADS[0].__and__, _OF_HEADS[1], {}, "2 heads"),
+    (_docs, torch.ones(3), {}, "cu_seqlens"),
+    (_docs, torch.tensor([3, 10, 20]), {}, "cu_seqlens is offsets"),
+    (_docs, torch.tensor([0, 10, 5, 20]), {}, "cu_seqlens is offsets"),
+    (_docs, _ENDS, {"causal": "left"}, "top_left"),
+    (_docs, _ENDS, {"window_size": (-2, 0)}, "no bound"),
+    (_docs, _ENDS, {"seq_len": 60}, "at least 64"),
+    (_docs, _ENDS, {"cu_seqlens_keys": _ENDS[None]}, "batch, sequences"),
+    (_masks, lambda b, h, q, k: q - k, {"seq_len": 64}, "mask_mod.*int64"),
+    (_masks, lambda b, h, q, k: q >= k if q > 3 else q == k, {"seq_len": 70}, "one that raises"),
+    (_masks, lambda b, h, q, k: _VECTOR[q + 1] > 0, {"seq_len": 70}, "mask_mod is one that raises"),
+    (_masks, lambda b, h, q, k: q + b > h, {"seq_len": 70, "num_heads": 3}, "batch_size is not g"),
+    (_masks, lambda b, h, q, k: q + b > h, {"seq_len": 70, "batch_size": 3}, "num_heads is not gi"),
+    (_flex, torch.ones(2, 2), {}, "BlockMask"),
+    (_flex, _FLEX(2, 96, 96, BLOCK_SIZE=24), {}, "multiples of 16"),
+    (_flex, _FLEX(2, 96, 96, BLOCK_SIZE=32), {"block": 64}, "divide"),
+    (_flex, _FLEX(2, 96, 96, BLOCK_SIZE=32), {"num_heads": 3}, "2, as in"),
 ]
 
 

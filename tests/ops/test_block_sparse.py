@@ -41,21 +41,11 @@ def _drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list
     padded=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_random_layouts_lengths_heads_and_groups(
-    batch: int,
-    key_heads: int,
-    group: int,
-    queries: int,
-    keys: int,
-    width: int,
-    block: int,
-    share: float,
-    each: str,
-    causal: bool,
-    padded: bool,
-    seed: int,
-) -> None:
+def test_random_layouts_lengths_heads_and_groups(**drawn: Any) -> None:
     """Property: equals attention with the mask of the layout, `causal` and the padding."""
+    batch, key_heads, group, queries, keys, width, block, share, each, causal, padded, seed = (
+        drawn.values()
+    )
     generator = torch.Generator().manual_seed(seed)
     rows, columns = -(-queries // block), -(-keys // block)
     heads = {"shared": (), "heads": (group * key_heads,), "key heads": (key_heads,)}

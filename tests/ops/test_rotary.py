@@ -173,15 +173,8 @@ def test_documents_by_their_offsets() -> None:
     interleaved=st.booleans(),
     norm=st.booleans(),
 )
-def test_any_size(
-    pairs: int,
-    rest: int,
-    heads: int,
-    key_heads: int,
-    tokens: int,
-    interleaved: bool,
-    norm: bool,
-) -> None:
+def test_any_size(**drawn: Any) -> None:
+    pairs, rest, heads, key_heads, tokens, interleaved, norm = drawn.values()
     generator = torch.Generator().manual_seed(pairs + 31 * rest + heads)
     width = 2 * pairs + rest + (pairs + rest == 0)
     q, k = (

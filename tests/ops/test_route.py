@@ -27,15 +27,9 @@ def _choose(scores: list[float], k: int) -> list[int]:
     renormalize=st.booleans(),
     seed=st.integers(0, 100),
 )
-def test_the_choice_and_its_weights(
-    k: int,
-    scores: str,
-    biased: bool,
-    groups: tuple[int, int, int],
-    renormalize: bool,
-    seed: int,
-) -> None:
+def test_the_choice_and_its_weights(**drawn: Any) -> None:
     """Small whole logits, so that many are equal; bfloat16 holds them exactly."""
+    k, scores, biased, groups, renormalize, seed = drawn.values()
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randint(-3, 4, (5, 8), generator=generator).bfloat16()
     bias = torch.randint(-1, 2, (8,), generator=generator).float() / 4 if biased else None

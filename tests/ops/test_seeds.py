@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
+import fresh
 from conftest import PLACES, running_at
 from oracle import Results, run
 from torchweld.bench.cases import CASES
@@ -183,6 +181,8 @@ def test_a_seed_by_value_has_the_same_bits(name: str, monkeypatch: pytest.Monkey
 
 COMPILE = """
 import json, sys
+
+sys.path.insert(0, sys.argv[2])
 import resources
 
 found, seen, seed = [], set(), int(sys.argv[1])
@@ -204,10 +204,9 @@ print(json.dumps(found))
 def test_kernels_compile_with_a_seed_by_value() -> None:
     """Each kernel that drops, for an H100: the seed is a number of 64 bits, and nothing spills."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, str(_draw(Generator(3), 1)[0])]
-    environment["PYTHONPATH"] = str(HELPERS)
-    found = json.loads(subprocess.check_output(command, env=environment, text=True))
+    number = str(_draw(Generator(3), 1)[0])
+    ran = fresh.run(COMPILE, number, str(HELPERS), TRITON_INTERPRET="0")
+    found = json.loads(ran.stdout)
     kernels = {kernel.partition(".")[0] for kernel, *_ in found}
     assert kernels >= {"attention_forward", "bias_dropout_add", "dropout_add_norm", "softmax"}
     assert all(kind == "i64" and spilled == 0 for _, kind, spilled in found), found

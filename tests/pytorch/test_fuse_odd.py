@@ -176,150 +176,123 @@ def _loop(m: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def _calls(forward: Callable[..., Any], **parts: Callable[[], nn.Module]) -> Any:
+    return lambda: Calls(forward, **{name: make() for name, make in parts.items()})
+
+
+def _of(fc: Callable[[], nn.Module] = _fc, act: Callable[[], nn.Module] = nn.GELU) -> Any:
+    return lambda: _pair(fc(), act())
+
+
+def _norm() -> nn.Module:
+    return nn.LayerNorm(WIDTH)
+
+
+STRAIGHT, FUNCTIONS = "does not pass the layer's result straight", "functions, which fuse() cannot"
 # How the module is made, what is welded, and the reason if not.
 ODD: dict[str, tuple[Callable[[], nn.Module], set[str], str]] = {
     "shared linear": (_shared_linear, {"0.act"}, "0.fc is shared"),
     "shared activation": (_shared_activation, {"0.act"}, "0.act is shared"),
-    "shared norm": (lambda: nn.Sequential(*[nn.LayerNorm(WIDTH)] * 2), {"0"}, ""),
+    "shared norm": (lambda: nn.Sequential(*[_norm()] * 2), {"0"}, ""),
     "tied weights": (_tied, {"0.fc"}, ""),
-    "weight norm": (lambda: _pair(parametrizations.weight_norm(_fc())), {"act"}, "parametrized"),
+    "weight norm": (_of(lambda: parametrizations.weight_norm(_fc())), {"act"}, "parametrized"),
     "spectral norm": (
         lambda: _pair(parametrizations.spectral_norm(_fc())).eval(),
-        {"act"},
-        "parametrized",
+        *({"act"}, "parametrized"),
     ),
     "parametrized norm": (
-        lambda: parametrizations.weight_norm(nn.LayerNorm(WIDTH), dim=None),
-        set(),
-        "parametrized",
+        lambda: parametrizations.weight_norm(_norm(), dim=None),
+        *(set(), "parametrized"),
     ),
-    "pruned": (lambda: _pair(prune.l1_unstructured(_fc(), "weight", 0.5)), {"act"}, "another kind"),
+    "pruned": (_of(lambda: prune.l1_unstructured(_fc(), "weight", 0.5)), {"act"}, "another kind"),
     "functional on the weight": (
-        lambda: Calls(lambda m, x: m.act(linear(x, m.fc.weight)), fc=_fc(), act=nn.GELU()),
-        {"act"},
-        "",
+        _calls(lambda m, x: m.act(linear(x, m.fc.weight)), fc=_fc, act=nn.GELU),
+        *({"act"}, ""),
     ),
-    "unknown activation": (
-        lambda: _pair(act=nn.Mish()),
-        set(),
-        "its activation is none of torchweld's",
-    ),
-    "softmax behind a linear layer": (lambda: _pair(act=nn.Softmax(dim=-1)), set(), ""),
+    "unknown activation": (_of(act=nn.Mish), set(), "its activation is none of torchweld's"),
+    "softmax behind a linear layer": (_of(act=lambda: nn.Softmax(dim=-1)), set(), ""),
     "functional softmax and dropout": (
         lambda: Calls(lambda m, x: dropout(softmax(m.fc(x), -1), 0.1, m.training), fc=_fc()).eval(),
-        set(),
-        "functions, which fuse() cannot replace",
+        *(set(), FUNCTIONS),
     ),
     "functional dropout around a module": (
         lambda: Calls(
             lambda m, x: x + dropout(m.out(m.act(m.fc(x))), 0.1, m.training),
             **{"fc": _fc(), "act": nn.GELU(), "out": _fc()},
         ).eval(),
-        {"act"},
-        "functions, which fuse() cannot replace",
+        *({"act"}, FUNCTIONS),
     ),
-    "functional activation": (
-        lambda: Calls(lambda m, x: gelu(m.fc(x)), fc=_fc()),
-        set(),
-        "function",
-    ),
+    "functional activation": (_calls(lambda m, x: gelu(m.fc(x)), fc=_fc), set(), "function"),
     "used twice": (
-        lambda: Calls(lambda m, x: m.act(z := m.fc(x)) + z, fc=_fc(), act=nn.GELU()),
-        {"act"},
-        "does not pass the layer's result straight",
+        _calls(lambda m, x: m.act(z := m.fc(x)) + z, fc=_fc, act=nn.GELU),
+        *({"act"}, STRAIGHT),
     ),
     "used by two modules": (
-        lambda: Calls(
-            lambda m, x: m.act(z := m.fc(x)) + m.other(z), fc=_fc(), act=nn.GELU(), other=_fc()
-        ),
-        {"act"},
-        "also feeds others",
+        _calls(lambda m, x: m.act(z := m.fc(x)) + m.other(z), fc=_fc, act=nn.GELU, other=_fc),
+        *({"act"}, "also feeds others"),
     ),
     "two linears, one activation": (
-        lambda: Calls(
-            lambda m, x: m.act(m.fc(x)) + m.act(m.other(x)), fc=_fc(), other=_fc(), act=nn.GELU()
-        ),
-        {"act"},
-        "follows several",
+        _calls(lambda m, x: m.act(m.fc(x)) + m.act(m.other(x)), fc=_fc, other=_fc, act=nn.GELU),
+        *({"act"}, "follows several"),
     ),
     "a loop": (
-        lambda: Calls(_loop, layers=nn.ModuleList([_fc(), _fc()]), act=NewGELU()),
-        {"act"},
-        "follows several",
+        _calls(_loop, layers=lambda: nn.ModuleList([_fc(), _fc()]), act=NewGELU),
+        *({"act"}, "follows several"),
     ),
     "a dropout of zero between": (
         lambda: nn.Sequential(_fc(), nn.Dropout(0.0), nn.GELU()),
-        {"2"},
-        "",
+        *({"2"}, ""),
     ),
     "hook on the linear": (
         lambda: _hooked("fc", "register_forward_hook", _no_op),
-        {"act"},
-        "forward hooks",
+        *({"act"}, "forward hooks"),
     ),
     "pre-hook on the activation": (
         lambda: _hooked("act", "register_forward_pre_hook", _no_op),
-        {"act"},
-        "forward pre hooks",
+        *({"act"}, "forward pre hooks"),
     ),
     "backward hook on the activation": (
         lambda: _hooked("act", "register_full_backward_hook", _no_op),
-        {"act"},
-        "backward hooks",
+        *({"act"}, "backward hooks"),
     ),
     "forward on the instance": (_patched, set(), "set on the instance"),
     "an activation of who knows what": (
-        lambda: Calls(lambda m, x: m.act(x.clone()), act=nn.GELU()),
-        {"act"},
-        "how wide",
+        _calls(lambda m, x: m.act(x.clone()), act=nn.GELU),
+        *({"act"}, "how wide"),
     ),
-    "in-place activation behind a linear": (
-        lambda: _pair(act=nn.ReLU(inplace=True)),
-        {"fc"},
-        "",
-    ),
-    "leaky relu": (lambda: _pair(act=nn.LeakyReLU()), set(), "none of torchweld's"),
-    "clipped gelu": (lambda: _pair(act=ClippedGELU()), set(), "none of torchweld's"),
-    "prelu": (lambda: _pair(act=nn.PReLU()), set(), ""),
+    "in-place activation behind a linear": (_of(act=lambda: nn.ReLU(inplace=True)), {"fc"}, ""),
+    "leaky relu": (_of(act=nn.LeakyReLU), set(), "none of torchweld's"),
+    "clipped gelu": (_of(act=ClippedGELU), set(), "none of torchweld's"),
+    "prelu": (_of(act=nn.PReLU), set(), ""),
     "glu": (lambda: nn.Sequential(_fc(128), nn.GLU()), set(), ""),
     "doubled norm": (lambda: Doubled(WIDTH), set(), "computes something else"),
     "wide layer norm": (lambda: WideLayerNorm(WIDTH), {""}, ""),
     "norm of two dimensions": (lambda: nn.LayerNorm((8, WIDTH)), {""}, ""),
     "hidden epsilon": (Hidden, {""}, ""),
-    "adapter": (lambda: _pair(Adapted(WIDTH, WIDTH)), {"act"}, "another kind"),
-    "subclass": (lambda: _pair(Named(WIDTH, WIDTH)), {"fc"}, ""),
-    "transposed": (lambda: _pair(Transposed()), {"fc"}, ""),
-    "without a bias": (lambda: _pair(nn.Linear(WIDTH, 8, bias=False)), {"fc"}, ""),
-    "no features": (lambda: _pair(_fc(0)), {"act"}, "did not run"),
+    "adapter": (_of(lambda: Adapted(WIDTH, WIDTH)), {"act"}, "another kind"),
+    "subclass": (_of(lambda: Named(WIDTH, WIDTH)), {"fc"}, ""),
+    "transposed": (_of(Transposed), {"fc"}, ""),
+    "without a bias": (_of(lambda: nn.Linear(WIDTH, 8, bias=False)), {"fc"}, ""),
+    "no features": (_of(lambda: _fc(0)), {"act"}, "did not run"),
     "nested sequence": (
         lambda: nn.Sequential(nn.Sequential(_fc()), nn.GELU()),
-        {"1"},
-        "is not Sequential's own",
+        *({"1"}, "is not Sequential's own"),
     ),
     "sequence with a residual": (lambda: Around(_fc(), nn.GELU()), {"1"}, "calls super()"),
-    "scripted": (lambda: torch.jit.script(nn.LayerNorm(WIDTH)), set(), "scripted"),
+    "scripted": (lambda: torch.jit.script(_norm()), set(), "scripted"),
     "traced": (lambda: torch.fx.symbolic_trace(_pair()), {"act"}, "traced"),
     "knows its model": (_parent, {"0.fc"}, ""),
     "holds a tensor": (lambda: _pair(factor=ONE), {"fc"}, ""),
     "frozen": (lambda: _pair().requires_grad_(False), {"fc"}, ""),
     "in evaluation": (lambda: _pair().eval(), {"fc"}, ""),
     "bfloat16": (lambda: _pair().bfloat16(), {"fc"}, ""),
-    "float64": (
-        lambda: nn.Sequential(_pair(), PlainRMSNorm()).double(),
-        {"0.fc", "1"},
-        "",
-    ),
+    "float64": (lambda: nn.Sequential(_pair(), PlainRMSNorm()).double(), {"0.fc", "1"}, ""),
     "float32 norm in a bfloat16 model": (
-        lambda: Calls(lambda m, x: m.norm(m.fc(x)), fc=_fc().bfloat16(), norm=PlainRMSNorm()),
-        {"norm"},
-        "",
+        _calls(lambda m, x: m.norm(m.fc(x)), fc=lambda: _fc().bfloat16(), norm=PlainRMSNorm),
+        *({"norm"}, ""),
     ),
     "nothing": (nn.Identity, set(), ""),
-    "no norm": (
-        lambda: nn.Sequential(nn.Unflatten(-1, (4, 4, 4)), nn.Flatten()),
-        set(),
-        "",
-    ),
+    "no norm": (lambda: nn.Sequential(nn.Unflatten(-1, (4, 4, 4)), nn.Flatten()), set(), ""),
 }
 
 

@@ -22,7 +22,6 @@ import fresh
 import torchweld
 from torchweld import functional as fused
 from torchweld.bench.cases import CASES, Case
-from torchweld.bench.demo import CONTENDERS, GPT, LENGTH
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.registry import OPS
@@ -203,42 +202,22 @@ def _attend(h: torch.Tensor, attend: Callable[[torch.Tensor], torch.Tensor]) -> 
     return torch.cat([result[: len(h)], h[WINDOW:]])
 
 
-def train(which: str, threads: int) -> list[int]:
-    """Resident kB after 20 and 60 steps of the demo's model on batches of different sizes."""
-    torch.set_num_threads(threads)
-    order = random.Random(0)
-    model, optimizer = CONTENDERS["fused" if which == "ours" else "eager"](GPT(64, 0.1))
-    resident = []
-    for step in range(60):
-        tokens = torch.randint(256, (order.choice((1, 2, 3)), LENGTH))
-        loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if step in (19, 59):
-            resident.append(read_resident())
-    return resident
-
-
 def test_a_call_keeps_no_native_memory() -> None:
     """The smallest block of glibc has 32 bytes; a leaked one in each call counts as much."""
-    kept = json.loads(fresh.run_file(__file__, "count"))
+    kept = json.loads(fresh.run_file(__file__))
     assert set(kept) == {*OPS, *(f"{name}, direct" for name in DIRECT), *OPTIMIZERS}
     assert {name: n for name, n in kept.items() if n >= 24} == {}
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("what", ["walk", "train"])
-def test_a_long_run_stays_bounded(what: str, threads: int) -> None:
+def test_a_long_run_stays_bounded(threads: int) -> None:
     """At its end it takes at most a tenth more memory than torch's ops do."""
     ours, theirs = (
-        json.loads(fresh.run_file(__file__, what, which, str(threads)))
-        for which in ("ours", "theirs")
+        json.loads(fresh.run_file(__file__, which, str(threads))) for which in ("ours", "theirs")
     )
     assert ours[-1] <= 1.1 * max(theirs)
 
 
 if __name__ == "__main__":
-    what, *how = sys.argv[1:]
-    measure = {"walk": walk, "train": train}
-    print(json.dumps(measure[what](how[0], int(how[1])) if how else count_all()))
+    which, threads = sys.argv[1:] or ("", "")
+    print(json.dumps(walk(which, int(threads)) if which else count_all()))
