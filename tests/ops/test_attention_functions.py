@@ -89,7 +89,14 @@ def _plane(h: Any, q: Any, k: Any) -> Any:
     return PLANE[h, PLACES[(k // 8 - q // 8 + 3).clamp(0, 6), k % 8 - q % 8 + 7]]
 
 
+def _t5(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return _line(TABLE, h, q, k)
+
+
 SHORT = torch.arange(5)
+BY_LINE, BY_PLANE = (
+    {"bias": BlockBias.relative(*of)} for of in ((TABLE, BUCKETS), (PLANE, PLACES))
+)
 # The number that a score gets, its mask, and our arguments; None: the numbers of all pairs.
 BIASES: dict[str, tuple[Mask, str, dict[str, Any] | None]] = {
     "ALiBi": (
@@ -97,30 +104,15 @@ BIASES: dict[str, tuple[Mask, str, dict[str, Any] | None]] = {
         *("causal, bottom right", {"alibi_slopes": SLOPES}),
     ),
     "distance": (lambda b, h, q, k: (k - q) * 0.05, "window", None),
-    "T5": (
-        lambda b, h, q, k: _line(TABLE, h, q, k),
-        *("all", {"bias": BlockBias.relative(TABLE, BUCKETS)}),
-    ),
-    "T5's decoder": (
-        lambda b, h, q, k: _line(TABLE, h, q, k),
-        *("causal", {"bias": BlockBias.relative(TABLE, BUCKETS)}),
-    ),
-    "T5 in documents": (
-        lambda b, h, q, k: _line(TABLE, h, q, k),
-        *("documents", {"bias": BlockBias.relative(TABLE, BUCKETS)}),
-    ),
+    "T5": (_t5, "all", BY_LINE),
+    "T5's decoder": (_t5, "causal", BY_LINE),
+    "T5 in documents": (_t5, "documents", BY_LINE),
     "a table of all heads": (
         lambda b, h, q, k: _line(ONE, 0 * h, q, k, SHORT),
         *("windows by head", {"bias": BlockBias.relative(ONE, SHORT)}),
     ),
-    "Swin": (
-        lambda b, h, q, k: _plane(h, q, k),
-        *("all", {"bias": BlockBias.relative(PLANE, PLACES)}),
-    ),
-    "Swin with shifts": (
-        lambda b, h, q, k: _plane(h, q, k),
-        *("halves", {"bias": BlockBias.relative(PLANE, PLACES)}),
-    ),
+    "Swin": (lambda b, h, q, k: _plane(h, q, k), "all", BY_PLANE),
+    "Swin with shifts": (lambda b, h, q, k: _plane(h, q, k), "halves", BY_PLANE),
     "pairs": (lambda b, h, q, k: PAIRS[b, h, q, k], "all", {"bias": PAIRS}),
     "pairs of heads": (lambda b, h, q, k: PAIRS[0, h, q, k], "chance", {"bias": PAIRS[:1]}),
     "pairs of rows": (lambda b, h, q, k: PAIRS[b, 1, q, k], "dilated", {"bias": PAIRS[:, 1:2]}),

@@ -35,51 +35,36 @@ def _fixed(r: int, c: int, n: int, local: int = 4, width: int = 2, head: int = 0
     return r // local == c // local or any(b <= c < b + width for b in begins)
 
 
+def _fixed_both(r: int, c: int, n: int) -> bool:
+    return _fixed(r, c, n) or _fixed(c, r, n)
+
+
+_WINDOW, _GLOBAL = "num_sliding_window_blocks", ("global_block_indices", "global_block_end_indices")
+_VARIABLE = {"local_window_blocks": [2, 3], _GLOBAL[0]: [1, 7], _GLOBAL[1]: [2, 9]}
+_HORIZONTAL = {"num_global_blocks": 2, "horizontal_global_attention": True}
+_BIGBIRD = {"num_random_blocks": 0, "num_global_blocks": 2}
 # DeepSpeed's layouts and elementary patterns: the builder's arguments and the definition.
 DEFINITIONS: dict[str, tuple[str, dict[str, Any], Seen]] = {
     "dense": ("dense", {}, lambda r, c, n: True),
-    "window": (
-        "sliding_window",
-        {"num_sliding_window_blocks": 5},
-        lambda r, c, n: abs(r - c) <= 2,
-    ),
+    "window": ("sliding_window", {_WINDOW: 5}, lambda r, c, n: abs(r - c) <= 2),
     "local": ("block_local", {"num_local_blocks": 3}, lambda r, c, n: r // 3 == c // 3),
     "dilated": (
-        "dilated",
-        {"num_sliding_window_blocks": 5, "dilation": 3},
+        *("dilated", {_WINDOW: 5, "dilation": 3}),
         lambda r, c, n: (r - c) % 3 == 0 and abs(r - c) <= 6,
     ),
-    "strided": (
-        "strided",
-        {"stride": 4},
-        lambda r, c, n: abs(r - c) < 4 or (r - c) % 4 == 0,
-    ),
-    "fixed": ("fixed", {"num_global_blocks": 2}, lambda r, c, n: _fixed(r, c, n)),
-    "fixed, horizontal": (
-        "fixed",
-        {"num_global_blocks": 2, "horizontal_global_attention": True},
-        lambda r, c, n: _fixed(r, c, n) or _fixed(c, r, n),
-    ),
+    "strided": ("strided", {"stride": 4}, lambda r, c, n: abs(r - c) < 4 or (r - c) % 4 == 0),
+    "fixed": ("fixed", {"num_global_blocks": 2}, _fixed),
+    "fixed, horizontal": ("fixed", _HORIZONTAL, _fixed_both),
     "variable": (
-        "variable",
-        {
-            "local_window_blocks": [2, 3],
-            "global_block_indices": [1, 7],
-            "global_block_end_indices": [2, 9],
-        },
+        *("variable", _VARIABLE),
         lambda r, c, n: (
             c in (1, 7, 8) or ((r - 2) // 3 == (c - 2) // 3 and min(r, c) > 1) or max(r, c) < 2
         ),
     ),
-    "bigbird": (
-        "bigbird",
-        {"num_random_blocks": 0, "num_global_blocks": 2},
-        lambda r, c, n: abs(r - c) <= 1 or min(r, c) < 2,
-    ),
+    "bigbird": ("bigbird", _BIGBIRD, lambda r, c, n: abs(r - c) <= 1 or min(r, c) < 2),
     "longformer": (
-        "longformer",
-        {"global_block_indices": [0, 5]},
-        lambda r, c, n: abs(r - c) <= 1 or r in (0, 5) or c in (0, 5),
+        *("longformer", {_GLOBAL[0]: [0, 5]}),
+        lambda r, c, n: abs(r - c) <= 1 or not {r, c}.isdisjoint((0, 5)),
     ),
 }
 
@@ -338,8 +323,7 @@ def test_pictures() -> None:
     assert image.sum() == layout.count
 
 
-_ENDS, _WINDOW = torch.tensor([0, 30, 64]), "num_sliding_window_blocks"
-_GLOBAL = ("global_block_indices", "global_block_end_indices")
+_ENDS = torch.tensor([0, 30, 64])
 _FLEX = functools.partial(create_block_mask, lambda b, h, q, k: q >= k, None, device="cpu")
 _VECTOR = torch.arange(70)
 _HEADS: dict[str, Any] = {"different_layout_per_head": True}

@@ -64,47 +64,30 @@ def _make_step() -> Callable[[], Any]:
 X, WEIGHT, COLUMNS = _leaf(256, 512), _leaf(512, 512), _leaf(512)
 CLASSES = torch.randint(0, 2048, (256,))
 _LOGPROBS: Any = functional.linear_logprobs
+_LOSS: Any = functional.linear_cross_entropy
+_ATTEND: Any = functional.block_sparse_attention
+_ADD_NORM: Any = functional.dropout_add_layer_norm
 ENCODER_LAYER = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
 LAYOUT = BlockLayout.sliding_window(128, 3, block=32)
+_QKV = [_leaf(2, 2, 128, 32) for _ in range(3)]
+_STREAM = [_leaf(1024, 1024), _leaf(1024, 1024), _leaf(1024), _leaf(1024)]
+_HEAD = _leaf(2048, 512)
+# What is called, and the most calls and files.
 WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
     "rms_norm": (_train(lambda x, w: functional.rms_norm(x, (512,), w), X, COLUMNS), 4, 3),
-    "block_sparse_attention": (
-        _train(
-            lambda *q: functional.block_sparse_attention(*q, LAYOUT),
-            *[_leaf(2, 2, 128, 32) for _ in range(3)],
-        ),
-        4,
-        3,
-    ),
-    "dropout_add_layer_norm": (
-        _train(
-            lambda x, r, w, b: functional.dropout_add_layer_norm(x, r, w, b, p=0.1),
-            *[_leaf(1024, 1024), _leaf(1024, 1024), _leaf(1024), _leaf(1024)],
-        ),
-        5,
-        4,
-    ),
+    "block_sparse_attention": (_train(lambda *q: _ATTEND(*q, LAYOUT), *_QKV), 4, 3),
+    "dropout_add_layer_norm": (_train(lambda *x: _ADD_NORM(*x, p=0.1), *_STREAM), 5, 4),
     "AdamW.step": (_make_step(), 17, 4),
     "fuse, two layers": (
         lambda: torchweld.fuse(nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64))),
-        143,
-        10,
+        *(143, 10),
     ),
     "fuse, an encoder": (
         lambda: torchweld.fuse(nn.TransformerEncoder(ENCODER_LAYER, 2)),
-        607,
-        10,
+        *(607, 10),
     ),
-    "linear_cross_entropy": (
-        _train(lambda x, w: functional.linear_cross_entropy(x, w, CLASSES), X, _leaf(2048, 512)),
-        46,
-        8,
-    ),
-    "linear_logprobs": (
-        _train(lambda x, w: _LOGPROBS(x, w, CLASSES), X, _leaf(2048, 512)),
-        44,
-        9,
-    ),
+    "linear_cross_entropy": (_train(lambda *x: _LOSS(*x, CLASSES), X, _HEAD), 46, 8),
+    "linear_logprobs": (_train(lambda *x: _LOGPROBS(*x, CLASSES), X, _HEAD), 44, 9),
     "linear_gelu": (_train(functional.linear_gelu, X, WEIGHT, COLUMNS), 5, 4),
 }
 
