@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -198,14 +199,6 @@ def _ddp(
     return cell.left(counted, of=count)
 
 
-def _zero1(name: str, dtype: torch.dtype) -> Run:
-    return _ddp(name, dtype, sharded_states=True)
-
-
-def _ddp_compiled(name: str, dtype: torch.dtype) -> Run:
-    return _ddp(name, dtype, compiled=True)
-
-
 def _fsdp(name: str, dtype: torch.dtype, keep: bool, compiled: bool = False) -> Run:
     cell, rank, count = Cell(name, dtype), dist.get_rank(), dist.get_world_size()
     if compiled:
@@ -213,18 +206,6 @@ def _fsdp(name: str, dtype: torch.dtype, keep: bool, compiled: bool = False) -> 
     (zero2 if keep else zero3)(cell.model, init_device_mesh("cpu", (count,)))
     step = lambda step: cell.accumulate(cell.model, step, rank, count)  # noqa: E731
     return cell.left(cell.train(step, adamw(cell.model)), of=count)
-
-
-def _zero2(name: str, dtype: torch.dtype) -> Run:
-    return _fsdp(name, dtype, keep=True)
-
-
-def _zero3(name: str, dtype: torch.dtype) -> Run:
-    return _fsdp(name, dtype, keep=False)
-
-
-def _zero3_compiled(name: str, dtype: torch.dtype) -> Run:
-    return _fsdp(name, dtype, keep=False, compiled=True)
 
 
 def _tensor(name: str, dtype: torch.dtype, sequence: bool = False, compiled: bool = False) -> Run:
@@ -235,18 +216,6 @@ def _tensor(name: str, dtype: torch.dtype, sequence: bool = False, compiled: boo
         _compile(cell)
     step = lambda step: cell.accumulate(cell.model, step)  # noqa: E731
     return cell.left(cell.train(step, adamw(cell.model)))
-
-
-def _tensor_sequence(name: str, dtype: torch.dtype) -> Run:
-    return _tensor(name, dtype, sequence=True)
-
-
-def _tensor_compiled(name: str, dtype: torch.dtype) -> Run:
-    return _tensor(name, dtype, compiled=True)
-
-
-def _tensor_sequence_compiled(name: str, dtype: torch.dtype) -> Run:
-    return _tensor(name, dtype, sequence=True, compiled=True)
 
 
 def _fsdp_tensor(name: str, dtype: torch.dtype) -> Run:
@@ -313,7 +282,7 @@ def _along_a_ring(
 
 
 def _pipeline(
-    name: str, dtype: torch.dtype, schedule: Any, at: Callable[[int, int], tuple[int, ...]]
+    schedule: Any, at: Callable[[int, int], tuple[int, ...]], name: str, dtype: torch.dtype
 ) -> Run:
     """A pipeline where at(rank, count) are a rank's stages; the last stage has the losses."""
     cell, rank, count = Cell(name, dtype), dist.get_rank(), dist.get_world_size()
@@ -393,12 +362,6 @@ def _one_each(rank: int, count: int) -> tuple[int, ...]:
     return (rank,)
 
 
-def _schedule(
-    schedule: Any, at: Callable[[int, int], tuple[int, ...]]
-) -> Callable[[str, torch.dtype], Run]:
-    return lambda name, dtype: _pipeline(name, dtype, schedule, at)
-
-
 def _fsdp_tensor_pipeline(name: str, dtype: torch.dtype) -> Run:
     cell = Cell(name, dtype)
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pipe", "data", "tensor"))
@@ -425,22 +388,24 @@ class Strategy:
 
 STRATEGIES = {
     "DDP": Strategy(2, _ddp),
-    "ZeRO-1": Strategy(2, _zero1),
-    "ZeRO-2 (FSDP2)": Strategy(2, _zero2),
-    "ZeRO-3 (FSDP2)": Strategy(2, _zero3),
-    "DDP, compiled": Strategy(2, _ddp_compiled, in_ci=False),
-    "ZeRO-3 (FSDP2), compiled": Strategy(2, _zero3_compiled),
+    "ZeRO-1": Strategy(2, partial(_ddp, sharded_states=True)),
+    "ZeRO-2 (FSDP2)": Strategy(2, partial(_fsdp, keep=True)),
+    "ZeRO-3 (FSDP2)": Strategy(2, partial(_fsdp, keep=False)),
+    "DDP, compiled": Strategy(2, partial(_ddp, compiled=True), in_ci=False),
+    "ZeRO-3 (FSDP2), compiled": Strategy(2, partial(_fsdp, keep=False, compiled=True)),
     "TP": Strategy(2, _tensor),
-    "TP + SP": Strategy(2, _tensor_sequence),
-    "TP, compiled": Strategy(2, _tensor_compiled, in_ci=False),
-    "TP + SP, compiled": Strategy(2, _tensor_sequence_compiled, in_ci=False),
+    "TP + SP": Strategy(2, partial(_tensor, sequence=True)),
+    "TP, compiled": Strategy(2, partial(_tensor, compiled=True), in_ci=False),
+    "TP + SP, compiled": Strategy(2, partial(_tensor, sequence=True, compiled=True), in_ci=False),
     "ring SP": Strategy(2, _ring),
     "TP x ring SP": Strategy(4, _tensor_ring),
-    "PP GPipe": Strategy(2, _schedule(pipelining.ScheduleGPipe, _one_each), True),
-    "PP 1F1B": Strategy(2, _schedule(pipelining.Schedule1F1B, _one_each), True),
-    "PP interleaved 1F1B": Strategy(2, _schedule(pipelining.ScheduleInterleaved1F1B, _loop), True),
-    "PP ZBV": Strategy(2, _schedule(pipelining.ScheduleZBVZeroBubble, _vee)),
-    "PP DualPipeV": Strategy(2, _schedule(pipelining.ScheduleDualPipeV, _vee)),
+    "PP GPipe": Strategy(2, partial(_pipeline, pipelining.ScheduleGPipe, _one_each), True),
+    "PP 1F1B": Strategy(2, partial(_pipeline, pipelining.Schedule1F1B, _one_each), True),
+    "PP interleaved 1F1B": Strategy(
+        2, partial(_pipeline, pipelining.ScheduleInterleaved1F1B, _loop), True
+    ),
+    "PP ZBV": Strategy(2, partial(_pipeline, pipelining.ScheduleZBVZeroBubble, _vee)),
+    "PP DualPipeV": Strategy(2, partial(_pipeline, pipelining.ScheduleDualPipeV, _vee)),
     "FSDP2 x TP + SP": Strategy(4, _fsdp_tensor),
     "FSDP2 x TP + SP x PP": Strategy(8, _fsdp_tensor_pipeline, in_ci=False),
     "FSDP2 x TP x ring SP": Strategy(8, _fsdp_tensor_ring, in_ci=False),

@@ -105,24 +105,14 @@ FUNCTIONS: list[tuple[Callable[..., Any], Callable[..., Any], Differences]] = [
     ),
 ]
 NO_COUNTERPART = {
-    "average_one_bit": "torch has no 1-bit quantiser",
-    "dequantize_one_bit": "torch has no 1-bit quantiser",
-    "dequantize_8bit": "torch has no quantiser of this map",
+    **_many("average_one_bit dequantize_one_bit quantize_one_bit", "torch has no 1-bit quantiser"),
+    **_many("dequantize_8bit quantize_8bit", "torch has no quantiser of this map"),
     "gated_act": "torch.nn.functional.glu takes one tensor",
-    "experts_mlp": "torch has no function for it",
-    "gated_mlp": "torch has no function for it",
-    "linear_logprobs": "torch has no function for it",
-    "mlp": "torch has no function for it",
-    "quantize_one_bit": "torch has no 1-bit quantiser",
-    "quantize_8bit": "torch has no quantiser of this map",
-    "rotary_embedding": "torch has no released function for it",
-    "rotary_embedding_packed_": "torch has no function for it",
-    "rotary_embedding_qk": "torch has no released function for it",
-    "route": "torch has no function for it",
+    **_many("experts_mlp gated_mlp linear_logprobs mlp", "torch has no function for it"),
+    **_many("rotary_embedding_packed_ route", "torch has no function for it"),
+    **_many("rotary_embedding rotary_embedding_qk", "torch has no released function for it"),
     "BlockSparseAttention": "torch has no attention module without projections",
-    "ExpertsMLP": "torch has no module for it",
-    "QuickGELU": "torch has no module for it",
-    "ReLUSquared": "torch has no module for it",
+    **_many("ExpertsMLP QuickGELU ReLUSquared", "torch has no module for it"),
     "RotaryEmbedding": "torch has no released module for it",
 }
 # Functions that do not begin with `input`.
@@ -145,9 +135,9 @@ BATCH_NORM = {
     **_many("eps momentum affine track_running_stats", "by keyword, after torch.nn.Linear's"),
 }
 # Differences of constructors, then of forwards.
+SAME = ["LayerNorm", "RMSNorm", "CrossEntropyLoss", "GELU", "ReLU", "SiLU", "Sigmoid", "Tanh"]
 MODULES: list[tuple[Any, Any, Differences, Differences]] = [
-    (nn.LayerNorm, torch.nn.LayerNorm, {}, {}),
-    (nn.RMSNorm, torch.nn.RMSNorm, {}, {}),
+    *((getattr(nn, name), getattr(torch.nn, name), {}, {}) for name in SAME),
     (nn.LinearAct, torch.nn.Linear, {}, {}),
     (nn.LinearGELU, torch.nn.Linear, {}, {}),
     (nn.LinearBatchNormAct, torch.nn.Linear, {}, {}),
@@ -173,12 +163,6 @@ MODULES: list[tuple[Any, Any, Differences, Differences]] = [
         {"p": "0 by default", **NO_INPLACE},
         {**RESIDUAL, "bias": "of the previous layer"},
     ),
-    (nn.CrossEntropyLoss, torch.nn.CrossEntropyLoss, {}, {}),
-    (nn.GELU, torch.nn.GELU, {}, {}),
-    (nn.ReLU, torch.nn.ReLU, {}, {}),
-    (nn.SiLU, torch.nn.SiLU, {}, {}),
-    (nn.Sigmoid, torch.nn.Sigmoid, {}, {}),
-    (nn.Tanh, torch.nn.Tanh, {}, {}),
     (
         nn.BlockSparseMultiheadAttention,
         torch.nn.MultiheadAttention,

@@ -1,7 +1,8 @@
-"""The benchmark's blocks and models, before and after fuse()."""
+"""The benchmark's blocks, models and optimizer steps, and the choice of steps' kernels on a GPU."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -11,12 +12,22 @@ import torch
 from torch import nn
 
 import torchweld
-from torchweld.bench import blocks, demo, jobs, limits, machine
+from torchweld import optim
+from torchweld.bench import blocks, command, demo, evidence, jobs, limits, machine, steps
 from torchweld.bench.blocks import BLOCKS, BlockCase
+from torchweld.bench.jobs import Job
 from torchweld.bench.runner import Plan, Result
 from torchweld.bench.timing import wall_time
 from torchweld.commands import cli
+from torchweld.dispatch import choice
 from torchweld.dispatch.engine.judge import Judge
+from torchweld.dispatch.engine.question import Answer
+from torchweld.dispatch.engine.store import Entry
+from torchweld.functional import quantize_8bit
+from torchweld.ops.optimizer.rule import RULES
+from torchweld.ops.quantize_8bit import _QUANTIZE
+from torchweld.registry import EAGER
+from trying import CONDITIONS, try_on_cpu
 
 BATCH, TOKENS, WIDTH = SHAPE = (4, 64, 128)
 PLAN = Plan(("fwd", "bwd", "full"), ["cpu"], [], seconds=0, rounds=(1, 1))
@@ -98,16 +109,145 @@ def test_a_few_numbers_may_be_as_inexact_as_others(count: int) -> None:
         assert "wrong result" in str(judge.find_fault({"loss": (exact + 40 * unit).float()}))
 
 
-def test_the_command_measures_a_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+# --- Steps ----------------------------------------------------------------------------------------
+
+STEP = Plan([], ["cpu"], [], seconds=0, rounds=(1, 1))
+ADAM = steps.KINDS[0]
+MATRICES = (3, 8, 600)
+
+
+def _measured_step(kind: steps.Kind, plan: Plan = STEP) -> dict[str, Result]:
+    (found,) = steps.measure(steps.few(kind, "cpu", MATRICES), plan, wall_time)
+    return {result.contender: result for result in found}
+
+
+@pytest.mark.parametrize("kind", steps.KINDS, ids=lambda kind: f"{kind.rule} {kind.variant}")
+def test_a_step_is_timed_beside_torchs(kind: steps.Kind) -> None:
+    found = _measured_step(kind)
+    assert list(found) == ["eager", "cpu"]
+    assert all(result.status == "timed" and result.ms for result in found.values())
+    assert found["cpu"].automatic
+    elements = torch.Size(MATRICES).numel()
+    blocks = 3 * 8 * 3
+    expected = (kind.reads + kind.writes) * elements + sum(kind.of_block) * blocks
+    assert found["cpu"].bytes == expected
+    assert found["cpu"].label == " ".join(filter(None, ["3x8x600", kind.variant]))
+
+
+def test_a_wrong_step_is_refused() -> None:
+    wrong = dataclasses.replace(ADAM, ours=lambda params: optim.AdamW(params, lr=2e-3))
+    found = _measured_step(wrong)
+    assert found["eager"].status == "timed"
+    assert found["cpu"].status == "refused"
+    assert str(found["cpu"].reason).startswith("ValueError: wrong result: off by 1.0e-03")
+
+
+def test_a_peer_that_fails_ends_nothing() -> None:
+    peers = {"broken": steps.Peer("json", lambda module: module.no_such_optimizer)}
+    plan = dataclasses.replace(STEP, rivals=["broken"])
+    found = _measured_step(dataclasses.replace(ADAM, peers=peers), plan)
+    assert found["cpu"].status == "timed"
+    assert "no_such_optimizer" in str(found["broken"].reason)
+
+
+def test_cases_have_as_many_elements() -> None:
+    few, mixed = steps.cases(["lion"], "cpu", quick=False)
+    assert few.elements == 2**24
+    assert 0.999 < mixed.elements / few.elements <= 1
+    assert len(mixed.shapes) == 600
+    assert str(mixed) == "lion 600 tensors"
+    adapters = steps.cases(["adam"], "cpu", quick=False)[-1]
+    assert str(adapters) == "adam LoRA 8-bit states"
+    assert adapters.elements == few.elements
+    (grouped,) = [
+        case for case in steps.cases(["adam"], "cpu", quick=False) if case.name == "1000 groups"
+    ]
+    optimizer = grouped.kind.ours([torch.zeros(s, requires_grad=True) for s in grouped.shapes])
+    assert len({group["lr"] for group in optimizer.param_groups}) == 1000
+    # A row of 8 is a block, whose two absmax are read and written.
+    narrow = steps.StepCase(adapters.kind, "cpu", "", (), [(4096, 8)])
+    assert narrow.traffic().total == 4096 * (8 * 16 + 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "contenders"),
+    [("gated_block", "gated_block", {"eager", "fused"}), ("adam", "step", {"eager", "cpu"})],
+)
+def test_the_command_measures_a_block_and_a_rule(
+    name: str,
+    label: str,
+    contenders: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(machine, "settle", lambda **_: None)
+    monkeypatch.setattr(command, "clock_for", lambda device: wall_time)
     monkeypatch.setattr(limits, "copy_gbps", lambda clock, device: 10.0)
     monkeypatch.setattr(blocks, "SHAPES", {"cpu": SHAPE})
+    cases = [steps.few(ADAM, "cpu", MATRICES)]
+    monkeypatch.setattr(steps, "cases", lambda rules, *_: cases if rules == ["adam"] else [])
     path = tmp_path / "found.json"
-    command = ["bench", "gated_block", "--quick", "--device", "cpu", "--json", str(path)]
-    assert cli.main(command) == 0
-    assert "gated_block" in capsys.readouterr().out
+    assert cli.main(["bench", name, "--quick", "--device", "cpu", "--json", str(path)]) == 0
+    assert label in capsys.readouterr().out
     saved = json.loads(path.read_text())
-    assert {r["contender"] for r in saved["results"]} == {"eager", "fused"}
-    assert saved["sources"]["gated_block"]  # tells whether the kernels changed since
+    assert {(r["op"], r["contender"]) for r in saved["results"]} == {(name, c) for c in contenders}
+    assert saved["sources"][name]  # tells whether the kernels changed since
+
+
+# --- Choice -----------------------------------------------------------------------------------
+
+
+def test_a_rules_choice_is_what_its_steps_agree_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before its first step it is eager, and after codecs that differ too."""
+    trials = try_on_cpu(monkeypatch, tmp_path)
+    rule, param = RULES["adam"], torch.nn.Parameter(torch.randn(64, 64))
+    assert rule.choose_for(param) == EAGER
+    steps.take_step(steps.few(ADAM, "cpu", MATRICES))
+    assert rule.choose_for(param) == "cpu"
+    wrong = Answer(EAGER, {"cpu": "wrong"}, {})
+    trials.engine._store.add(Entry(CONDITIONS, {"op": "adam", "step": ["8 bits"]}, 0, wrong))
+    assert rule.choose_for(param) == EAGER
+
+
+def test_compiled_code_takes_what_bare_ops_agree_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In one graph: compiled code with quantisation asks so."""
+    try_on_cpu(monkeypatch, tmp_path)
+    monkeypatch.setattr(choice, "is_on_gpu", lambda x: True)
+    x = torch.randn(3, 700)
+    compiled = torch.compile(lambda x: quantize_8bit(x)[0], fullgraph=True, backend="aot_eager")
+    ran = []
+    kernel = _QUANTIZE.overload("cpu")
+    monkeypatch.setitem(_QUANTIZE._steps, "cpu", lambda *g: (ran.append(1), kernel(*g))[1])
+    expected = compiled(x)
+    assert not ran
+    assert torch.equal(quantize_8bit(x)[0], expected)
+    torch.compiler.reset()
+    ran.clear()
+    assert torch.equal(compiled(x), expected)
+    assert ran
+
+
+def test_every_rule_is_measured_and_listed() -> None:
+    assert {kind.rule for kind in steps.KINDS} == set(RULES)
+    root = Path(__file__).parents[2]
+    listed = {line[:2] for line in evidence.list_states(root, {})}
+    sources = {
+        (rule.name, b): files for rule in RULES.values() for b, files in rule.sources.items()
+    }
+    assert sources.keys() <= listed
+    assert all((root / path).exists() for files in sources.values() for path in files)
+
+
+@pytest.mark.parametrize(("lr", "status"), [(1e-3, "timed"), (2e-3, "refused")])
+def test_a_jobs_step_is_judged(lr: float, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = dataclasses.replace(ADAM, ours=lambda params: optim.AdamW(params, lr=lr))
+    monkeypatch.setattr(steps, "KINDS", [kind])
+    monkeypatch.setattr(Job, "cases", lambda job: [steps.few(kind, "cpu", MATRICES)])
+    job = Job("adam", Plan(("full",), ("cpu",), (), 0.1), device="cpu")
+    results = [r for _, found in jobs.measure_here(job) for r in found]
+    assert {r.status for r in results if r.contender == "cpu"} == {status}

@@ -12,15 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import (
-    cross_entropy,
-    dropout,
-    gelu,
-    layer_norm,
-    linear,
-    rms_norm,
-    silu,
-)
+from torch.nn.functional import cross_entropy, dropout, gelu, layer_norm, linear, rms_norm, silu
 
 import torchweld
 from torchweld import functional
@@ -33,70 +25,49 @@ from torchweld.registry import OPS
 WIDTH, CHAIN = 64, 24
 P = 0.1
 Call = Callable[..., Any]
-Pair = tuple[Call, Call, str]  # ours, torch's composition, and the leaves: x and columns w
+Pair = tuple[Call, Call]  # ours and torch's composition
+# Their leaves: x and columns w, a matrix m.
+LEAVES = {
+    **{"layer_norm": "xww", "rms_norm": "xw", "softmax_dropout": "x", "bias_act": "xw"},
+    **{"gated_act": "xx", "bias_dropout_add": "xwx", "dropout_add_layer_norm": "xwwx"},
+    **{"dropout_add_rms_norm": "xwx", "cross_entropy": "x", "linear_cross_entropy": "xm"},
+    "linear_logprobs": "xm",
+}
 
 
 def _make_pairs() -> dict[str, Pair]:
     """In a chain the first leaf is the last result."""
     shape, target = (WIDTH,), torch.tensor([7])
     fused = functional
-    return {
-        "layer_norm": (
-            lambda x, w, b: fused.layer_norm(x, shape, w, b),
-            lambda x, w, b: layer_norm(x, shape, w, b),
-            "xww",
-        ),
-        "rms_norm": (
-            lambda x, w: fused.rms_norm(x, shape, w),
-            lambda x, w: rms_norm(x, shape, w),
-            "xw",
-        ),
-        "softmax_dropout": (
-            lambda x: fused.softmax_dropout(x, scale=0.125, p=P),
-            lambda x: dropout(torch.softmax(x * 0.125, -1), P),
-            "x",
-        ),
-        "bias_act": (
-            lambda x, b: fused.bias_act(x, b, activation="silu"),
-            lambda x, b: silu(x + b),
-            "xw",
-        ),
-        "gated_act": (
-            lambda x, b: fused.gated_act(x, b, activation="gelu"),
-            lambda x, b: gelu(x) * b,
-            "xx",
-        ),
-        "bias_dropout_add": (
-            lambda x, w, b: fused.bias_dropout_add(x, w, b, p=P),
-            lambda x, w, b: b + dropout(x + w, P),
-            "xwx",
-        ),
-        "dropout_add_layer_norm": (
-            lambda x, w, b, r: fused.dropout_add_layer_norm(x, r, w, b, p=P),
-            lambda x, w, b, r: layer_norm(dropout(x, P) + r, shape, w, b),
-            "xwwx",
-        ),
-        "dropout_add_rms_norm": (
-            lambda x, w, r: fused.dropout_add_rms_norm(x, r, w, p=P),
-            lambda x, w, r: rms_norm(dropout(x, P) + r, shape, w),
-            "xwx",
-        ),
-        "cross_entropy": (
-            lambda x: fused.cross_entropy(x, target),
-            lambda x: cross_entropy(x, target),
-            "x",
-        ),
-        "linear_cross_entropy": (
-            lambda x, m: fused.linear_cross_entropy(x, m, target),
-            lambda x, m: cross_entropy(linear(x, m), target),
-            "xm",
-        ),
-        "linear_logprobs": (
-            lambda x, m: fused.linear_logprobs(x, m, target),
-            lambda x, m: linear(x, m).log_softmax(-1).gather(-1, target[:, None]).squeeze(-1),
-            "xm",
+    ours: dict[str, Call] = {
+        "layer_norm": lambda x, w, b: fused.layer_norm(x, shape, w, b),
+        "rms_norm": lambda x, w: fused.rms_norm(x, shape, w),
+        "softmax_dropout": lambda x: fused.softmax_dropout(x, scale=0.125, p=P),
+        "bias_act": lambda x, b: fused.bias_act(x, b, activation="silu"),
+        "gated_act": lambda x, b: fused.gated_act(x, b, activation="gelu"),
+        "bias_dropout_add": lambda x, w, b: fused.bias_dropout_add(x, w, b, p=P),
+        "dropout_add_layer_norm": lambda x, w, b, r: fused.dropout_add_layer_norm(x, r, w, b, p=P),
+        "dropout_add_rms_norm": lambda x, w, r: fused.dropout_add_rms_norm(x, r, w, p=P),
+        "cross_entropy": lambda x: fused.cross_entropy(x, target),
+        "linear_cross_entropy": lambda x, m: fused.linear_cross_entropy(x, m, target),
+        "linear_logprobs": lambda x, m: fused.linear_logprobs(x, m, target),
+    }
+    theirs: dict[str, Call] = {
+        "layer_norm": lambda x, w, b: layer_norm(x, shape, w, b),
+        "rms_norm": lambda x, w: rms_norm(x, shape, w),
+        "softmax_dropout": lambda x: dropout(torch.softmax(x * 0.125, -1), P),
+        "bias_act": lambda x, b: silu(x + b),
+        "gated_act": lambda x, b: gelu(x) * b,
+        "bias_dropout_add": lambda x, w, b: b + dropout(x + w, P),
+        "dropout_add_layer_norm": lambda x, w, b, r: layer_norm(dropout(x, P) + r, shape, w, b),
+        "dropout_add_rms_norm": lambda x, w, r: rms_norm(dropout(x, P) + r, shape, w),
+        "cross_entropy": lambda x: cross_entropy(x, target),
+        "linear_cross_entropy": lambda x, m: cross_entropy(linear(x, m), target),
+        "linear_logprobs": lambda x, m: (
+            linear(x, m).log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)
         ),
     }
+    return {name: (function, theirs[name]) for name, function in ours.items()}
 
 
 def _make_calls(function: Call, leaves: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
@@ -180,9 +151,8 @@ def measure_all(seconds: float) -> dict[str, list[float]]:
     for backend, gates in (("cpu", GATES), (None, SMALL)):
         with torchweld.use_backend(backend):
             for name, limits in gates.items():
-                *both, kinds = _make_pairs()[name]
-                leaves = [torch.randn(SHAPES[kind]).requires_grad_() for kind in kinds]
-                ours, theirs = (_make_calls(function, leaves) for function in both)
+                leaves = [torch.randn(SHAPES[kind]).requires_grad_() for kind in LEAVES[name]]
+                ours, theirs = (_make_calls(function, leaves) for function in _make_pairs()[name])
                 ratios = found[name if backend else f"small {name}"] = []
                 for how in [*ours][: len(limits)]:
                     with torch.set_grad_enabled(how != "forward"):
