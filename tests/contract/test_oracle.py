@@ -18,10 +18,6 @@ from torchweld.registry import Composite, Op, materialize
 from watched import watched
 
 
-def _param_dtypes(dtype: torch.dtype) -> list[torch.dtype]:
-    return [dtype, torch.float32] if dtype.itemsize == 2 else [dtype]
-
-
 @pytest.mark.targets(composites=True)
 def test_every_sample(target: Target, dtype: torch.dtype) -> None:
     """Errors pooled over all samples are bounded, fakes are right, and every element is written.
@@ -33,7 +29,7 @@ def test_every_sample(target: Target, dtype: torch.dtype) -> None:
         pytest.skip("ten thousand heads take too many programs: see test_block_sparse_triton.py")
     # A composite has no kernels of its own: its ops' kernels run.
     ours = run if isinstance(op, Composite) else functools.partial(watched, backend=target.backend)
-    for param_dtype in _param_dtypes(dtype):
+    for param_dtype in [dtype, torch.float32] if dtype.itemsize == 2 else [dtype]:
         samples = sample_inputs(op, dtype, target.device, param_dtype)
         if dtype.itemsize == 2:
             samples = selection.choose_samples(samples, target, dtype, param_dtype)

@@ -39,9 +39,9 @@ def test_layouts(target: Target, layout: str) -> None:
     """Each tensor argument, and the gradient, in each layout."""
     arguments = target.op.sized((2, 3), (31,))
     plain = materialize(arguments, torch.float32, target.device)
+    integers = (torch.int32, torch.int64)  # a seed, or a layout's lists
     for position, value in enumerate(plain):
-        # Integers are a seed, or a layout's lists.
-        if isinstance(value, torch.Tensor) and value.numel() > 1 and not _is_integer(value):
+        if isinstance(value, torch.Tensor) and value.numel() > 1 and value.dtype not in integers:
             # The CPU has all layouts of each argument, other places every second one.
             at = position + [*LAYOUTS].index(layout) + [*PLACES].index(target.place)
             if target.place != "cpu" and at % 2 and not selection.WHOLE:
@@ -57,10 +57,6 @@ def test_layouts(target: Target, layout: str) -> None:
     found = torch.autograd.grad(results, tensors, grads, retain_graph=True)
     expected = torch.autograd.grad(results, tensors, [grad.contiguous() for grad in grads])
     assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
-
-
-def _is_integer(value: torch.Tensor) -> bool:
-    return value.dtype in (torch.int32, torch.int64)
 
 
 @pytest.mark.targets(

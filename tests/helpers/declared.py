@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import tempfile
 from collections.abc import Hashable, Iterator
 from pathlib import Path
@@ -70,18 +71,12 @@ class Declaration(NamedTuple):
         return f"{self.name or 'one process'}: {', '.join(given)}"
 
 
-def _processes(*sizes: Any) -> int:
-    product = 1
-    for size in sizes:
-        product *= size["size"] if isinstance(size, dict) else size
-    return product
-
-
 def _accepted(*names: str) -> Iterator[Declaration]:
     """The declarations of one structure that `Parallel` accepts."""
     pipeline, tensor, ring = _PIPELINES[names[0]], _TENSORS[names[1]], _RINGS[names[2]]
     replicas, data = _DATA[names[3]]
-    count = _processes(pipeline, tensor, ring, replicas)
+    sizes = (pipeline, tensor, ring, replicas)
+    count = math.prod(size["size"] if isinstance(size, dict) else size for size in sizes)
     structure = {"pipeline": pipeline, "tensor": tensor, "ring": ring, "data": data}
     name = " x ".join(filter(None, names))
     for checkpoint, offload, kind in itertools.product(_CHECKPOINTS, _OFFLOADS, OPTIMIZERS):

@@ -186,11 +186,6 @@ def _replace_twice(p: torch.Tensor) -> None:
         p.data = p.data * 0.7
 
 
-def _set(p: torch.Tensor) -> None:
-    assert p.grad is not None
-    p.grad = p.grad * 0.5
-
-
 WRITERS: dict[str, Write] = {
     "nothing": lambda model: None,
     "p.mul_": lambda model: each(model, lambda p: p.mul_(0.5)),
@@ -205,7 +200,7 @@ WRITERS: dict[str, Write] = {
     "p.grad.mul_": lambda model: each(model, lambda p: p.grad.mul_(0.5)),
     "part of p.grad": lambda model: each(model, lambda p: part_of(p.grad).mul_(0.5)),
     "p.grad.zero_": lambda model: each(model, lambda p: p.grad.zero_()),
-    "p.grad =": lambda model: each(model, _set),
+    "p.grad =": lambda model: each(model, lambda p: setattr(p, "grad", p.grad * 0.5)),
     "a missing p.grad": lambda model: setattr(model[2].weight, "grad", None),
 }
 

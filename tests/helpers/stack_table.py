@@ -77,12 +77,9 @@ def main() -> None:
     )
     for begin, write, some in made:
         if some:
-            page = _replaced(page, begin, write(some))
+            now = f"{begin}\n{write(some)}\n{END}"
+            page = re.sub(f"{begin}.*?{END}", lambda _, now=now: now, page, flags=re.S)
     PAGE.write_text(page)
-
-
-def _replaced(page: str, begin: str, made: str) -> str:
-    return re.sub(f"{begin}.*?{END}", lambda _: f"{begin}\n{made}\n{END}", page, flags=re.S)
 
 
 if __name__ == "__main__":

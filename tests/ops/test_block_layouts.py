@@ -35,10 +35,6 @@ def _fixed(r: int, c: int, n: int, local: int = 4, width: int = 2, head: int = 0
     return r // local == c // local or any(b <= c < b + width for b in begins)
 
 
-def _fixed_both(r: int, c: int, n: int) -> bool:
-    return _fixed(r, c, n) or _fixed(c, r, n)
-
-
 _WINDOW, _GLOBAL = "num_sliding_window_blocks", ("global_block_indices", "global_block_end_indices")
 _VARIABLE = {"local_window_blocks": [2, 3], _GLOBAL[0]: [1, 7], _GLOBAL[1]: [2, 9]}
 _HORIZONTAL = {"num_global_blocks": 2, "horizontal_global_attention": True}
@@ -54,7 +50,7 @@ DEFINITIONS: dict[str, tuple[str, dict[str, Any], Seen]] = {
     ),
     "strided": ("strided", {"stride": 4}, lambda r, c, n: abs(r - c) < 4 or (r - c) % 4 == 0),
     "fixed": ("fixed", {"num_global_blocks": 2}, _fixed),
-    "fixed, horizontal": ("fixed", _HORIZONTAL, _fixed_both),
+    "fixed, horizontal": ("fixed", _HORIZONTAL, lambda r, c, n: _fixed(r, c, n) or _fixed(c, r, n)),
     "variable": (
         *("variable", _VARIABLE),
         lambda r, c, n: (

@@ -18,15 +18,10 @@ X = torch.randn(B, H, S, D, generator=torch.Generator().manual_seed(0), dtype=to
 HALF = torch.outer(torch.arange(S).double(), 10000.0 ** (-torch.arange(0, D, 2) / D))
 
 
-def _rotate_half(x: torch.Tensor) -> torch.Tensor:
-    one, other = x.chunk(2, -1)
-    return torch.cat((-other, one), -1)
-
-
 def _halves(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     """Llama's code."""
-    both = torch.cat((angles, angles), -1)
-    return x * both.cos() + _rotate_half(x) * both.sin()
+    both, (one, other) = torch.cat((angles, angles), -1), x.chunk(2, -1)
+    return x * both.cos() + torch.cat((-other, one), -1) * both.sin()
 
 
 def _pairs(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

@@ -208,10 +208,10 @@ def test_masks_of_scores(kind: str, of_heads: bool, padding: str | None) -> None
     mask = mask.requires_grad_() if kind == "numbers" else mask > 1
     other = torch.randn(3, 50)
     given = {"numbers": other.requires_grad_(), "booleans": other > 1, None: None}[padding]
-    results = []
+    results, masks = [], [m for m in (mask, given) if m is not None]
     for module in (ours, theirs):
         result = module(x, y, y, given, need_weights=False, attn_mask=mask)[0]
-        leaves = [*module.parameters(), *(m for m in (mask, given) if _learns(m))]
+        leaves = [*module.parameters(), *(m for m in masks if m.requires_grad)]
         results.append([result, *torch.autograd.grad(result.sin().sum(), leaves)])
     # A key's bias shifts all scores of a query: its gradient is only rounding.
     torch.testing.assert_close(*results, rtol=1e-4, atol=2e-5)
@@ -220,7 +220,3 @@ def test_masks_of_scores(kind: str, of_heads: bool, padding: str | None) -> None
         expected = theirs(x[0], y[0], y[0], need_weights=False, attn_mask=mask)[0]
         found = ours(x[0], y[0], y[0], attn_mask=mask)[0]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-def _learns(mask: torch.Tensor | None) -> bool:
-    return mask is not None and mask.requires_grad

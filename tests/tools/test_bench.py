@@ -303,14 +303,9 @@ def test_plot(tmp_path: Path) -> None:
         for contender, ms in (("eager", 2.0), ("cuda", 1.0))
     ]
     path = tmp_path / "new" / "speed.png"
-    plots.draw_speeds(
-        Report({"name": "a GPU", "date": "", "versions": torchweld_versions()}, results), path
-    )
+    versions = {"torchweld": "1", "torch": "2"}
+    plots.draw_speeds(Report({"name": "a GPU", "date": "", "versions": versions}, results), path)
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def torchweld_versions() -> dict[str, str]:
-    return {"torchweld": "1", "torch": "2"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

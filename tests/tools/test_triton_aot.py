@@ -106,10 +106,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(["", *lines])
 
 
-def _name(row: dict[str, Any]) -> str:
-    return f"{row['kernel']} {row['case']}"
-
-
 # One test per architecture, so that each is compiled once however tests are distributed.
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_every_case_fits_the_gpu(capability: int) -> None:
@@ -131,7 +127,9 @@ def test_every_case_fits_the_gpu(capability: int) -> None:
         assert taken["spilled"] <= max(spilled, MAY_SPILL.get(at, 0)), row
         if not REPEATED.search(row["case"]):
             assert taken["repeats"] <= 1, row
-        is_slow = capability > 90 or (capability == 90 and SLOW.match(_name(row)))
+        is_slow = capability > 90 or (
+            capability == 90 and SLOW.match("{kernel} {case}".format(**row))
+        )
         if is_timed(row) and not is_slow:
             assert taken["slow"] == 0, row
         if row["now"] and row["kept"]:
