@@ -185,8 +185,8 @@ def test_the_command_measures_a_block_and_a_rule(
     monkeypatch.setattr(command, "clock_for", lambda device: wall_time)
     monkeypatch.setattr(limits, "copy_gbps", lambda clock, device: 10.0)
     monkeypatch.setattr(blocks, "SHAPES", {"cpu": SHAPE})
-    cases = [steps.few(ADAM, "cpu", MATRICES)]
-    monkeypatch.setattr(steps, "cases", lambda rules, *_: cases if rules == ["adam"] else [])
+    few, cases = [steps.few(ADAM, "cpu", MATRICES)], steps.cases
+    monkeypatch.setattr(steps, "cases", lambda *how: few if how[0] == ["adam"] else cases(*how))
     path = tmp_path / "found.json"
     assert cli.main(["bench", name, "--quick", "--device", "cpu", "--json", str(path)]) == 0
     assert label in capsys.readouterr().out
