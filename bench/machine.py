@@ -31,7 +31,7 @@ def describe_machine(device: str) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "device": device,
         "name": cpu_name(),
-        "isa": native.cpu_isa,
+        "isa": f"{native.cpu_isa} with AMX" if native.has_tiles else native.cpu_isa,
         "threads": torch.get_num_threads(),
         "conditions": describe_conditions(),
         "versions": versions(),

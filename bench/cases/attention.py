@@ -114,14 +114,14 @@ def _sample(
 
 
 # Lengths that are and are not multiples of the block, heads that share keys, every argument, one
-# token, no tokens.
+# token, no tokens. Widths that are multiples of 32, which AMX multiplies in 16 bits, and others.
 _SAMPLES = (
     sized((2, 3, 37), (24,)),
     sized((3,), (5,)),
     _sample((1, 1, 1, 1)),
     _sample((1, 2, 5, 3), causal=True, sinks=True),
     _sample((1, 2, 3, 5), (1, 1, 4, 5), group=2, causal=True, p=0.3),
-    _sample((2, 2, 100, 16), layout=lambda: BlockLayout.bigbird(100, block=16), p=0.2),
+    _sample((2, 2, 100, 32), layout=lambda: BlockLayout.bigbird(100, block=16), p=0.2),
     _sample(
         (1, 4, 70, 33),
         (1, 2, 131, 33),
@@ -151,7 +151,7 @@ _SAMPLES = (
     _sample((1, 1, 200, 128), layout=lambda: BlockLayout.strided(200, block=128), block=128),
     _sample((2, 3, 60, 17), causal=True, slopes=True),
     # Values narrower and wider than keys.
-    _sample((2, 4, 70, 24), (2, 2, 70, 24), group=2, causal=True, value_width=16, p=0.1),
+    _sample((2, 4, 70, 96), (2, 2, 70, 96), group=2, causal=True, value_width=32, p=0.1),
     _sample(
         (1, 2, 90, 20),
         layout=lambda: BlockLayout.bigbird(90, block=32),
@@ -161,8 +161,8 @@ _SAMPLES = (
     ),
     # Biases for each pair, of the whole batch and of all heads, and by distance.
     _sample(
-        (2, 3, 70, 16),
-        (2, 3, 90, 16),
+        (2, 3, 70, 32),
+        (2, 3, 90, 32),
         lambda: BlockLayout.sliding_window((70, 90), 1, block=32),
         block=32,
         softcap=4.0,
@@ -170,10 +170,10 @@ _SAMPLES = (
     ),
     _sample((2, 2, 33, 8), causal=True, bias=activation(2, 1, 33, 33), p=0.2),
     _sample(
-        (2, 3, 150, 16),
+        (2, 3, 150, 32),
         layout=lambda: BlockLayout.bigbird(150, block=64),
         block=64,
-        value_width=8,
+        value_width=64,
         causal=True,
         bias=residual(3, 1, 299),
         bias_row=150,

@@ -15,15 +15,11 @@
 #include "core/dispatch.h"
 #include "core/exp.h"
 #include "core/log.h"
-#include "cpu/block_scores.h"
-#include "cpu/scratch.h"
-#include "cpu/tiles.h"
+#include "cpu/block_products.h"
 
 namespace {
 
 using namespace torchweld;
-
-int64_t lanes_for(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 
 // --- Forward ---
 
@@ -56,20 +52,21 @@ void times(A* x, const A* factors, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes<A>) store(x + i, load(x + i) * load(factors + i));
 }
 
-template <class T>
+template <class T, class Products>
 void forward_item(const BlockSparseForward& a, int64_t index) {
   using A = Accumulate<T>;
   const RowItem item(a, index);
   const Span lane = item.lane;
   if (lane.count <= 0) return;
-  const int64_t lanes = lanes_for(lane.count, kLanes<A>);
+  const int64_t lanes = padded_to(lane.count, kLanes<A>);
   const int64_t width = a.width, deep = a.value_width, key_head = a.key_head(item.head);
   Scratch<A> scratch((lanes + kTile) * (width + deep) + (2 * kTile + 4) * lanes);
   A *q = scratch, *y = q + width * lanes, *keys = y + deep * lanes, *values = keys + kTile * width;
   A *z = values + kTile * deep, *kept = z + kTile * lanes, *highest = kept + kTile * lanes;
   A *sum = highest + lanes, *fade = sum + lanes;
-  lanes_from_rows(q, lanes, tokens<T>(a.q, item.batch, item.head, lane.first), a.q.token,
-                  lane.count, width, (A)a.scale);
+  Products products(deep, lanes);
+  Products::turn_side(q, lanes, tokens<T>(a.q, item.batch, item.head, lane.first), a.q.token,
+                      lane.count, width, (A)a.scale);
   std::fill_n(y, deep * lanes, (A)0);
   std::fill_n(highest, lanes, a.sinks ? ((const A*)a.sinks)[item.head] : kExcluded<A>);
   std::fill_n(sum, lanes, (A)(a.sinks ? 1 : 0));
@@ -77,16 +74,16 @@ void forward_item(const BlockSparseForward& a, int64_t index) {
   for_tiles(a, a.rows, item.line, lane, a.keys, [&](const Tile& tile) {
     if (!scores.any(tile)) return;
     const int64_t rows = tile.row.count;
-    const A* k = rows_of<T>(a.k, item.batch, key_head, tile.row, width, keys);
-    const A* v = rows_of<T>(a.v, item.batch, key_head, tile.row, deep, values);
-    multiply<Into::set, false>(z, lanes, k, width, q, lanes, rows, lanes, width);
+    const auto k = Products::rows(a.k, item.batch, key_head, tile.row, width, keys);
+    const auto v = Products::rows(a.v, item.batch, key_head, tile.row, deep, values);
+    Products::set_scores(z, lanes, k, q, (A)a.scale);
     scores.finish(z, (A*)nullptr, kept, lanes, tile);
     online(z, rows, lanes, highest, sum, fade);
     if (a.dropout.seed) {
       scores.factors(kept, lanes, tile);
       times(z, kept, rows * lanes);
     }
-    multiply<Into::scaled, true>(y, lanes, v, deep, z, lanes, deep, lanes, rows, fade);
+    products.template add<Into::scaled>(y, lanes, v, z, fade);
   });
   A* lse = (A*)a.lse + (item.batch * a.heads + item.head) * a.queries + lane.first;
   for (int64_t i = 0; i < lanes; ++i) {
@@ -133,11 +130,12 @@ struct Statistics {
 };
 
 // `sums` receives the gradients of the bias, or is null.
-template <class T, class A = Accumulate<T>>
-void grad_q_item(const BlockSparseBackward& a, const RowItem& item, A* sums) {
+template <class T, class Products>
+void grad_q_item(const BlockSparseBackward& a, const RowItem& item, Accumulate<T>* sums) {
+  using A = Accumulate<T>;
   const Span lane = item.lane;
   if (lane.count <= 0) return;
-  const int64_t lanes = lanes_for(lane.count, kLanes<A>);
+  const int64_t lanes = padded_to(lane.count, kLanes<A>);
   const int64_t width = a.width, deep = a.value_width, key_head = a.key_head(item.head);
   Scratch<A> scratch((2 * lanes + kTile) * width + (lanes + kTile) * deep + kTile * kTile +
                      (4 * kTile + 3) * lanes);
@@ -147,10 +145,11 @@ void grad_q_item(const BlockSparseBackward& a, const RowItem& item, A* sums) {
   A *slopes = kept + kTile * lanes, *base = slopes + kTile * lanes, *delta = base + lanes;
   A *scale = delta + lanes, *turned = scale + lanes;
   const BiasGradient<A> bias(a, sums);
-  lanes_from_rows(q, lanes, tokens<T>(a.q, item.batch, item.head, lane.first), a.q.token,
-                  lane.count, width, (A)a.scale);
-  lanes_from_rows(grad, lanes, tokens<T>(a.grad_y, item.batch, item.head, lane.first),
-                  a.grad_y.token, lane.count, deep, (A)1);
+  Products products(width, lanes);
+  Products::turn_side(q, lanes, tokens<T>(a.q, item.batch, item.head, lane.first), a.q.token,
+                      lane.count, width, (A)a.scale);
+  Products::turn_side(grad, lanes, tokens<T>(a.grad_y, item.batch, item.head, lane.first),
+                      a.grad_y.token, lane.count, deep, (A)1);
   std::fill_n(grad_q, width * lanes, (A)0);
   const Statistics<A> statistics(a, item.batch, item.head);
   for (int64_t i = 0; i < lanes; ++i) {
@@ -162,11 +161,11 @@ void grad_q_item(const BlockSparseBackward& a, const RowItem& item, A* sums) {
   for_tiles(a, a.rows, item.line, lane, a.keys, [&](const Tile& tile) {
     if (!scores.any(tile)) return;
     const int64_t rows = tile.row.count;
-    const A* k = rows_of<T>(a.k, item.batch, key_head, tile.row, width, keys);
-    const A* v = rows_of<T>(a.v, item.batch, key_head, tile.row, deep, values);
-    multiply<Into::set, false>(z, lanes, k, width, q, lanes, rows, lanes, width);
+    const auto k = Products::rows(a.k, item.batch, key_head, tile.row, width, keys);
+    const auto v = Products::rows(a.v, item.batch, key_head, tile.row, deep, values);
+    Products::set_scores(z, lanes, k, q, (A)a.scale);
     scores.finish(z, slopes, kept, lanes, tile);
-    multiply<Into::set, false>(g, lanes, v, deep, grad, lanes, rows, lanes, deep);
+    Products::set_scores(g, lanes, v, grad, 1);
     if (a.dropout.seed) {
       scores.factors(kept, lanes, tile);
       times(g, kept, rows * lanes);
@@ -181,7 +180,7 @@ void grad_q_item(const BlockSparseBackward& a, const RowItem& item, A* sums) {
     if (sums) bias.add(g, turned, lanes, tile);
     if (!a.grad_q) return;
     if (a.softcap != 0) times(g, slopes, rows * lanes);
-    multiply<Into::add, true>(grad_q, lanes, k, width, g, lanes, width, lanes, rows);
+    products.template add<Into::add>(grad_q, lanes, k, g);
   });
   if (!a.grad_q) return;
   T* to = (T*)a.grad_q + ((item.batch * a.heads + item.head) * a.queries + lane.first) * width;
@@ -189,11 +188,12 @@ void grad_q_item(const BlockSparseBackward& a, const RowItem& item, A* sums) {
 }
 
 // Groups of items that add to the same gradients of a bias, so one thread takes a whole group.
-template <class T, class A = Accumulate<T>>
+template <class T, class Products>
 void grad_q_group(const BlockSparseBackward& a, int64_t index) {
+  using A = Accumulate<T>;
   A* const grads = (A*)a.grad_bias;
   if (!grads) {
-    grad_q_item<T, A>(a, RowItem(a, index), nullptr);
+    grad_q_item<T, Products>(a, RowItem(a, index), nullptr);
     return;
   }
   if (a.bias_row) {  // a part of a head's tiles
@@ -201,7 +201,7 @@ void grad_q_group(const BlockSparseBackward& a, int64_t index) {
     A* sums = grads + index * a.distances;
     std::fill_n(sums, a.distances, (A)0);
     for (int64_t at = index / a.heads; at < tiles; at += a.bias_parts) {
-      grad_q_item<T>(a, RowItem(a, at * a.heads + index % a.heads), sums);
+      grad_q_item<T, Products>(a, RowItem(a, at * a.heads + index % a.heads), sums);
     }
     return;
   }
@@ -211,7 +211,7 @@ void grad_q_group(const BlockSparseBackward& a, int64_t index) {
   A* sums = grads + (batch * a.bias_heads + head) * a.queries * a.keys;
   for (int64_t b = batch; b < (a.bias_batches > 1 ? batch + 1 : a.batch); ++b) {
     for (int64_t h = head; h < (a.bias_heads > 1 ? head + 1 : a.heads); ++h) {
-      grad_q_item<T>(a, RowItem(a, first, b, h), sums);
+      grad_q_item<T, Products>(a, RowItem(a, first, b, h), sums);
     }
   }
 }
@@ -230,7 +230,7 @@ void add_parts(const BlockSparseBackward& a, int64_t row) {
   }
 }
 
-template <class T>
+template <class T, class Products>
 void grad_kv_item(const BlockSparseBackward& a, int64_t index) {
   using A = Accumulate<T>;
   const Item item = item_of(a, index, a.key_heads);
@@ -243,7 +243,7 @@ void grad_kv_item(const BlockSparseBackward& a, int64_t index) {
   }
   const Span lane = part_of(a.block, which, item.part, a.keys);
   if (lane.count <= 0) return;
-  const int64_t lanes = lanes_for(lane.count, kLanes<A>);
+  const int64_t lanes = padded_to(lane.count, kLanes<A>);
   const int64_t width = a.width, deep = a.value_width;
   Scratch<A> scratch((2 * lanes + kTile) * (width + deep) + (4 * kTile + 2) * lanes);
   A *k = scratch, *v = k + width * lanes, *grad_k = v + deep * lanes;
@@ -251,10 +251,11 @@ void grad_kv_item(const BlockSparseBackward& a, int64_t index) {
   A *grads = queries + kTile * width, *z = grads + kTile * deep, *g = z + kTile * lanes;
   A *kept = g + kTile * lanes, *slopes = kept + kTile * lanes, *scale = slopes + kTile * lanes;
   A* one = scale + lanes;
-  lanes_from_rows(k, lanes, tokens<T>(a.k, item.batch, item.head, lane.first), a.k.token,
-                  lane.count, width, (A)a.scale);
-  lanes_from_rows(v, lanes, tokens<T>(a.v, item.batch, item.head, lane.first), a.v.token,
-                  lane.count, deep, (A)1);
+  Products products(std::max(width, deep), lanes);
+  Products::turn_side(k, lanes, tokens<T>(a.k, item.batch, item.head, lane.first), a.k.token,
+                      lane.count, width, (A)a.scale);
+  Products::turn_side(v, lanes, tokens<T>(a.v, item.batch, item.head, lane.first), a.v.token,
+                      lane.count, deep, (A)1);
   std::fill_n(grad_k, (width + deep) * lanes, (A)0);
   std::fill_n(scale, lanes, (A)a.scale);
   std::fill_n(one, lanes, (A)1);
@@ -266,11 +267,11 @@ void grad_kv_item(const BlockSparseBackward& a, int64_t index) {
     for_tiles(a, a.columns, line, lane, a.queries, [&](const Tile& tile) {
       if (!scores.any(tile)) return;
       const int64_t rows = tile.row.count;
-      const A* q = rows_of<T>(a.q, item.batch, head, tile.row, width, queries);
-      const A* grad = rows_of<T>(a.grad_y, item.batch, head, tile.row, deep, grads);
-      multiply<Into::set, false>(z, lanes, q, width, k, lanes, rows, lanes, width);
+      const auto q = Products::rows(a.q, item.batch, head, tile.row, width, queries);
+      const auto grad = Products::rows(a.grad_y, item.batch, head, tile.row, deep, grads);
+      Products::set_scores(z, lanes, q, k, (A)a.scale);
       scores.finish(z, slopes, kept, lanes, tile);
-      multiply<Into::set, false>(g, lanes, grad, deep, v, lanes, rows, lanes, deep);
+      Products::set_scores(g, lanes, grad, v, 1);
       if (a.dropout.seed) {
         scores.factors(kept, lanes, tile);
         times(g, kept, rows * lanes);
@@ -287,8 +288,8 @@ void grad_kv_item(const BlockSparseBackward& a, int64_t index) {
       }
       if (a.softcap != 0) times(g, slopes, rows * lanes);
       if (a.dropout.seed) times(z, kept, rows * lanes);
-      multiply<Into::add, true>(grad_v, lanes, grad, deep, z, lanes, deep, lanes, rows);
-      multiply<Into::add, true>(grad_k, lanes, q, width, g, lanes, width, lanes, rows);
+      products.template add<Into::add>(grad_v, lanes, grad, z);
+      products.template add<Into::add>(grad_k, lanes, q, g);
     });
   }
   const int64_t at = (item.batch * a.key_heads + item.head) * a.keys + lane.first;
@@ -326,12 +327,23 @@ void for_items(DType dtype, int64_t begin, int64_t end, Call&& call) {
   });
 }
 
+// Calls call(Type<T>{}, Type<Products>{}, item) for a range of items.
+template <class Call>
+void for_tiled_items(const BlockSparse& a, int64_t begin, int64_t end, Call&& call) {
+  dispatch(a.dtype, a.dtype, [&](auto t, auto) {
+    with_products<typename decltype(t)::type>(a, [&](auto products) {
+      for (int64_t item = begin; item < end; ++item) call(t, products, item);
+    });
+  });
+}
+
 }  // namespace
 
 // Items are tiles of queries of a head.
 TW_EXPORT void block_sparse_forward(const BlockSparseForward& f, int64_t begin, int64_t end) {
-  for_items(f.dtype, begin, end,
-            [&](auto t, int64_t item) { forward_item<typename decltype(t)::type>(f, item); });
+  for_tiled_items(f, begin, end, [&](auto t, auto products, int64_t item) {
+    forward_item<typename decltype(t)::type, typename decltype(products)::type>(f, item);
+  });
 }
 
 // Items are queries.
@@ -342,8 +354,9 @@ TW_EXPORT void block_sparse_delta(const BlockSparseBackward& b, int64_t begin, i
 
 // Items are tiles of queries of a head, or groups of them.
 TW_EXPORT void block_sparse_grad_q(const BlockSparseBackward& b, int64_t begin, int64_t end) {
-  for_items(b.dtype, begin, end,
-            [&](auto t, int64_t item) { grad_q_group<typename decltype(t)::type>(b, item); });
+  for_tiled_items(b, begin, end, [&](auto t, auto products, int64_t item) {
+    grad_q_group<typename decltype(t)::type, typename decltype(products)::type>(b, item);
+  });
 }
 
 // Items are rows of a table by distance.
@@ -356,8 +369,9 @@ TW_EXPORT void block_sparse_grad_distances(const BlockSparseBackward& b, int64_t
 
 // Items are tiles of keys of a key head.
 TW_EXPORT void block_sparse_grad_kv(const BlockSparseBackward& b, int64_t begin, int64_t end) {
-  for_items(b.dtype, begin, end,
-            [&](auto t, int64_t item) { grad_kv_item<typename decltype(t)::type>(b, item); });
+  for_tiled_items(b, begin, end, [&](auto t, auto products, int64_t item) {
+    grad_kv_item<typename decltype(t)::type, typename decltype(products)::type>(b, item);
+  });
 }
 
 // Items are heads.
@@ -367,3 +381,6 @@ TW_EXPORT void block_sparse_grad_sinks(const BlockSparseBackward& b, int64_t beg
     ((A*)b.grad_sinks)[head] = grad_sink<A>(b, head);
   });
 }
+
+// Whether attention in bfloat16 uses the tile registers of this processor.
+TW_EXPORT bool block_sparse_has_tiles() { return has_tiles(); }

@@ -253,8 +253,9 @@ void gradient_row(const LossRowsGradient& g, int64_t row) {
       if (target[k] < 0 || at < 0 || at >= count) continue;
       gradient[at] += grad_picked[k] * (Capped ? slopes[at] : transform.inverse_cap);
     }
-    for_vectors<A>(
-        count, [&](int64_t i, auto at) { store(grad_logits + begin + i, load(gradient + i), at); });
+    for_vectors<A>(count, [&](int64_t i, auto at) {
+      store(grad_logits + begin + i, normal_or_zero<A>(load(gradient + i)), at);
+    });
   }
 }
 

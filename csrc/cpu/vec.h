@@ -55,6 +55,13 @@ inline Vec<A> maximum(Vec<A> a, Vec<A> b) {
   return a > b ? a : b;
 }
 
+// 0 in place of subnormal numbers, for which a GEMM takes ten times as long.
+template <class A>
+inline Vec<A> normal_or_zero(Vec<A> v) {
+  constexpr A kSmallest = sizeof(A) == 4 ? (A)0x1p-126 : (A)0x1p-1022;
+  return choose<A>(magnitude(v) < kSmallest, Vec<A>{}, v);
+}
+
 // One instruction under -fno-math-errno.
 inline float square_root(float value) { return __builtin_sqrtf(value); }
 inline double square_root(double value) { return __builtin_sqrt(value); }

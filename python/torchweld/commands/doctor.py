@@ -83,6 +83,7 @@ def _cpu() -> Facts:
     return [
         ("name", f"{cpu_name()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads in use"),
         ("instruction set", f"{native.cpu_isa or 'none'} ({how})"),
+        ("AMX", "multiplies for attention in bfloat16" if native.has_tiles else "not used"),
         ("supported", ", ".join(native.list_supported_isas())),
         ("large blocks", pages.why_not() or LARGE_BLOCKS),
     ]

@@ -31,6 +31,8 @@ BACKENDS["cpu"].why_missing = lambda: missing.get("torchweld_cpu")
 BACKENDS["cuda"].why_missing = lambda: missing.get("torchweld_cuda")
 BACKENDS["cuda"].why_unfit = lambda capability: _why_without_code(capability)
 cpu_isa: str | None = None
+# Whether attention in bfloat16 multiplies in AMX's tile registers.
+has_tiles = False
 # The CUDA version that the CUDA library was built with, as 13000, and the drivers that it needs.
 cuda_built_with: int | None = None
 # The architectures that the CUDA library has code for, named as in TORCH_CUDA_ARCH_LIST.
@@ -52,13 +54,16 @@ def _path(library: str) -> Path:
 
 def _load_cpu() -> str:
     """Load the CPU bindings and the kernels of one instruction set; returns its name."""
+    global has_tiles
     supported = list_supported_isas()
     isa = os.environ.get(ISA_VARIABLE) or supported[0]
     if isa not in supported:
         raise OSError(f"{ISA_VARIABLE} is {isa!r}; accepted on this machine: {supported}")
-    handles = [open_library(f"torchweld_cpu_{name}")._handle for name in (isa, BASELINE)]
+    kernels, baseline = (open_library(f"torchweld_cpu_{name}") for name in (isa, BASELINE))
     open_library("torchweld_cpu")
-    torch.ops.torchweld.use_cpu_kernels(*handles)
+    torch.ops.torchweld.use_cpu_kernels(kernels._handle, baseline._handle)
+    kernels.block_sparse_has_tiles.restype = ctypes.c_bool
+    has_tiles = kernels.block_sparse_has_tiles()
     return isa
 
 
