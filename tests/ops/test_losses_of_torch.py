@@ -361,7 +361,7 @@ def test_padded_logits(where: str, kw: dict[str, Any], monkeypatch: pytest.Monke
     ]
     target = torch.randint(0, classes, (150,), generator=made)
     target[::7] = -100
-    kept, strides = chunks._Gemms.__init__, set()
+    kept, strides = chunks.Gemms.__init__, set()
 
     def poisoned(gemms: Any, *others: Any) -> None:
         kept(gemms, *others)
@@ -373,7 +373,7 @@ def test_padded_logits(where: str, kw: dict[str, Any], monkeypatch: pytest.Monke
     for pads in (False, True):
         way.forget()  # the short way of calls without padding
         monkeypatch.setattr(chunks, "_pads_rows", lambda _, pads=pads: pads)
-        monkeypatch.setattr(chunks._Gemms, "__init__", poisoned)
+        monkeypatch.setattr(chunks.Gemms, "__init__", poisoned)
         with running_at(where, monkeypatch) if where != "eager" else torchweld.use_backend(where):
             settings: Any = {"memory": 300_000, **kw}
             loss = functional.linear_cross_entropy(given[0], given[1], target, **settings)
@@ -399,7 +399,7 @@ def test_only_a_gpu_pads_logits(classes: int, dtype: torch.dtype) -> None:
             taken = chunks.count_bytes_of_row(layer, False, needs)
             assert taken == width * dtype.itemsize
             plan = chunks.make_plan(layer, needs, rows.FORWARD.run)._replace(each=64)
-            buffer = chunks._Gemms(layer, plan)._buffer
+            buffer = chunks.Gemms(layer, plan)._buffer
             assert buffer.shape == (64, classes)
             assert buffer.stride() == (width, 1)
 

@@ -219,23 +219,31 @@ def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
         return False
 
 
-class _Gemms:
-    """The GEMMs of one call, with buffers that its chunks share."""
+class Gemms:
+    """The GEMMs of one call, with buffers that its chunks share.
 
-    def __init__(self, layer: Layer, plan: Plan, total: torch.Tensor | None = None) -> None:
+    `logits` is a buffer that exists already.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        plan: Plan,
+        total: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
+    ) -> None:
         self.layer, self.plan = layer, plan
         x, weight = layer.input, layer.weight
-        shape, strides = (plan.each, weight.shape[0]), (plan.stride, 1)
-        self._buffer = x.new_empty_strided(shape, strides, dtype=layer.logits_dtype)
+        if logits is None:
+            shape, strides = (plan.each, weight.shape[0]), (plan.stride, 1)
+            logits = x.new_empty_strided(shape, strides, dtype=layer.logits_dtype)
+        self._buffer = logits
         self._has_total = self._started = total is not None
         if total is None and plan.needs.weight:
             sums = torch.float32 if plan.sums else weight.dtype
             total = torch.empty_like(weight, dtype=sums)
         self.grad_weight = total
-        self.grad_bias = None
-        if plan.needs.bias and layer.bias is not None:
-            kind = rows.accumulate_type(layer.bias.dtype)
-            self.grad_bias = torch.zeros_like(layer.bias, dtype=kind)
+        self.grad_bias: torch.Tensor | None = None
 
     def compute_logits(self, x: torch.Tensor) -> torch.Tensor:
         """The logits of some rows, in the shared buffer."""
@@ -268,8 +276,9 @@ class _Gemms:
 
     def add_grad_weight(self, grad: torch.Tensor, x: torch.Tensor) -> None:
         """Add some rows' part of the gradients of weight and bias."""
-        if self.grad_bias is not None:
-            self.grad_bias += grad.sum(0, dtype=self.grad_bias.dtype)
+        if self.plan.needs.bias:
+            part = grad.sum(0, dtype=rows.accumulate_type(grad.dtype))
+            self.grad_bias = part if self.grad_bias is None else self.grad_bias.add_(part)
         total = self.grad_weight
         if total is None:
             return
@@ -297,6 +306,8 @@ class _Gemms:
     def finish(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The gradients of weight and bias; None for one that was added to an existing one."""
         layer, weight, bias = self.layer, self.grad_weight, self.grad_bias
+        if bias is None and self.plan.needs.bias and layer.bias is not None:  # there was no row
+            bias = torch.zeros_like(layer.bias)
         if self._has_total:
             weight = None
         elif weight is not None:
@@ -334,7 +345,7 @@ def run_forward(
 ) -> Results:
     """Run the row kernel on all rows; the results of dropped rows are zeros, and a sum of 1."""
     made = _make_results(layer, target, how, argmax)
-    gemms = _Gemms(layer, plan)
+    gemms = Gemms(layer, plan)
     for chunk in _cut(layer, target, how, plan.each):
         logits = gemms.compute_logits(chunk.x)
         arguments = (*chunk.how[1:6], entropy, smooth, argmax)
@@ -370,7 +381,7 @@ def run_backward(
 
     The weight's gradient is added to `total` if it is given.
     """
-    gemms = _Gemms(layer, plan, total)
+    gemms = Gemms(layer, plan, total)
     grad_input = torch.zeros_like(layer.input) if plan.needs.input else None
     for chunk in _cut(layer, target, how, plan.each):
         logits = gemms.compute_logits(chunk.x)
@@ -392,7 +403,7 @@ def run_both(
 
     The first GEMM is queued before all the rest is made, so that a GPU does not wait for the host.
     """
-    gemms = _Gemms(layer, plan)
+    gemms = Gemms(layer, plan)
     cut = _cut(layer, target, how, plan.each)
     queued: Iterator[tuple[_Chunk, torch.Tensor]]
     queued = ((chunk, gemms.compute_logits(chunk.x)) for chunk in cut)
@@ -408,7 +419,7 @@ def run_both(
 
 
 def _take_gradients(
-    gemms: _Gemms, chunk: _Chunk, grad: torch.Tensor, grad_input: torch.Tensor | None
+    gemms: Gemms, chunk: _Chunk, grad: torch.Tensor, grad_input: torch.Tensor | None
 ) -> None:
     if grad_input is not None:
         if isinstance(chunk.at, slice):

@@ -308,10 +308,14 @@ def find(
     return RowResults(*_Rows.apply(*inputs, classes, plans))
 
 
+def as_layer(logits: torch.Tensor) -> Layer:
+    """Given logits: a layer without a weight."""
+    nothing: Any = None
+    return Layer(logits, nothing, None, 0, logits.dtype, False, False, 0)
+
+
 def find_of_logits(
     logits: torch.Tensor, target: torch.Tensor, how: How, wanted: Wanted, in_place: bool
 ) -> RowResults:
-    """Compute the results of rows of given logits: a layer without a weight."""
-    nothing: Any = None
-    layer = Layer(logits, nothing, None, 0, logits.dtype, False, False, 0)
-    return find(layer, target, how, wanted, in_place)
+    """Compute the results of rows of given logits."""
+    return find(as_layer(logits), target, how, wanted, in_place)
