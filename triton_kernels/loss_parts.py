@@ -168,13 +168,14 @@ def find_statistics(
     tl.store(at + 4, tl.sum(dot, 0))
     mass = tl.sum(mass, 0)
     tl.store(at + 5, mass)
-    for k in range(0, targets):
-        t = tl.load(target_ptr + row * targets + k)
-        inside = (t >= 0) & (t < width)
-        z = tl.load(logits_ptr + t, mask=inside, other=0).to(tl.float32)
-        u, _ = transform(z, scale, softcap, inverse, CAPPED)
-        absent = tl.where(t < 0, 0, float("nan"))
-        tl.store(picked_ptr + row * targets + k, tl.where(inside, u, absent))
+    if picked_ptr is not None:
+        for k in range(0, targets):
+            t = tl.load(target_ptr + row * targets + k)
+            inside = (t >= 0) & (t < width)
+            z = tl.load(logits_ptr + t, mask=inside, other=0).to(tl.float32)
+            u, _ = transform(z, scale, softcap, inverse, CAPPED)
+            absent = tl.where(t < 0, 0, float("nan"))
+            tl.store(picked_ptr + row * targets + k, tl.where(inside, u, absent))
     return top, total, smooth, mass
 
 
@@ -237,21 +238,19 @@ def _differentiate_tile(
 
 
 @triton.jit
-def load_coefficients(inputs, grads, width, targets, SINGLE: tl.constexpr):
-    """A row's targets and coefficients, as _differentiate takes them."""
-    logits_ptr, target_ptr, weight_ptr, q_ptr, row = inputs
-    coefficients_ptr, grad_picked_ptr = grads
+def load_coefficients(inputs, width, targets, SINGLE: tl.constexpr):
+    """A row's coefficients, and its class and the gradient of that u if it has one target."""
+    target_ptr, coefficients_ptr, grad_picked_ptr, row = inputs
     at = coefficients_ptr + row * 5
     target_ptr += row * targets
-    grad_picked_ptr += row * targets
     on_p = tl.load(at)
     for k in range(0, targets):
         on_p = tl.where(tl.load(target_ptr + k) >= width, float("nan"), on_p)
     coefficients = on_p, tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
-    single = 0, 0.0
+    t, grad_picked = -1, 0.0
     if SINGLE:
-        single = (tl.load(target_ptr), tl.load(grad_picked_ptr))
-    return (logits_ptr, target_ptr, grad_picked_ptr, weight_ptr, q_ptr, row), single, coefficients
+        t, grad_picked = tl.load(target_ptr), tl.load(grad_picked_ptr + row)
+    return (t, grad_picked), coefficients
 
 
 @triton.jit
@@ -277,6 +276,9 @@ def differentiate(
     scale, softcap, width, targets, grad_stride, logits_stride = sizes
     grad_ptr += row * grad_stride
     logits_ptr += row * logits_stride
+    if not SINGLE:
+        target_ptr += row * targets
+        grad_picked_ptr += row * targets
     highest = tl.where(highest == -float("inf"), 0, highest)
     log_sum = tl.where(total == 0, 0, tl.log(tl.where(total == 0, 1, total)))
     on_p, on_lse, on_entropy, on_smooth, on_dot = coefficients

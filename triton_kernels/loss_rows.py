@@ -65,13 +65,14 @@ def _forward(
         results, inputs, sizes, CAPPED, ENTROPY, SMOOTH, LANES, COLUMNS, STAGES
     )
     if coefficients_ptr is not None:
-        grads = (coefficients_ptr, grad_picked_ptr)
-        given = (logits_ptr, target_ptr, weight_ptr, q_ptr, row)
-        given = load_coefficients(given, grads, width, targets, SINGLE)
+        given = (logits_ptr, target_ptr, grad_picked_ptr, weight_ptr, q_ptr, row)
+        of_row = (target_ptr, coefficients_ptr, grad_picked_ptr, row)
+        single, coefficients = load_coefficients(of_row, width, targets, SINGLE)
         found = (top, total, mass, inverse, ignored)
         with_grad = (scale, softcap, width, targets, logits_stride, logits_stride)
         tile: tl.constexpr = LANES * COLUMNS
-        differentiate(logits_ptr, *given, found, with_grad, CAPPED, SINGLE, tile, STAGES)
+        rest = (single, coefficients, found, with_grad)
+        differentiate(logits_ptr, given, *rest, CAPPED, SINGLE, tile, STAGES)
 
 
 @triton.jit
@@ -102,12 +103,13 @@ def _gradient(
     ignored = is_ignored(target_ptr, row, targets)
     at = statistics_ptr + row * 6
     found = (tl.load(at), tl.load(at + 1), tl.load(at + 5), inverse, ignored)
-    grads = (coefficients_ptr, grad_picked_ptr)
-    given = (logits_ptr, target_ptr, weight_ptr, q_ptr, row)
-    given = load_coefficients(given, grads, width, targets, SINGLE)
+    given = (logits_ptr, target_ptr, grad_picked_ptr, weight_ptr, q_ptr, row)
+    of_row = (target_ptr, coefficients_ptr, grad_picked_ptr, row)
+    single, coefficients = load_coefficients(of_row, width, targets, SINGLE)
     sizes = (scale, softcap, width, targets, grad_stride, logits_stride)
     tile: tl.constexpr = LANES * COLUMNS
-    differentiate(grad_ptr, *given, found, sizes, CAPPED, SINGLE, tile, STAGES)
+    rest = (single, coefficients, found, sizes)
+    differentiate(grad_ptr, given, *rest, CAPPED, SINGLE, tile, STAGES)
 
 
 # --- Launches ---------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 import torchweld
 from conftest import running_at
 from torchweld import functional
-from torchweld.dispatch import way
+from torchweld.dispatch import replay, way
 from torchweld.dispatch.engine.judge import Judge
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks, rows
@@ -485,8 +485,8 @@ def test_a_cuda_graph_takes_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake tensor has no numbers to wait for, as little as a tensor of a graph."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with FakeTensorMode():
-        assert chunks.find_counted(torch.empty(8, 1, dtype=torch.int64, device="cuda")) is None
-    assert chunks.find_counted(torch.tensor([[1], [-1]])) is not None
+        assert chunks.find_counted(torch.empty(8, dtype=torch.bool, device="cuda")) is None
+    assert chunks.find_counted(torch.tensor([True, False])) is not None
 
 
 def test_the_memory_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,3 +502,30 @@ def test_the_memory_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", read)
     assert [chunks.find_memory(gpu) for _ in range(3)] == [2**28, 750_000_000, 2**32]
+
+
+class _Launches(TorchDispatchMode):
+    """Counts what a GPU would launch or wait for, up to the first GEMM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: list[str] = []
+        self.has_begun = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.has_begun |= func is torch.ops.aten.mm.out
+        if not self.has_begun and func not in replay._ALLOCATIONS | replay._VIEWS:
+            self.before.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("ignored", "most"), [(0, 3), (2, 5)])
+def test_a_pass_begins_with_its_gemm(ignored: int, most: int) -> None:
+    """A GPU waits for the host until then: only the rows that count are found before."""
+    x, weight = (torch.randn(n, 16).requires_grad_() for n in (64, 300))
+    target = torch.randint(0, 300, (64,))
+    target[:ignored] = -100
+    with torchweld.use_backend("cpu"), _Launches() as launches:
+        functional.linear_cross_entropy(x, weight, target, label_smoothing=0.1, z_loss=1e-3)
+    assert launches.has_begun
+    assert len(launches.before) <= most, launches.before

@@ -7,7 +7,6 @@ within `memory` bytes. Ignored rows are dropped before the GEMM.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -183,15 +182,14 @@ def make_plan(layer: Layer, needs: Needs, kernel: Callable[..., Any], adds: bool
     )
 
 
-def find_counted(target: torch.Tensor) -> torch.Tensor | None:
-    """Find the numbers of the rows with a target; None: take all.
+def find_counted(counts: torch.Tensor) -> torch.Tensor | None:
+    """Find the numbers of the rows that count; None: take all.
 
     A CUDA graph cannot wait for the number of rows, so there the row kernels skip the others.
     """
-    if target.shape[1] == 0 or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if counts.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    counted = (target != -1).any(1)
-    return None if bool(counted.all()) else counted.nonzero().squeeze(1)
+    return None if bool(counts.all()) else counts.nonzero()[:, 0]
 
 
 def _add_to_float32(
@@ -322,16 +320,60 @@ class _Chunk(NamedTuple):
     how: How
 
 
-def _cut(layer: Layer, target: torch.Tensor, how: How, each: int) -> Iterator[_Chunk]:
-    """Chunks of the rows that count."""
-    counted = find_counted(target)
+class Begun(NamedTuple):
+    """A pass whose first GEMM is queued."""
+
+    gemms: Gemms
+    counted: torch.Tensor | None  # the numbers of the rows that count; None: all
+    # Of the first chunk:
+    at: slice | torch.Tensor
+    x: torch.Tensor
+    logits: torch.Tensor
+
+
+def begin(
+    plan: Plan, layer: Layer, counts: torch.Tensor | None, total: torch.Tensor | None = None
+) -> Begun:
+    """Queue the first GEMM, given which rows count; None: all.
+
+    A GPU waits for the host until then, so this comes before all that the GEMM does not need.
+    """
+    gemms, counted = Gemms(layer, plan, total), None if counts is None else find_counted(counts)
+    at, x = _take_rows(layer, counted, 0, plan.each)
+    return Begun(gemms, counted, at, x, gemms.compute_logits(x))
+
+
+def _begin_marked(
+    plan: Plan, layer: Layer, target: torch.Tensor, total: torch.Tensor | None = None
+) -> Begun:
+    """The same where the targets of ignored rows are -1."""
+    has_targets = target.shape[1] > 0
+    return begin(plan, layer, (target != -1).any(1) if has_targets else None, total)
+
+
+def _take_rows(
+    layer: Layer, counted: torch.Tensor | None, begin: int, each: int
+) -> tuple[slice | torch.Tensor, torch.Tensor]:
+    """Where the rows of a chunk are, and the input of these rows."""
+    at: slice | torch.Tensor = slice(begin, begin + each)
+    if counted is not None:
+        at = counted[at]
+    return at, layer.input[at].contiguous()
+
+
+def _run_chunks(
+    begun: Begun, target: torch.Tensor, how: How
+) -> Iterator[tuple[_Chunk, torch.Tensor]]:
+    """Chunks of the rows that count, with their logits."""
+    layer, each, counted = begun.gemms.layer, begun.gemms.plan.each, begun.counted
     count = layer.input.shape[0] if counted is None else counted.shape[0]
     is_same = how.probabilities is None and how.inverse_temperature is None
-    for begin in range(0, count, each):
-        at = slice(begin, min(begin + each, count))
-        where = at if counted is None else counted[at]
-        own = how if is_same else how.take(where)
-        yield _Chunk(where, layer.input[where].contiguous(), target[where], own)
+    for first in range(0, count, each):
+        at, x, logits = begun.at, begun.x, begun.logits
+        if first:
+            at, x = _take_rows(layer, counted, first, each)
+            logits = begun.gemms.compute_logits(x)
+        yield _Chunk(at, x, target[at], how if is_same else how.take(at)), logits
 
 
 def run_forward(
@@ -344,10 +386,9 @@ def run_forward(
     argmax: bool,
 ) -> Results:
     """Run the row kernel on all rows; the results of dropped rows are zeros, and a sum of 1."""
+    begun = _begin_marked(plan, layer, target)
     made = _make_results(layer, target, how, argmax)
-    gemms = Gemms(layer, plan)
-    for chunk in _cut(layer, target, how, plan.each):
-        logits = gemms.compute_logits(chunk.x)
+    for chunk, logits in _run_chunks(begun, target, how):
         arguments = (*chunk.how[1:6], entropy, smooth, argmax)
         _keep(made, chunk.at, plan.kernel(logits, chunk.target, *arguments))
     return made
@@ -381,10 +422,10 @@ def run_backward(
 
     The weight's gradient is added to `total` if it is given.
     """
-    gemms = Gemms(layer, plan, total)
+    begun = _begin_marked(plan, layer, target, total)
+    gemms = begun.gemms
     grad_input = torch.zeros_like(layer.input) if plan.needs.input else None
-    for chunk in _cut(layer, target, how, plan.each):
-        logits = gemms.compute_logits(chunk.x)
+    for chunk, logits in _run_chunks(begun, target, how):
         parts = (statistics[chunk.at], coefficients[chunk.at], grad_picked[chunk.at])
         plan.kernel(logits, chunk.target, *parts, *chunk.how[1:6])
         _take_gradients(gemms, chunk, logits, grad_input)
@@ -398,20 +439,19 @@ def run_both(
     how: How,
     make_coefficients: Callable[[], tuple[torch.Tensor, torch.Tensor]],
     smooth: bool,
+    begun: Begun | None = None,
 ) -> tuple[Results, Gradients]:
     """Compute run_forward's results and the gradients, with one GEMM less than run_backward.
 
-    The first GEMM is queued before all the rest is made, so that a GPU does not wait for the host.
+    `begun` if the first GEMM is queued already.
     """
-    gemms = Gemms(layer, plan)
-    cut = _cut(layer, target, how, plan.each)
-    queued: Iterator[tuple[_Chunk, torch.Tensor]]
-    queued = ((chunk, gemms.compute_logits(chunk.x)) for chunk in cut)
-    queued = itertools.chain(list(itertools.islice(queued, 1)), queued)
+    if begun is None:
+        begun = _begin_marked(plan, layer, target)
+    gemms = begun.gemms
     coefficients, grad_picked = make_coefficients()
     made = _make_results(layer, target, how, False)
     grad_input = torch.zeros_like(layer.input) if plan.needs.input else None
-    for chunk, logits in queued:
+    for chunk, logits in _run_chunks(begun, target, how):
         parts = (coefficients[chunk.at], grad_picked[chunk.at], *chunk.how[1:6])
         _keep(made, chunk.at, plan.kernel(logits, chunk.target, *parts, smooth, False))
         _take_gradients(gemms, chunk, logits, grad_input)

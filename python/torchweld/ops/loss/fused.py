@@ -190,8 +190,7 @@ def _differentiate_eagerly(call: _Call, layer: Layer, grad: torch.Tensor, *rest:
     is_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         loss = call.run_eagerly(layer, *rest)
-        made = results.differentiate([loss], layer[:3], [grad])
-    return made if is_graph else [None if one is None else one.detach() for one in made]
+        return results.differentiate([loss], layer[:3], [grad], is_graph)
 
 
 def _flatten(of_rows: Any) -> torch.Tensor | None:
@@ -204,7 +203,7 @@ def _flatten(of_rows: Any) -> torch.Tensor | None:
 def may_serve(settings: Settings, token_weights: torch.Tensor | None, *tensors: Any) -> bool:
     """Whether Triton may serve: one class a row, and nothing else that needs a gradient."""
     x = tensors[0]
-    if settings.several != 1 or settings.kind != torch.float32 or settings.ignored is None:
+    if settings.several != 1 or settings.kind != torch.float32 or settings.classes == 0:
         return False
     if wants_gradient(token_weights) or not checks.can_read(*tensors, token_weights):
         return False

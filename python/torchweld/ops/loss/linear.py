@@ -422,14 +422,18 @@ def _compute_loss(
 ) -> Any:
     settings, place = kind.settings, kind.place
     averages = settings.reduction == "mean"
-    layer = _make_layer(kind, input, linear_weight, linear_bias)
+    layer, begun = _make_layer(kind, input, linear_weight, linear_bias), None
+    if kind.plan is not None and settings.several is not None and place.classes is None:
+        with torch.no_grad():  # the node that takes it has the derivative
+            counts = target.reshape(-1) != settings.ignored
+            begun = chunks.begin(kind.plan, layer, counts)
     target, how = arguments.read_rows(settings, target, weight, temperature)
     factors, count = results.make_factors(settings, target, how, token_weights)
     count = place.add_up(count) if averages else count
     target, how = place.take_classes(target, how)
     if kind.keeps_gradients:
         factors = factors.divide(count) if averages else factors
-        rest = (factors, kind.needs, kind.plan, place.classes)
+        rest = (factors, kind.needs, kind.plan, place.classes, begun)
         made = place.add_up(nodes.find_total(layer, target, how, *rest))
         made = torch.where(count == 0, torch.nan, made) if averages else made
         return made.to(kind.dtype or made.dtype)

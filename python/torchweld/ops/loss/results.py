@@ -224,6 +224,7 @@ def differentiate(
     outputs: Sequence[torch.Tensor],
     sources: Sequence[torch.Tensor | None],
     grads: Sequence[torch.Tensor | None],
+    create_graph: bool = True,
 ) -> list[torch.Tensor | None]:
     """Compute gradients of the sources, with a graph; None for a source without one."""
     pairs = [
@@ -236,7 +237,7 @@ def differentiate(
         [output for output, _ in pairs],
         wanted,
         [grad for _, grad in pairs],
-        create_graph=True,
+        create_graph=create_graph,
         allow_unused=True,
     )
     by_id = {id(x): grad for x, grad in zip(wanted, made, strict=True)}
