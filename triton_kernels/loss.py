@@ -3,7 +3,8 @@
 A small loss is as long as its launches take the host. The floor is one pass over the rows, the sum
 over them, which needs all of them, and one pass for the gradient. So the kernels of the rows read
 targets, weights and temperatures as the caller gave them; torch's ops for the same take some 20
-launches before the rows and 12 after them. Bytes are those of loss_rows.py.
+launches before the rows and 12 after them. loss_rows.py says what is read and
+written.
 """
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
