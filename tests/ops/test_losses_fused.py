@@ -134,9 +134,13 @@ def test_padded_logits_of_an_odd_vocabulary(monkeypatch: pytest.MonkeyPatch) -> 
     loss = functional.linear_cross_entropy(x, weight, target, linear_bias=bias)
     wanted = F.cross_entropy(F.linear(*leaves), target)
     torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)
-    pairs = (torch.autograd.grad(one, leaves) for one in (loss, wanted))
-    for one, other in zip(*pairs, strict=True):
+    exact = torch.autograd.grad(wanted, leaves)
+    scales = torch.tensor([1.0, -2.0])
+    again = torch.autograd.grad(loss, leaves, scales, is_grads_batched=True, retain_graph=True)
+    found = torch.autograd.grad(loss, leaves)
+    for one, batch, other in zip(found, again, exact, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(batch, torch.stack([other, -2 * other]), rtol=1e-4, atol=1e-4)
 
 
 # Launches of Triton and ops of torch that compute, forward and in both directions.
