@@ -143,6 +143,8 @@ def test_padded_logits_of_an_odd_vocabulary(monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(batch, torch.stack([other, -2 * other]), rtol=1e-4, atol=1e-4)
 
 
+WORDS = 53
+T, TOKENS, CLASS_WEIGHT = torch.arange(ROWS), torch.rand(ROWS), torch.rand(WORDS)
 # Launches of Triton and ops of torch that compute, forward and in both directions.
 WARM: dict[str, tuple[Callable[..., Any], tuple[int, int], tuple[int, int]]] = {
     "plain": (lambda x, *_: functional.cross_entropy(x, T), (2, 3), (0, 0)),
@@ -157,8 +159,6 @@ WARM: dict[str, tuple[Callable[..., Any], tuple[int, int], tuple[int, int]]] = {
     "linear": (lambda _, x, w: functional.linear_cross_entropy(x, w, T), (2, 3), (1, 3)),
     "logprobs": (lambda _, x, w: functional.linear_logprobs(x, w, T), (1, 2), (2, 5)),
 }
-WORDS = 53
-T, TOKENS, CLASS_WEIGHT = torch.arange(ROWS), torch.rand(ROWS), torch.rand(WORDS)
 COMPUTES = {"mm", "sum", "neg", "mul", "div", "add", "where", "eq", "copy_", "clone"}
 
 

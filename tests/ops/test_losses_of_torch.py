@@ -485,8 +485,8 @@ def test_a_cuda_graph_takes_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake tensor has no numbers to wait for, as little as a tensor of a graph."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with FakeTensorMode():
-        assert chunks.find_counted(torch.empty(8, dtype=torch.bool, device="cuda")) is None
-    assert chunks.find_counted(torch.tensor([True, False])) is not None
+        assert chunks.find_counted(torch.empty(8, 1, dtype=torch.int64, device="cuda")) is None
+    assert chunks.find_counted(torch.tensor([[1], [-1]])) is not None
 
 
 def test_the_memory_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

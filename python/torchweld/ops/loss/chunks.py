@@ -7,6 +7,7 @@ within `memory` bytes. Ignored rows are dropped before the GEMM.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -182,13 +183,15 @@ def make_plan(layer: Layer, needs: Needs, kernel: Callable[..., Any], adds: bool
     )
 
 
-def find_counted(counts: torch.Tensor) -> torch.Tensor | None:
-    """Find the numbers of the rows that count; None: take all.
+def find_counted(target: torch.Tensor, ignored: int = -1) -> torch.Tensor | None:
+    """Find the numbers of the rows with a target; None: take all.
 
     A CUDA graph cannot wait for the number of rows, so there the row kernels skip the others.
     """
-    if counts.is_cuda and torch.cuda.is_current_stream_capturing():
+    if target.shape[1] == 0 or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
+    counts = target != ignored
+    counts = counts[:, 0] if target.shape[1] == 1 else counts.any(1)
     return None if bool(counts.all()) else counts.nonzero()[:, 0]
 
 
@@ -313,67 +316,42 @@ class Gemms:
         return weight, None if bias is None or layer.bias is None else bias.to(layer.bias.dtype)
 
 
-class _Chunk(NamedTuple):
-    at: slice | torch.Tensor  # its rows
-    x: torch.Tensor
-    target: torch.Tensor
-    how: How
+# The rows of a chunk, their input, and their logits.
+_Chunk = tuple[slice | torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Begun(NamedTuple):
     """A pass whose first GEMM is queued."""
 
     gemms: Gemms
-    counted: torch.Tensor | None  # the numbers of the rows that count; None: all
-    # Of the first chunk:
-    at: slice | torch.Tensor
-    x: torch.Tensor
-    logits: torch.Tensor
+    chunks: Iterator[_Chunk]
 
 
 def begin(
-    plan: Plan, layer: Layer, counts: torch.Tensor | None, total: torch.Tensor | None = None
+    plan: Plan,
+    layer: Layer,
+    target: torch.Tensor,
+    ignored: int = -1,
+    total: torch.Tensor | None = None,
 ) -> Begun:
-    """Queue the first GEMM, given which rows count; None: all.
+    """Queue the first GEMM, of rows with a target that is not ignored.
 
     A GPU waits for the host until then, so this comes before all that the GEMM does not need.
     """
-    gemms, counted = Gemms(layer, plan, total), None if counts is None else find_counted(counts)
-    at, x = _take_rows(layer, counted, 0, plan.each)
-    return Begun(gemms, counted, at, x, gemms.compute_logits(x))
+    gemms = Gemms(layer, plan, total)
+    queued = _queue(gemms, find_counted(target, ignored))
+    return Begun(gemms, itertools.chain(list(itertools.islice(queued, 1)), queued))
 
 
-def _begin_marked(
-    plan: Plan, layer: Layer, target: torch.Tensor, total: torch.Tensor | None = None
-) -> Begun:
-    """The same where the targets of ignored rows are -1."""
-    has_targets = target.shape[1] > 0
-    return begin(plan, layer, (target != -1).any(1) if has_targets else None, total)
-
-
-def _take_rows(
-    layer: Layer, counted: torch.Tensor | None, begin: int, each: int
-) -> tuple[slice | torch.Tensor, torch.Tensor]:
-    """Where the rows of a chunk are, and the input of these rows."""
-    at: slice | torch.Tensor = slice(begin, begin + each)
-    if counted is not None:
-        at = counted[at]
-    return at, layer.input[at].contiguous()
-
-
-def _run_chunks(
-    begun: Begun, target: torch.Tensor, how: How
-) -> Iterator[tuple[_Chunk, torch.Tensor]]:
-    """Chunks of the rows that count, with their logits."""
-    layer, each, counted = begun.gemms.layer, begun.gemms.plan.each, begun.counted
+def _queue(gemms: Gemms, counted: torch.Tensor | None) -> Iterator[_Chunk]:
+    """Chunks of the rows that count."""
+    layer, each = gemms.layer, gemms.plan.each
     count = layer.input.shape[0] if counted is None else counted.shape[0]
-    is_same = how.probabilities is None and how.inverse_temperature is None
     for first in range(0, count, each):
-        at, x, logits = begun.at, begun.x, begun.logits
-        if first:
-            at, x = _take_rows(layer, counted, first, each)
-            logits = begun.gemms.compute_logits(x)
-        yield _Chunk(at, x, target[at], how if is_same else how.take(at)), logits
+        at: slice | torch.Tensor = slice(first, first + each)
+        at = at if counted is None else counted[at]
+        x = layer.input[at].contiguous()
+        yield at, x, gemms.compute_logits(x)
 
 
 def run_forward(
@@ -386,11 +364,12 @@ def run_forward(
     argmax: bool,
 ) -> Results:
     """Run the row kernel on all rows; the results of dropped rows are zeros, and a sum of 1."""
-    begun = _begin_marked(plan, layer, target)
+    begun = begin(plan, layer, target)
     made = _make_results(layer, target, how, argmax)
-    for chunk, logits in _run_chunks(begun, target, how):
-        arguments = (*chunk.how[1:6], entropy, smooth, argmax)
-        _keep(made, chunk.at, plan.kernel(logits, chunk.target, *arguments))
+    is_same = how.probabilities is None and how.inverse_temperature is None
+    for at, _, logits in begun.chunks:
+        own = how if is_same else how.take(at)
+        _keep(made, at, plan.kernel(logits, target[at], *own[1:6], entropy, smooth, argmax))
     return made
 
 
@@ -422,13 +401,14 @@ def run_backward(
 
     The weight's gradient is added to `total` if it is given.
     """
-    begun = _begin_marked(plan, layer, target, total)
-    gemms = begun.gemms
+    gemms, queued = begin(plan, layer, target, total=total)
     grad_input = torch.zeros_like(layer.input) if plan.needs.input else None
-    for chunk, logits in _run_chunks(begun, target, how):
-        parts = (statistics[chunk.at], coefficients[chunk.at], grad_picked[chunk.at])
-        plan.kernel(logits, chunk.target, *parts, *chunk.how[1:6])
-        _take_gradients(gemms, chunk, logits, grad_input)
+    is_same = how.probabilities is None and how.inverse_temperature is None
+    for at, x, logits in queued:
+        own = how if is_same else how.take(at)
+        parts = (statistics[at], coefficients[at], grad_picked[at])
+        plan.kernel(logits, target[at], *parts, *own[1:6])
+        _take_gradients(gemms, at, x, logits, grad_input)
     return (grad_input, *gemms.finish())
 
 
@@ -445,27 +425,31 @@ def run_both(
 
     `begun` if the first GEMM is queued already.
     """
-    if begun is None:
-        begun = _begin_marked(plan, layer, target)
-    gemms = begun.gemms
+    gemms, queued = begun or begin(plan, layer, target)
     coefficients, grad_picked = make_coefficients()
     made = _make_results(layer, target, how, False)
     grad_input = torch.zeros_like(layer.input) if plan.needs.input else None
-    for chunk, logits in _run_chunks(begun, target, how):
-        parts = (coefficients[chunk.at], grad_picked[chunk.at], *chunk.how[1:6])
-        _keep(made, chunk.at, plan.kernel(logits, chunk.target, *parts, smooth, False))
-        _take_gradients(gemms, chunk, logits, grad_input)
+    is_same = how.probabilities is None and how.inverse_temperature is None
+    for at, x, logits in queued:
+        own = how if is_same else how.take(at)
+        parts = (coefficients[at], grad_picked[at], *own[1:6])
+        _keep(made, at, plan.kernel(logits, target[at], *parts, smooth, False))
+        _take_gradients(gemms, at, x, logits, grad_input)
     return made, (grad_input, *gemms.finish())
 
 
 def _take_gradients(
-    gemms: Gemms, chunk: _Chunk, grad: torch.Tensor, grad_input: torch.Tensor | None
+    gemms: Gemms,
+    at: slice | torch.Tensor,
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    grad_input: torch.Tensor | None,
 ) -> None:
     if grad_input is not None:
-        if isinstance(chunk.at, slice):
-            gemms.compute_grad_input(grad, grad_input[chunk.at])
+        if isinstance(at, slice):
+            gemms.compute_grad_input(grad, grad_input[at])
         else:
-            part = torch.empty_like(chunk.x)
+            part = torch.empty_like(x)
             gemms.compute_grad_input(grad, part)
-            grad_input[chunk.at] = part
-    gemms.add_grad_weight(grad, chunk.x)
+            grad_input[at] = part
+    gemms.add_grad_weight(grad, x)

@@ -425,8 +425,7 @@ def _compute_loss(
     layer, begun = _make_layer(kind, input, linear_weight, linear_bias), None
     if kind.plan is not None and settings.several is not None and place.classes is None:
         with torch.no_grad():  # the node that takes it has the derivative
-            counts = target.reshape(-1) != settings.ignored
-            begun = chunks.begin(kind.plan, layer, counts)
+            begun = chunks.begin(kind.plan, layer, target.reshape(-1, 1), settings.ignored)
     target, how = arguments.read_rows(settings, target, weight, temperature)
     factors, count = results.make_factors(settings, target, how, token_weights)
     count = place.add_up(count) if averages else count

@@ -40,16 +40,13 @@ def find(
     log_sum = total.log()
     lse = highest + log_sum
     log_p = (picked - highest.unsqueeze(1)) - log_sum.unsqueeze(1)
-
-    def nothing() -> torch.Tensor:  # an autograd function returns no tensor twice
-        return statistics.new_empty(0)
-
+    nothing = statistics.new_empty  # an autograd function returns no tensor twice
     return RowResults(
         torch.where(target == -1, 0.0, log_p),
         lse,
-        _entropy(statistics) if wanted.entropy else nothing(),
-        lse * how.get_whole_weight() - smooth if wanted.smooth else nothing(),
-        nothing() if how.probabilities is None else mass * lse - dot,
+        _entropy(statistics) if wanted.entropy else nothing(0),
+        lse * how.get_whole_weight() - smooth if wanted.smooth else nothing(0),
+        nothing(0) if how.probabilities is None else mass * lse - dot,
         argmax,
     )
 
