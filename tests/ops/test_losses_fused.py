@@ -74,7 +74,7 @@ def test_kernels_are_the_general_path(
     forward, backward = fused.FORWARD, fused.BACKWARD
     assert forward.reference is not None
     assert backward.reference is not None
-    inputs = (logits, target, *how, reduction, torch.float32)
+    inputs: tuple[Any, ...] = (logits, target, *how, reduction, torch.float32)
     found, wanted = forward.overload("triton")(*inputs), forward.reference(*inputs)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, **close)
@@ -111,7 +111,8 @@ def _draw_layer() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("name", LOSSES)
 def test_second_derivatives_and_gradients_in_batches(name: str) -> None:
     x, weight, target = _draw_layer()
-    found, wanted = [], []
+    found: list[torch.Tensor] = []
+    wanted: list[torch.Tensor] = []
     plain = F.cross_entropy(F.linear(x, weight), target)
     for loss, into in ((LOSSES[name](x, weight, target), found), (plain, wanted)):
         first = torch.autograd.grad(loss, [x, weight], create_graph=True)
