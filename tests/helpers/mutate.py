@@ -228,6 +228,18 @@ FAULTS = [
         "targets, width, logits_stride)",
         "tests/ops/test_losses_of_torch.py",
     ),
+    Fault(
+        "triton_kernels/loss.py",
+        "mask=known & counts, other=0",
+        "mask=known, other=0",
+        "tests/ops/test_losses_fused.py",
+    ),
+    Fault(
+        "triton_kernels/experts.py",
+        "spans = itertools.pairwise(bounds.tolist())",
+        "spans = [(0, 9), (0, 9), (9, 80), (80, 81)]",
+        "tests/ops/test_experts_triton.py -k torchs_product",
+    ),
     # --- Repeated calls ---
     Fault(
         "python/torchweld/dispatch/replay.py",
