@@ -30,12 +30,14 @@ need.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch.nn.functional import grouped_mm
 
 from .act import _kind
 from .experts_products import _first_product, _hidden_gradient, _product, _weight_gradient
@@ -82,6 +84,7 @@ class Tiles(NamedTuple):
 
 
 _LAST = Tile(64, 64, 32, 4, 3)
+_OF_MANY = Tile(128, 128, 64, 4, 3)  # two programs to a processor, where torch does not serve
 # For many rows an expert, also on GPUs before sm_90, whose products keep more in registers; for few
 # rows; and for elements that are loaded one by one, or float32 without tensor cores.
 TILES = {
@@ -89,7 +92,7 @@ TILES = {
         Tile(128, 256, 64, 8, 4),
         Tile(128, 256, 64, 8, 4),
         Tile(128, 256, 64, 8, 3),
-        Tile(128, 128, 64, 4, 3),  # two programs to a processor
+        _OF_MANY,
     ),
     "many before sm_90": Tiles(*[Tile(128, 128, 64, 8, 3)] * 4),
     "few": Tiles(*[Tile(64, 128, 64, 4, 3)] * 4),
@@ -247,6 +250,49 @@ def _weight_gradient_launch(
     )
 
 
+# --- Weights' gradients by torch ------------------------------------------------------------------
+
+
+def _multiplies_sorted(call: _Call) -> bool:
+    """Whether torch computes the weights' gradients, from rows that lie in the order of experts.
+
+    Its product reads rows by descriptors, as a gather cannot. On an H200 a gradient of Mixtral's
+    first weights takes 3.00 ms, and 0.06 ms for the copy of its rows; the kernel here takes 4.52
+    (with Qwen3's 0.77 and 0.12 for 1.15). Elsewhere torch loops over experts, and waits for the
+    GPU.
+    """
+    x = call.x
+    if not x.is_cuda or x.dtype != torch.bfloat16 or call.tiles.weight is not _OF_MANY:
+        return False
+    if torch.cuda.get_device_capability(x.device) != (9, 0):
+        return False
+    return not torch.cuda.is_current_stream_capturing() and _is_right(x.device)
+
+
+@functools.cache
+def _is_right(device: torch.device) -> bool:
+    """Whether torch's product is right here, twice, also for experts without rows.
+
+    On sm_100 some versions of torch leave numbers in the gradients of such experts.
+    """
+    bounds = torch.tensor([0, 9, 9, 80, 81], dtype=torch.int32, device=device)
+    numbers = torch.arange(90 * 64, device=device).view(90, 64)
+    left, right = (numbers % n - n // 2 for n in (7, 5))  # whose products are exact
+    factors = left.bfloat16(), right.bfloat16()
+    spans = itertools.pairwise(bounds.tolist())
+    wanted = torch.stack([left[a:b].float().t() @ right[a:b].float() for a, b in spans])
+    try:
+        for _ in range(2):
+            dirty = torch.full_like(wanted, torch.nan, dtype=torch.bfloat16)
+            del dirty  # an element that is not written is NaN then
+            found = grouped_mm(factors[0].t(), factors[1], offs=bounds[1:])
+            if not torch.equal(found.float(), wanted.bfloat16().float()):
+                return False
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
 # --- Called by the registry, with the signatures of the ops' schemas ---
 
 
@@ -324,16 +370,22 @@ def experts_mlp_backward(
     tensors = (x, gate_up, down, indices, weights, gate_up_bias, down_bias)
     call, _ = _make_call(*tensors, form, saved)
     sources = (x, gate_up, down, weights, gate_up_bias, down_bias)
-    grads = [
-        empty_like(t) if need and t is not None else None
-        for need, t in zip(needs, sources, strict=True)
-    ]
-    _Backward(call, aligned(rows_of(grad_y)), indices.contiguous(), *grads).run(z)
+    wanted = [t if need else None for need, t in zip(needs, sources, strict=True)]
+    grads = [t if t is None or at in _FACTORS else empty_like(t) for at, t in enumerate(wanted)]
+    backward = _Backward(call, aligned(rows_of(grad_y)), indices.contiguous(), *grads)
+    for at, grad in zip(_FACTORS, backward.run(z), strict=True):
+        grads[at] = grad
     return tuple([or_empty(grad, x) for grad in grads])
 
 
+_FACTORS = 1, 2  # gate_up and down among the gradients
+
+
 class _Backward(NamedTuple):
-    """The backward pass of a call, and the gradients that it writes."""
+    """The backward pass of a call, and the gradients that it writes.
+
+    `gate_up` and `down` are the factors themselves; `run` returns their gradients.
+    """
 
     call: _Call
     grad: torch.Tensor
@@ -345,27 +397,51 @@ class _Backward(NamedTuple):
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
 
-    def run(self, z: torch.Tensor) -> None:
+    def run(self, z: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         call, rows = self.call, self.indices.numel()
         if self.down_bias is not None:
             self._run(
                 bias_gradient_launch(self.grad, call.scales, call.top, call.order, self.down_bias)
             )
         if all(t is None for t in self[3:-1]):
-            return
+            return None, None
         if len(z) < rows:
             z = call.x.new_empty(rows, call.gate_up.shape[1])
             self._run(_first_launch(call, z, None))
-        grad_z = self._find_hidden_gradient(z)
+        grad_z, of_down = self._find_hidden_gradient(z)
         if grad_z is None:
-            return
+            return None, of_down
         if self.gate_up_bias is not None:
             self._run(bias_gradient_launch(grad_z, None, 0, call.order, self.gate_up_bias))
         first = call.weights if call.form.weights_first else None
+        of_gate_up = None
         if self.gate_up is not None:
-            self._run(_weight_gradient_launch(call, grad_z, call.x, self.gate_up, False, first))
+            of_gate_up = self._multiply(grad_z, call.x, self.gate_up, False, first)
         if self.x is not None or (first is not None and self.weights is not None):
             self._find_input_gradient(grad_z, first)
+        return of_gate_up, of_down
+
+    def _multiply(
+        self,
+        out: torch.Tensor,
+        given: torch.Tensor,
+        factor: torch.Tensor,
+        gathers_out: bool,
+        weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """A factor's gradient, as _weight_gradient_launch says."""
+        call = self.call
+        if weights is not None or not _multiplies_sorted(call):
+            grad = empty_like(factor)
+            self._run(_weight_gradient_launch(call, out, given, grad, gathers_out, weights))
+            return grad
+        tokens = call.order.places // call.top
+        if gathers_out:
+            out = out.index_select(0, tokens)
+        else:
+            given = given.index_select(0, tokens)
+        left, right = (given, out) if call.form.transposed else (out, given)
+        return grouped_mm(left.t(), right, offs=call.order.bounds[1:])
 
     def _run(self, *launches: Launch) -> None:
         run(self.grad, *launches)
@@ -382,8 +458,10 @@ class _Backward(NamedTuple):
             given = (partials, self.call.order, self.indices, self.grad, bias, self.weights)
             self._run(weights_gradient_launch(*given))
 
-    def _find_hidden_gradient(self, z: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of z, if needed; of the second factor and of the weights too."""
+    def _find_hidden_gradient(
+        self, z: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The gradients of z and of the second factor, if needed; of the weights too."""
         call, is_last = self.call, not self.call.form.weights_first
         wanted = [self.x, self.gate_up, self.gate_up_bias, None if is_last else self.weights]
         grad_z = None if all(t is None for t in wanted) else torch.empty_like(z)
@@ -391,9 +469,10 @@ class _Backward(NamedTuple):
         partials = self._make_partials(call.hidden, call.tiles.hidden, is_last)
         self._run(_hidden_gradient_launch(call, self.grad, z, grad_z, hidden, partials))
         self._add_partials(partials, call.down_bias)
+        of_down = None
         if self.down is not None and hidden is not None:
-            self._run(_weight_gradient_launch(call, self.grad, hidden, self.down, True, None))
-        return grad_z
+            of_down = self._multiply(self.grad, hidden, self.down, True, None)
+        return grad_z, of_down
 
     def _find_input_gradient(self, grad_z: torch.Tensor, first: torch.Tensor | None) -> None:
         """The gradients of the input, and of weights that are its factors."""

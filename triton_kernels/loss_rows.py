@@ -23,307 +23,10 @@ import triton
 import triton.language as tl
 
 from .launch import Launch, launch, replayed, run
+from .loss_parts import differentiate, find_statistics, is_ignored, load_coefficients, load_inverse
 from .tensors import contiguous, empty_like
 
 STATISTICS, COEFFICIENTS = 6, 5
-
-
-@triton.jit
-def _exp(x):
-    """e^x, but 0 below 2^-126: tl.exp takes three more instructions for such numbers."""
-    return tl.exp2(x * 1.4426950408889634)
-
-
-@triton.jit
-def _tanh(x):
-    e = _exp(-2 * tl.abs(x))
-    t = (1 - e) / (1 + e)
-    small = x - x * x * x * (1.0 / 3 - x * x * (2.0 / 15))
-    return tl.where(tl.abs(x) < 0.05, small, tl.where(x < 0, -t, t))
-
-
-@triton.jit
-def _transform(z, scale, softcap, inverse, CAPPED: tl.constexpr):
-    """u of logits, and du / dz, which without a soft cap is one number."""
-    if CAPPED:
-        t = _tanh(z * (scale / softcap))
-        u = t * (softcap * inverse)
-        slope = (1 - t) * (1 + t) * (scale * inverse)
-    else:
-        u = z * (scale * inverse)
-        slope = scale * inverse
-    return u, slope
-
-
-@triton.jit
-def _inverse(inverse_ptr, row):
-    if inverse_ptr is None:
-        return 1.0
-    else:
-        return tl.load(inverse_ptr + row)
-
-
-@triton.jit
-def _is_ignored(target_ptr, row, targets):
-    """Whether all targets of a row are ignored; not without targets."""
-    counted = 0
-    for k in range(0, targets):
-        counted += tl.where(tl.load(target_ptr + row * targets + k) == -1, 0, 1)
-    return (counted == 0) & (targets > 0)
-
-
-@triton.jit
-def _load(ptr, column, width, MASKED: tl.constexpr):
-    """Load elements of a row in float32; a whole tile needs no mask.
-
-    A mask of an odd width would have Triton load one element at a time.
-    """
-    if MASKED:
-        return tl.load(ptr + column, mask=column < width, other=0).to(tl.float32)
-    else:
-        return tl.load(ptr + column).to(tl.float32)
-
-
-@triton.jit
-def _load_weight(weight_ptr, column, width, MASKED: tl.constexpr):
-    if weight_ptr is None:
-        return 1.0
-    else:
-        return _load(weight_ptr, column, width, MASKED)
-
-
-@triton.jit
-def _add_tile(
-    sums,
-    column,
-    tensors,
-    numbers,
-    CAPPED: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Adds a tile of columns to the maximum and the sums of each lane."""
-    highest, best, total, entropy, smooth, dot, mass = sums
-    logits_ptr, weight_ptr, q_ptr, argmax_ptr = tensors
-    inverse, scale, softcap, width = numbers
-    z = _load(logits_ptr, column, width, MASKED)
-    u, _ = _transform(z, scale, softcap, inverse, CAPPED)
-    if MASKED:
-        u = tl.where(column < width, u, -float("inf"))
-    most = tl.max(u, 1)
-    if argmax_ptr is not None:
-        first = tl.min(tl.where(u == most[:, None], column, 2147483647), 1)
-        best = tl.where(most > highest, first, best)
-    raised = tl.maximum(highest, most)
-    base = tl.where(raised == -float("inf"), 0, raised)
-    step = tl.where(highest == -float("inf"), 0, highest - base)
-    factor = _exp(step)
-    x = u - base[:, None]
-    e = _exp(x)
-    if ENTROPY:
-        entropy = factor * (entropy + step * total) + tl.sum(tl.where(e == 0, 0, e * x), 1)
-    total = total * factor + tl.sum(e, 1)
-    if SMOOTH:
-        terms = _load_weight(weight_ptr, column, width, MASKED) * u
-        if MASKED:
-            terms = tl.where(column < width, terms, 0)
-        smooth += tl.sum(terms, 1)
-    if q_ptr is not None:
-        w = _load_weight(weight_ptr, column, width, MASKED)
-        q = w * _load(q_ptr, column, width, MASKED)
-        dot += tl.sum(tl.where(q == 0, 0, q * u), 1)
-        mass += tl.sum(q, 1)
-    return raised, best, total, entropy, smooth, dot, mass
-
-
-@triton.jit
-def _statistics(
-    results,
-    inputs,
-    sizes,
-    CAPPED: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    LANES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Reads a row and stores its statistics; returns the highest u and the sum."""
-    at, picked_ptr, argmax_ptr = results
-    logits_ptr, target_ptr, weight_ptr, q_ptr, row, inverse, ignored = inputs
-    scale, softcap, width, targets, logits_stride = sizes
-    places = tl.arange(0, LANES)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    logits_ptr += row * logits_stride
-    if q_ptr is not None:
-        q_ptr += row * width
-    tensors, numbers = (logits_ptr, weight_ptr, q_ptr, argmax_ptr), (inverse, scale, softcap, width)
-    # Each lane keeps the maximum and the sums of its own columns, a few at a time: there is one
-    # exponential a column, and no reduction across threads before the end.
-    nothing = tl.zeros([LANES], tl.float32)
-    highest, best = tl.full([LANES], -float("inf"), tl.float32), tl.zeros([LANES], tl.int32)
-    sums = (highest, best, nothing, nothing, nothing, nothing, nothing)
-    tile: tl.constexpr = LANES * COLUMNS
-    seen = tl.where(ignored, 0, width)
-    whole = seen // tile * tile
-    for start in tl.range(0, whole, tile, num_stages=STAGES):
-        sums = _add_tile(sums, start + places, tensors, numbers, CAPPED, ENTROPY, SMOOTH, False)
-    if whole < seen:
-        sums = _add_tile(sums, whole + places, tensors, numbers, CAPPED, ENTROPY, SMOOTH, True)
-    highest, best, total, entropy, smooth, dot, mass = sums
-    top = tl.max(highest, 0)
-    base = tl.where(top == -float("inf"), 0, top)
-    step = tl.where(highest == -float("inf"), 0, highest - base)
-    factor = _exp(step)
-    if ENTROPY:
-        entropy = factor * (entropy + step * total)
-    if argmax_ptr is not None:
-        first = tl.min(tl.where(highest == top, best, 2147483647), 0)
-        tl.store(argmax_ptr + row, tl.where(ignored, -1, first).to(tl.int64))
-    top, total = tl.where(ignored, 0, top), tl.where(ignored, 1, tl.sum(total * factor, 0))
-    tl.store(at, top)
-    tl.store(at + 1, total)
-    tl.store(at + 2, tl.sum(entropy, 0))
-    tl.store(at + 3, tl.sum(smooth, 0))
-    tl.store(at + 4, tl.sum(dot, 0))
-    mass = tl.sum(mass, 0)
-    tl.store(at + 5, mass)
-    for k in range(0, targets):
-        t = tl.load(target_ptr + row * targets + k)
-        inside = (t >= 0) & (t < width)
-        z = tl.load(logits_ptr + t, mask=inside, other=0).to(tl.float32)
-        u, _ = _transform(z, scale, softcap, inverse, CAPPED)
-        absent = tl.where(t < 0, 0, float("nan"))
-        tl.store(picked_ptr + row * targets + k, tl.where(inside, u, absent))
-    return top, total, mass
-
-
-@triton.jit
-def _derive(
-    z,
-    column,
-    tensors,
-    numbers,
-    of_row,
-    CAPPED: tl.constexpr,
-    EVERY: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """The derivative by u but for targets, and du / dz; EVERY adds entropy and smoothing."""
-    weight_ptr, q_ptr = tensors
-    inverse, scale, softcap, width = numbers
-    highest, log_sum, on_p, on_entropy, on_smooth, on_dot = of_row
-    u, slope = _transform(z, scale, softcap, inverse, CAPPED)
-    log_p = (u - highest) - log_sum
-    p = _exp(log_p)
-    du = p * on_p
-    if EVERY:
-        du += tl.where(p == 0, 0, p * log_p * on_entropy)
-        du += on_smooth * _load_weight(weight_ptr, column, width, MASKED)
-    if q_ptr is not None:
-        w = _load_weight(weight_ptr, column, width, MASKED)
-        du += on_dot * w * _load(q_ptr, column, width, MASKED)
-    return du, slope
-
-
-@triton.jit
-def _differentiate_tile(
-    grad_ptr,
-    logits_ptr,
-    column,
-    tensors,
-    numbers,
-    of_row,
-    of_targets,
-    CAPPED: tl.constexpr,
-    SINGLE: tl.constexpr,
-    EVERY: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Stores the gradient of a tile of columns, without the target's own part if it is SINGLE."""
-    target_ptr, grad_picked_ptr, targets = of_targets
-    width = numbers[3]
-    z = _load(logits_ptr, column, width, MASKED)
-    du, slope = _derive(z, column, tensors, numbers, of_row, CAPPED, EVERY, MASKED)
-    if not SINGLE:
-        for k in range(0, targets):
-            t = tl.load(target_ptr + k)
-            du += tl.where(column == t, tl.load(grad_picked_ptr + k), 0)
-    du = (du * slope).to(grad_ptr.dtype.element_ty)
-    if MASKED:
-        tl.store(grad_ptr + column, du, mask=column < width)
-    else:
-        tl.store(grad_ptr + column, du)
-
-
-@triton.jit
-def _differentiate(
-    grad_ptr,
-    inputs,
-    found,
-    sizes,
-    CAPPED: tl.constexpr,
-    SINGLE: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Reads a row again, or for the first time, and stores the gradient of its logits."""
-    logits_ptr, target_ptr, grads, weight_ptr, q_ptr, row = inputs
-    coefficients_ptr, grad_picked_ptr = grads
-    highest, total, mass, inverse, ignored = found
-    scale, softcap, width, targets, grad_stride, logits_stride = sizes
-    grad_ptr += row * grad_stride
-    logits_ptr += row * logits_stride
-    target_ptr += row * targets
-    grad_picked_ptr += row * targets
-    highest = tl.where(highest == -float("inf"), 0, highest)
-    log_sum = tl.where(total == 0, 0, tl.log(tl.where(total == 0, 1, total)))
-    on_p = tl.load(coefficients_ptr + row * 5)
-    on_lse = tl.load(coefficients_ptr + row * 5 + 1)
-    on_entropy = tl.load(coefficients_ptr + row * 5 + 2)
-    on_smooth = tl.load(coefficients_ptr + row * 5 + 3)
-    on_dot = tl.load(coefficients_ptr + row * 5 + 4)
-    on_p += tl.where(on_lse == 0, 0, on_lse * (highest + log_sum))
-    if q_ptr is not None:
-        on_p -= on_dot * mass
-        q_ptr += row * width
-    for k in range(0, targets):
-        on_p = tl.where(tl.load(target_ptr + k) >= width, float("nan"), on_p)
-    tensors, numbers = (weight_ptr, q_ptr), (inverse, scale, softcap, width)
-    of_row = (highest, log_sum, on_p, on_entropy, on_smooth, on_dot)
-    of_targets = (target_ptr, grad_picked_ptr, targets)
-    if SINGLE:
-        t = tl.load(target_ptr)
-        inside = (t >= 0) & (t < width)
-        at_target = tl.load(logits_ptr + t, mask=inside, other=0).to(tl.float32)
-    # Each thread reads the targets' logits, here and above, before any thread overwrites them.
-    tl.debug_barrier()
-    places = tl.arange(0, TILE)
-    seen = tl.where(ignored, 0, width)
-    whole = seen // TILE * TILE
-    # Most losses have no entropy and no smoothing. A branch within the loop takes more registers.
-    if (on_entropy != 0) | (on_smooth != 0):
-        for start in tl.range(0, whole, TILE, num_stages=STAGES):
-            at = (grad_ptr, logits_ptr, start + places, tensors, numbers, of_row, of_targets)
-            _differentiate_tile(*at, CAPPED, SINGLE, True, False)
-    else:
-        for start in tl.range(0, whole, TILE, num_stages=STAGES):
-            at = (grad_ptr, logits_ptr, start + places, tensors, numbers, of_row, of_targets)
-            _differentiate_tile(*at, CAPPED, SINGLE, False, False)
-    if whole < seen:
-        at = (grad_ptr, logits_ptr, whole + places, tensors, numbers, of_row, of_targets)
-        _differentiate_tile(*at, CAPPED, SINGLE, True, True)
-    if SINGLE:
-        # Once for the row, in place of a comparison with each column.
-        t = tl.where(inside, t, 0)
-        du, slope = _derive(at_target, t, tensors, numbers, of_row, CAPPED, True, True)
-        du = (du + tl.load(grad_picked_ptr)) * slope
-        tl.debug_barrier()
-        tl.store(grad_ptr + t, du.to(grad_ptr.dtype.element_ty), mask=inside)
-    for start in range(seen, width, TILE):  # of an ignored row
-        column = start + places
-        nothing = tl.zeros([TILE], grad_ptr.dtype.element_ty)
-        tl.store(grad_ptr + column, nothing, mask=column < width)
 
 
 @triton.jit
@@ -353,21 +56,23 @@ def _forward(
 ):
     """With coefficients the gradient takes the place of the logits, which it reads from L2."""
     row = tl.program_id(0).to(tl.int64)
-    inverse = _inverse(inverse_ptr, row)
-    ignored = _is_ignored(target_ptr, row, targets)
+    inverse = load_inverse(inverse_ptr, row)
+    ignored = is_ignored(target_ptr, row, targets)
     results = (statistics_ptr + row * 6, picked_ptr, argmax_ptr)
     inputs = (logits_ptr, target_ptr, weight_ptr, q_ptr, row, inverse, ignored)
     sizes = (scale, softcap, width, targets, logits_stride)
-    top, total, mass = _statistics(
+    top, total, _, mass = find_statistics(
         results, inputs, sizes, CAPPED, ENTROPY, SMOOTH, LANES, COLUMNS, STAGES
     )
     if coefficients_ptr is not None:
-        grads = (coefficients_ptr, grad_picked_ptr)
-        given = (logits_ptr, target_ptr, grads, weight_ptr, q_ptr, row)
+        given = (logits_ptr, target_ptr, grad_picked_ptr, weight_ptr, q_ptr, row)
+        of_row = (target_ptr, coefficients_ptr, grad_picked_ptr, row)
+        single, coefficients = load_coefficients(of_row, width, targets, SINGLE)
         found = (top, total, mass, inverse, ignored)
         with_grad = (scale, softcap, width, targets, logits_stride, logits_stride)
         tile: tl.constexpr = LANES * COLUMNS
-        _differentiate(logits_ptr, given, found, with_grad, CAPPED, SINGLE, tile, STAGES)
+        rest = (single, coefficients, found, with_grad)
+        differentiate(logits_ptr, given, *rest, CAPPED, SINGLE, tile, STAGES)
 
 
 @triton.jit
@@ -394,21 +99,23 @@ def _gradient(
     STAGES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    inverse = _inverse(inverse_ptr, row)
-    ignored = _is_ignored(target_ptr, row, targets)
+    inverse = load_inverse(inverse_ptr, row)
+    ignored = is_ignored(target_ptr, row, targets)
     at = statistics_ptr + row * 6
     found = (tl.load(at), tl.load(at + 1), tl.load(at + 5), inverse, ignored)
-    grads = (coefficients_ptr, grad_picked_ptr)
-    inputs = (logits_ptr, target_ptr, grads, weight_ptr, q_ptr, row)
+    given = (logits_ptr, target_ptr, grad_picked_ptr, weight_ptr, q_ptr, row)
+    of_row = (target_ptr, coefficients_ptr, grad_picked_ptr, row)
+    single, coefficients = load_coefficients(of_row, width, targets, SINGLE)
     sizes = (scale, softcap, width, targets, grad_stride, logits_stride)
     tile: tl.constexpr = LANES * COLUMNS
-    _differentiate(grad_ptr, inputs, found, sizes, CAPPED, SINGLE, tile, STAGES)
+    rest = (single, coefficients, found, sizes)
+    differentiate(grad_ptr, given, *rest, CAPPED, SINGLE, tile, STAGES)
 
 
 # --- Launches ---------------------------------------------------------------------------------
 
 
-def _tile(logits: torch.Tensor, warps: int, accesses: int, stages: int = 1) -> dict[str, Any]:
+def tile(logits: torch.Tensor, warps: int, accesses: int, stages: int = 1) -> dict[str, Any]:
     """Options of a launch of at most so many warps.
 
     In each iteration a thread loads 16 bytes so many times, `stages` - 1 iterations ahead.
@@ -435,7 +142,7 @@ def _is_in_rows(logits: torch.Tensor) -> bool:
     return logits.shape[1] < 2 or logits.stride(1) == 1
 
 
-def _in_rows(logits: torch.Tensor) -> torch.Tensor:
+def in_rows(logits: torch.Tensor) -> torch.Tensor:
     """The logits with adjacent columns; rows may have any distance, as padded ones have."""
     return logits if _is_in_rows(logits) else logits.contiguous()
 
@@ -467,9 +174,9 @@ def _forward_launch(
         # in L2. An H200 takes 0.74 ms for 4096 x 131072 in bfloat16, as long as copies of as many
         # bytes; with loads ahead in their place 0.82.
         aligned = not needs_registers and not (logits.stride(0) % 16 or logits.data_ptr() % 16)
-        flags |= _tile(logits, 32, 2) if aligned else _tile(logits, 32, 1, stages=4)
+        flags |= tile(logits, 32, 2) if aligned else tile(logits, 32, 1, stages=4)
     else:
-        flags |= _tile(logits, 8, 2 if needs_registers else 4)
+        flags |= tile(logits, 8, 2 if needs_registers else 4)
         if any(sums):
             flags["maxnreg"] = 96  # without a limit ptxas spills although registers are free
     arguments = (*tensors, scale, softcap, *sizes)
@@ -487,7 +194,7 @@ def _gradient_launch(
     weight, q, inverse, scale, softcap = how
     tensors = (grad, logits, target, *of_rows, weight, q, inverse)
     sizes = (logits.shape[1], target.shape[1], grad.stride(0), logits.stride(0))
-    flags = {"CAPPED": softcap != 0, "SINGLE": target.shape[1] == 1, **_tile(logits, 8, 2)}
+    flags = {"CAPPED": softcap != 0, "SINGLE": target.shape[1] == 1, **tile(logits, 8, 2)}
     arguments = (*tensors, scale, softcap, *sizes)
     return launch(_gradient, logits.shape[0], *arguments, **flags)._replace(spreads=True)
 
@@ -539,7 +246,7 @@ def _run_gradient(
 def loss_rows(
     logits: torch.Tensor, target: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _run_forward(_in_rows(logits), target, (None, None), others[:5], *others[5:])
+    return _run_forward(in_rows(logits), target, (None, None), others[:5], *others[5:])
 
 
 @replayed
@@ -550,7 +257,7 @@ def loss_rows_backward_(logits: torch.Tensor, *others: Any) -> None:
 
 @replayed
 def loss_rows_backward(logits: torch.Tensor, *others: Any) -> torch.Tensor:
-    logits = _in_rows(logits)
+    logits = in_rows(logits)
     grad = empty_like(logits)
     _run_gradient(grad, logits, *others)
     return grad

@@ -43,6 +43,7 @@ NEVER_UNALIGNED = {
         f"experts_products.{name}": "reads copies of such views"
         for name in ("_first_product", "_product", "_hidden_gradient", "_weight_gradient")
     },
+    "loss._add_up": "reads and writes only tensors that were allocated for it",
     "route._find_losses": "reads and writes only tensors that were allocated for it",
     **{
         f"experts_rows.{name}": "reads copies of such views, and tensors that were allocated for it"

@@ -156,6 +156,53 @@ def test_each_gradient_by_itself(form: str) -> None:
         assert torch.equal(found, every[f"grad_{name}"]), name
 
 
+@pytest.mark.parametrize("form", ["gated", "gpt_oss", "weights_first"])
+def test_gradients_of_sorted_rows_by_torch(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch computes them on Hopper; weights of the inputs keep the kernel."""
+    multiplied = []
+    product = experts.grouped_mm
+    monkeypatch.setattr(experts, "_multiplies_sorted", lambda _: True)
+    monkeypatch.setattr(
+        experts, "grouped_mm", lambda *a, **k: multiplied.append(k["offs"]) or product(*a, **k)
+    )
+    how = mlp.FORMS[form]
+    sample = mlp.arguments((40,), 3, 6, (24, 16, 32), how, biases=True, skipped=True)
+    inputs = _make(sample)
+    inputs[3][inputs[3] == 2] = 4  # nobody's
+    found = _assert_bounded(inputs)
+    assert not found["grad_gate_up"][2].any()
+    assert len(multiplied) == (1 if form == "weights_first" else 2)
+    assert multiplied[0][2] == multiplied[0][1]
+
+
+WRONG: dict[str, Any] = {
+    "right": lambda made: made,
+    "an expert without rows": lambda made: made.index_fill(0, torch.tensor([1]), 3.0),
+    "a NaN": lambda made: made.masked_fill(made == made.max(), torch.nan),
+    "another size": lambda made: made[:3],
+}
+
+
+@pytest.mark.parametrize("what", [*WRONG, "the second time", "refused"])
+def test_torchs_product_serves_only_if_it_is_right(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    product = experts.grouped_mm
+
+    def multiply(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        calls.append(what)
+        if what == "refused":
+            raise RuntimeError("grouped gemm is not supported")
+        if what == "the second time":
+            return product(left, right, offs=offs) + (len(calls) - 1)
+        return WRONG[what](product(left, right, offs=offs))
+
+    monkeypatch.setattr(experts, "grouped_mm", multiply)
+    assert experts._is_right.__wrapped__(torch.device("cpu")) == (what == "right")
+    assert len(calls) == (2 if what in ("right", "the second time") else 1)
+
+
 def test_no_tokens() -> None:
     inputs = _make(mlp.arguments((0,), 2, 3, (8, 5, 3), biases=True))
     for name, value in run(OP, inputs).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -11,6 +12,7 @@ from hypothesis import strategies
 from torch.nn import functional as F  # noqa: N812
 
 import torchweld
+from conftest import PLACES, running_at
 from torchweld import functional
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks
@@ -18,14 +20,29 @@ from torchweld.ops.loss import chunks
 LINEAR: Any = functional.linear_cross_entropy
 LOGITS: Any = functional.cross_entropy
 LOGPROBS: Any = functional.linear_logprobs
-BACKENDS = pytest.mark.parametrize("backend", ["cpu", "eager"])
-CHOICES = pytest.mark.parametrize("backend", ["cpu", "eager", None])  # None: torch's ops, if few
+_, _, missing = PLACES["interpreter"]
+TRITON = pytest.param("triton", marks=pytest.mark.skipif(missing is not None, reason=str(missing)))
+BACKENDS = pytest.mark.parametrize("backend", ["cpu", "eager", TRITON])
+# None: torch's ops, if few
+CHOICES = pytest.mark.parametrize("backend", ["cpu", "eager", TRITON, None])
 UNIT = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8}
 # How many of them a result may be off, in the largest element. A probability's relative error is
 # the error of its exponent: three roundings of half a unit (scale, cap, temperature) of at most 12,
 # the largest logit here. Sums, logarithm and products add 8. In 16 bits only what is stored is
 # rounded. What float64 is compared with makes the same roundings, and sums 2100 terms in up to 20.
 ROUNDINGS = {torch.float64: 72, torch.float32: 26, torch.bfloat16: 8}
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton runs on these tensors, too."""
+    if "triton" not in request.node.name:
+        yield
+        return
+    if "float64" in request.node.name:
+        pytest.skip("float64 has no kernel in Triton")
+    with running_at("interpreter", monkeypatch):
+        yield
 
 
 def agree(got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
@@ -143,7 +160,8 @@ def test_linear(backend: str, dtype: torch.dtype, name: str, soft: bool) -> None
     if grad.ndim:
         grad[::3] = 0  # a row that nothing depends on
     exact = torch.autograd.grad(wanted, sources, grad.double())
-    for memory in (2**20, 9000 if dtype != torch.float64 else 16000):
+    # Without a limit torch's ops serve few logits on a CPU, and Triton all at once.
+    for memory in (2**20, 9000 if dtype != torch.float64 else 16000, None):
         given = [t.clone().requires_grad_() for t in (x, weight, bias)]
         with torchweld.use_backend(backend):
             loss = LINEAR(given[0], given[1], target, linear_bias=given[2], memory=memory, **kw)
@@ -403,9 +421,9 @@ def test_compiled_steps_compute_logits_once(
     kept_out = {"weight": weight, "input": x}.get(frozen)
     wanted = [t.requires_grad_() for t in given if t is not kept_out]
     computed = []
-    kept = chunks._Gemms.compute_logits
+    kept = chunks.Gemms.compute_logits
     monkeypatch.setattr(
-        chunks._Gemms, "compute_logits", lambda gemms, x: computed.append(len(x)) or kept(gemms, x)
+        chunks.Gemms, "compute_logits", lambda gemms, x: computed.append(len(x)) or kept(gemms, x)
     )
 
     def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:

@@ -18,12 +18,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchweld
 from conftest import running_at
 from torchweld import functional
 from torchweld.bench.memory import LiveBytes
-from torchweld.dispatch import way
+from torchweld.dispatch import replay, way
 from torchweld.dispatch.engine.judge import Judge
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks, rows
@@ -281,7 +282,7 @@ def test_padded_logits(where: str, kw: dict[str, Any], monkeypatch: pytest.Monke
     ]
     target = torch.randint(0, classes, (150,), generator=made)
     target[::7] = -100
-    kept, strides = chunks._Gemms.__init__, set()
+    kept, strides = chunks.Gemms.__init__, set()
 
     def poisoned(gemms: Any, *others: Any) -> None:
         kept(gemms, *others)
@@ -293,7 +294,7 @@ def test_padded_logits(where: str, kw: dict[str, Any], monkeypatch: pytest.Monke
     for pads in (False, True):
         way.forget()  # the short way of calls without padding
         monkeypatch.setattr(chunks, "_pads_rows", lambda _, pads=pads: pads)
-        monkeypatch.setattr(chunks._Gemms, "__init__", poisoned)
+        monkeypatch.setattr(chunks.Gemms, "__init__", poisoned)
         with running_at(where, monkeypatch) if where != "eager" else torchweld.use_backend(where):
             settings: Any = {"memory": 300_000, **kw}
             loss = functional.linear_cross_entropy(given[0], given[1], target, **settings)
@@ -317,7 +318,7 @@ def test_only_a_gpu_pads_logits(classes: int, dtype: torch.dtype) -> None:
             taken = chunks.count_bytes_of_row(layer, False, needs)
             assert taken == width * dtype.itemsize
             plan = chunks.make_plan(layer, needs, rows.FORWARD.run)._replace(each=64)
-            buffer = chunks._Gemms(layer, plan)._buffer
+            buffer = chunks.Gemms(layer, plan)._buffer
             assert buffer.shape == (64, classes)
             assert buffer.stride() == (width, 1)
 
@@ -420,3 +421,30 @@ def test_the_memory_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", read)
     assert [chunks.find_memory(gpu) for _ in range(3)] == [2**28, 750_000_000, 2**32]
+
+
+class _Launches(TorchDispatchMode):
+    """Counts what a GPU would launch or wait for, up to the first GEMM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: list[str] = []
+        self.has_begun = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.has_begun |= func is torch.ops.aten.mm.out
+        if not self.has_begun and func not in replay._ALLOCATIONS | replay._VIEWS:
+            self.before.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("ignored", "most"), [(0, 3), (2, 5)])
+def test_a_pass_begins_with_its_gemm(ignored: int, most: int) -> None:
+    """A GPU waits for the host until then: only the rows that count are found before."""
+    x, weight = (torch.randn(n, 16).requires_grad_() for n in (64, 300))
+    target = torch.randint(0, 300, (64,))
+    target[:ignored] = -100
+    with torchweld.use_backend("cpu"), _Launches() as launches:
+        functional.linear_cross_entropy(x, weight, target, label_smoothing=0.1, z_loss=1e-3)
+    assert launches.has_begun
+    assert len(launches.before) <= most, launches.before

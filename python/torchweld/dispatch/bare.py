@@ -62,22 +62,42 @@ class BareOp:
 
     def _run_on_gpu(self, *inputs: Any) -> Any:
         first = inputs[0][0] if isinstance(inputs[0], list) else inputs[0]
-        return self._serving(self._choose_on_gpu(first, inputs))(*inputs)
+        return self._serving(self._choose_on_gpu(first, inputs)[0])(*inputs)
+
+    def find_for_all(self, first: torch.Tensor) -> Callable[..., Any]:
+        """As find, for calls of one class: a GPU's answer for them is looked up once."""
+        run = self.find(first)
+        return self._ask_once() if run == self._run_on_gpu else run
+
+    def _ask_once(self) -> Callable[..., Any]:
+        serving = None
+
+        def run(*inputs: Any) -> Any:
+            nonlocal serving
+            if serving is not None:
+                return serving(*inputs)
+            backend, is_final = self._choose_on_gpu(inputs[0], inputs)
+            found = self._serving(backend)
+            serving = found if is_final else None
+            return found(*inputs)
+
+        return run
 
     def _serving(self, backend: str) -> Callable[..., Any]:
         serving = self.step(backend) or self.reference
         assert serving is not None, f"{self.name} has no reference"
         return serving  # type: ignore[no-any-return]
 
-    def _choose_on_gpu(self, first: torch.Tensor, inputs: Sequence[Any]) -> str:
+    def _choose_on_gpu(self, first: torch.Tensor, inputs: Sequence[Any]) -> tuple[str, bool]:
+        """The backend, and whether it is final for calls of this class."""
         if is_compiling():
             backend = find_agreed(self.name, first.device.index)
-            return backend if self.why_not(backend, [first]) is None else EAGER
+            return backend if self.why_not(backend, [first]) is None else EAGER, False
         has_numbers = first.numel() or any(t.numel() for t in _tensors(inputs))
         if not has_numbers or not choice.is_tried(first):
-            return EAGER
+            return EAGER, False
         call_class = (self.name, first.device.index, *map(_word, inputs))
-        return asking.pick(call_class, lambda: self._make_question(first, inputs))[0]
+        return asking.pick(call_class, lambda: self._make_question(first, inputs))
 
     def _make_question(self, first: torch.Tensor, inputs: Sequence[Any]) -> Question:
         """Check only: a kernel replaces several passes, and may write to its arguments."""

@@ -57,12 +57,17 @@ def check_indices(function: str, name: str, value: Any, device: torch.device) ->
         raise ArgumentError(function, name, f"on {value.device}", f"the device of input, {device}")
 
 
+def is_checked(target: torch.Tensor) -> bool:
+    """Whether a target that is not a class raises an error; else its row becomes NaN."""
+    return target.device.type == "cpu" or _CHECKS_ON_GPU
+
+
 def _mark_ignored(
     target: torch.Tensor, classes: int, ignore_index: int, function: str
 ) -> torch.Tensor:
     target = target.to(torch.int64)
     ignored = target == ignore_index
-    if target.device.type == "cpu" or _CHECKS_ON_GPU:
+    if is_checked(target):
         bad = ((target < 0) | (target >= classes)) & ~ignored
         if bool(bad.any()):
             first = bad.nonzero()[0].tolist()

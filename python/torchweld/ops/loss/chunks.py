@@ -183,15 +183,16 @@ def make_plan(layer: Layer, needs: Needs, kernel: Callable[..., Any], adds: bool
     )
 
 
-def find_counted(target: torch.Tensor) -> torch.Tensor | None:
+def find_counted(target: torch.Tensor, ignored: int = -1) -> torch.Tensor | None:
     """Find the numbers of the rows with a target; None: take all.
 
     A CUDA graph cannot wait for the number of rows, so there the row kernels skip the others.
     """
     if target.shape[1] == 0 or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
-    counted = (target != -1).any(1)
-    return None if bool(counted.all()) else counted.nonzero().squeeze(1)
+    counts = target != ignored
+    counts = counts[:, 0] if target.shape[1] == 1 else counts.any(1)
+    return None if bool(counts.all()) else counts.nonzero()[:, 0]
 
 
 def _add_to_float32(
@@ -219,23 +220,31 @@ def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
         return False
 
 
-class _Gemms:
-    """The GEMMs of one call, with buffers that its chunks share."""
+class Gemms:
+    """The GEMMs of one call, with buffers that its chunks share.
 
-    def __init__(self, layer: Layer, plan: Plan, total: torch.Tensor | None = None) -> None:
+    `logits` is a buffer that exists already.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        plan: Plan,
+        total: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
+    ) -> None:
         self.layer, self.plan = layer, plan
         x, weight = layer.input, layer.weight
-        shape, strides = (plan.each, weight.shape[0]), (plan.stride, 1)
-        self._buffer = x.new_empty_strided(shape, strides, dtype=layer.logits_dtype)
+        if logits is None:
+            shape, strides = (plan.each, weight.shape[0]), (plan.stride, 1)
+            logits = x.new_empty_strided(shape, strides, dtype=layer.logits_dtype)
+        self._buffer = logits
         self._has_total = self._started = total is not None
         if total is None and plan.needs.weight:
             sums = torch.float32 if plan.sums else weight.dtype
             total = torch.empty_like(weight, dtype=sums)
         self.grad_weight = total
-        self.grad_bias = None
-        if plan.needs.bias and layer.bias is not None:
-            kind = rows.accumulate_type(layer.bias.dtype)
-            self.grad_bias = torch.zeros_like(layer.bias, dtype=kind)
+        self.grad_bias: torch.Tensor | None = None
 
     def compute_logits(self, x: torch.Tensor) -> torch.Tensor:
         """The logits of some rows, in the shared buffer."""
@@ -268,8 +277,9 @@ class _Gemms:
 
     def add_grad_weight(self, grad: torch.Tensor, x: torch.Tensor) -> None:
         """Add some rows' part of the gradients of weight and bias."""
-        if self.grad_bias is not None:
-            self.grad_bias += grad.sum(0, dtype=self.grad_bias.dtype)
+        if self.plan.needs.bias:
+            part = grad.sum(0, dtype=rows.accumulate_type(grad.dtype))
+            self.grad_bias = part if self.grad_bias is None else self.grad_bias.add_(part)
         total = self.grad_weight
         if total is None:
             return
@@ -297,6 +307,8 @@ class _Gemms:
     def finish(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The gradients of weight and bias; None for one that was added to an existing one."""
         layer, weight, bias = self.layer, self.grad_weight, self.grad_bias
+        if bias is None and self.plan.needs.bias and layer.bias is not None:  # there was no row
+            bias = torch.zeros_like(layer.bias)
         if self._has_total:
             weight = None
         elif weight is not None:
@@ -304,23 +316,42 @@ class _Gemms:
         return weight, None if bias is None or layer.bias is None else bias.to(layer.bias.dtype)
 
 
-class _Chunk(NamedTuple):
-    at: slice | torch.Tensor  # its rows
-    x: torch.Tensor
-    target: torch.Tensor
-    how: How
+# The rows of a chunk, their input, and their logits.
+_Chunk = tuple[slice | torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _cut(layer: Layer, target: torch.Tensor, how: How, each: int) -> Iterator[_Chunk]:
+class Begun(NamedTuple):
+    """A pass whose first GEMM is queued."""
+
+    gemms: Gemms
+    chunks: Iterator[_Chunk]
+
+
+def begin(
+    plan: Plan,
+    layer: Layer,
+    target: torch.Tensor,
+    ignored: int = -1,
+    total: torch.Tensor | None = None,
+) -> Begun:
+    """Queue the first GEMM, of rows with a target that is not ignored.
+
+    A GPU waits for the host until then, so this comes before all that the GEMM does not need.
+    """
+    gemms = Gemms(layer, plan, total)
+    queued = _queue(gemms, find_counted(target, ignored))
+    return Begun(gemms, itertools.chain(list(itertools.islice(queued, 1)), queued))
+
+
+def _queue(gemms: Gemms, counted: torch.Tensor | None) -> Iterator[_Chunk]:
     """Chunks of the rows that count."""
-    counted = find_counted(target)
+    layer, each = gemms.layer, gemms.plan.each
     count = layer.input.shape[0] if counted is None else counted.shape[0]
-    is_same = how.probabilities is None and how.inverse_temperature is None
-    for begin in range(0, count, each):
-        at = slice(begin, min(begin + each, count))
-        where = at if counted is None else counted[at]
-        own = how if is_same else how.take(where)
-        yield _Chunk(where, layer.input[where].contiguous(), target[where], own)
+    for first in range(0, count, each):
+        at: slice | torch.Tensor = slice(first, first + each)
+        at = at if counted is None else counted[at]
+        x = layer.input[at].contiguous()
+        yield at, x, gemms.compute_logits(x)
 
 
 def run_forward(
@@ -333,12 +364,12 @@ def run_forward(
     argmax: bool,
 ) -> Results:
     """Run the row kernel on all rows; the results of dropped rows are zeros, and a sum of 1."""
+    begun = begin(plan, layer, target)
     made = _make_results(layer, target, how, argmax)
-    gemms = _Gemms(layer, plan)
-    for chunk in _cut(layer, target, how, plan.each):
-        logits = gemms.compute_logits(chunk.x)
-        arguments = (*chunk.how[1:6], entropy, smooth, argmax)
-        _keep(made, chunk.at, plan.kernel(logits, chunk.target, *arguments))
+    is_same = how.probabilities is None and how.inverse_temperature is None
+    for at, _, logits in begun.chunks:
+        own = how if is_same else how.take(at)
+        _keep(made, at, plan.kernel(logits, target[at], *own[1:6], entropy, smooth, argmax))
     return made
 
 
@@ -370,13 +401,14 @@ def run_backward(
 
     The weight's gradient is added to `total` if it is given.
     """
-    gemms = _Gemms(layer, plan, total)
+    gemms, queued = begin(plan, layer, target, total=total)
     grad_input = torch.zeros_like(layer.input) if plan.needs.input else None
-    for chunk in _cut(layer, target, how, plan.each):
-        logits = gemms.compute_logits(chunk.x)
-        parts = (statistics[chunk.at], coefficients[chunk.at], grad_picked[chunk.at])
-        plan.kernel(logits, chunk.target, *parts, *chunk.how[1:6])
-        _take_gradients(gemms, chunk, logits, grad_input)
+    is_same = how.probabilities is None and how.inverse_temperature is None
+    for at, x, logits in queued:
+        own = how if is_same else how.take(at)
+        parts = (statistics[at], coefficients[at], grad_picked[at])
+        plan.kernel(logits, target[at], *parts, *own[1:6])
+        _take_gradients(gemms, at, x, logits, grad_input)
     return (grad_input, *gemms.finish())
 
 
@@ -387,34 +419,37 @@ def run_both(
     how: How,
     make_coefficients: Callable[[], tuple[torch.Tensor, torch.Tensor]],
     smooth: bool,
+    begun: Begun | None = None,
 ) -> tuple[Results, Gradients]:
     """Compute run_forward's results and the gradients, with one GEMM less than run_backward.
 
-    The first GEMM is queued before all the rest is made, so that a GPU does not wait for the host.
+    `begun` if the first GEMM is queued already.
     """
-    gemms = _Gemms(layer, plan)
-    cut = _cut(layer, target, how, plan.each)
-    queued: Iterator[tuple[_Chunk, torch.Tensor]]
-    queued = ((chunk, gemms.compute_logits(chunk.x)) for chunk in cut)
-    queued = itertools.chain(list(itertools.islice(queued, 1)), queued)
+    gemms, queued = begun or begin(plan, layer, target)
     coefficients, grad_picked = make_coefficients()
     made = _make_results(layer, target, how, False)
     grad_input = torch.zeros_like(layer.input) if plan.needs.input else None
-    for chunk, logits in queued:
-        parts = (coefficients[chunk.at], grad_picked[chunk.at], *chunk.how[1:6])
-        _keep(made, chunk.at, plan.kernel(logits, chunk.target, *parts, smooth, False))
-        _take_gradients(gemms, chunk, logits, grad_input)
+    is_same = how.probabilities is None and how.inverse_temperature is None
+    for at, x, logits in queued:
+        own = how if is_same else how.take(at)
+        parts = (coefficients[at], grad_picked[at], *own[1:6])
+        _keep(made, at, plan.kernel(logits, target[at], *parts, smooth, False))
+        _take_gradients(gemms, at, x, logits, grad_input)
     return made, (grad_input, *gemms.finish())
 
 
 def _take_gradients(
-    gemms: _Gemms, chunk: _Chunk, grad: torch.Tensor, grad_input: torch.Tensor | None
+    gemms: Gemms,
+    at: slice | torch.Tensor,
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    grad_input: torch.Tensor | None,
 ) -> None:
     if grad_input is not None:
-        if isinstance(chunk.at, slice):
-            gemms.compute_grad_input(grad, grad_input[chunk.at])
+        if isinstance(at, slice):
+            gemms.compute_grad_input(grad, grad_input[at])
         else:
-            part = torch.empty_like(chunk.x)
+            part = torch.empty_like(x)
             gemms.compute_grad_input(grad, part)
-            grad_input[chunk.at] = part
-    gemms.add_grad_weight(grad, chunk.x)
+            grad_input[at] = part
+    gemms.add_grad_weight(grad, x)

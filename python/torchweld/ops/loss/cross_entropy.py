@@ -14,7 +14,7 @@ from torchweld.dispatch.recorder import run_final
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.names import Reduction
-from torchweld.ops.loss import arguments, nodes, results, small
+from torchweld.ops.loss import arguments, fused, nodes, results, small
 from torchweld.ops.loss.arguments import Settings
 from torchweld.registry import why_not_now
 
@@ -99,7 +99,25 @@ def cross_entropy(
     is_plain = not (asked or settings.z_loss or return_lse or inplace)
     if is_plain and small.may_serve(_SMALL, settings, *given):
         whole = small.cross_entropy(settings, trains and input.requires_grad, whole)
+    elif not (takes_eager or return_lse or inplace) and fused.may_serve(
+        settings, token_weights, input, target, weight, temperature
+    ):
+        whole = _fuse(settings, input)
     return run_final(whole, *given)
+
+
+def _fuse(settings: Settings, input: torch.Tensor) -> small.Run:
+    """What serves calls like this one in few launches."""
+    dtype = torch.float32 if checks.autocasts(input.device.type) else input.dtype
+    run = fused.make_run(settings, dtype, nodes.as_layer(_as_rows(settings, input)))
+    return lambda input, *terms: run(_as_rows(settings, input), None, None, *terms)
+
+
+def _as_rows(settings: Settings, logits: torch.Tensor) -> torch.Tensor:
+    if logits.ndim == 2:
+        return logits
+    moved = logits.movedim(1, -1) if logits.ndim > 2 else logits
+    return moved.reshape(math.prod(settings.leading), settings.classes)
 
 
 def _takes_eager(logits: torch.Tensor, soft_trains: bool) -> bool:
@@ -124,11 +142,9 @@ def _compute(
 ) -> Any:
     if inplace and input.is_leaf and input.requires_grad:
         raise ArgumentError(_NAME, "inplace", "True for logits that are a leaf", "False")
-    logits = input
-    if input.ndim > 2:
-        logits = input.movedim(1, -1)
-        target = target.movedim(1, -1) if settings.several is None else target
-    logits = logits.reshape(math.prod(settings.leading), settings.classes)
+    if input.ndim > 2 and settings.several is None:
+        target = target.movedim(1, -1)
+    logits = _as_rows(settings, input)
     target, how = arguments.read_rows(settings, target, weight, temperature)
     factors, count = results.make_factors(settings, target, how, token_weights)
     if takes_eager:

@@ -18,6 +18,7 @@ from torchweld.ops.loss import (
     arguments,
     chunks,
     cross_entropy,
+    fused,
     nodes,
     results,
     rows,
@@ -36,6 +37,10 @@ _ACCUMULATE = ("float32", "parameter", "grad")
 _SCALING = ("logit_scale", "softcap", "temperature")
 # With fewer logits torch's own ops are faster.
 _FEW = 2**18
+# On a GPU so many bytes of logits are kept, since two passes take the host less than chunks.
+_FEW_BYTES = 2**26
+# Up to so many, rows are not padded: a GEMM for unaligned matrices takes less than a second one.
+_UNPADDED = 2**20
 
 
 @short()
@@ -128,6 +133,8 @@ def linear_cross_entropy(
     given = (*parts, target, weight, temperature, token_weights)
     if kind.is_plain and small.may_serve(_FEW, kind.settings, *given):
         whole = small.linear_cross_entropy(kind.settings, any(kind.needs), whole)
+    elif (run := _fuse(kind, parts, token_weights, target, weight, temperature)) is not None:
+        whole = run
     return _wrap(place, run_final(whole, *given))
 
 
@@ -202,6 +209,8 @@ def linear_logprobs(
     is_plain = kind.is_plain and not (any(wanted) or return_lse)
     if is_plain and small.may_serve(_FEW, kind.settings, *given):
         whole = small.linear_logprobs(kind.settings, whole)
+    elif not any(wanted) and (run := _fuse(kind, parts, None, target, temperature)) is not None:
+        whole = _negate(run)
     return _wrap(place, run_final(whole, *given))
 
 
@@ -253,7 +262,8 @@ class _Kind(NamedTuple):
     into_grad: bool
     needs: Needs
     takes_eager: bool  # plain torch serves, with all logits
-    is_plain: bool  # no option asks for more than torch's own ops compute
+    is_free: bool  # no option says how the logits are computed
+    is_plain: bool  # nor asks for more than torch's own ops compute
     plans: tuple[Plan, Plan] | None = None  # of both passes; None: numbers cannot be read
     plan: Plan | None = None  # for gradients that are computed with the loss
     keeps_gradients: bool = False
@@ -284,8 +294,8 @@ def _prepare(
     trains = torch.is_grad_enabled()
     soft_trains = several is None and trains and target.requires_grad
     logits_dtype, memory, accumulate, batch_invariant = given
-    asked = (logits_dtype, memory, *[options[name] for name in _SCALING])
-    is_plain = all(option is None for option in asked) and not batch_invariant
+    is_free = logits_dtype is None and memory is None and not batch_invariant
+    is_free = is_free and accumulate != "grad"
     kind = _Kind(
         settings,
         place,
@@ -295,7 +305,8 @@ def _prepare(
         into_grad=accumulate == "grad",
         needs=Needs(*[trains and x is not None and x.requires_grad for x in parts]),
         takes_eager=soft_trains or why_not_now() is not None,
-        is_plain=is_plain and accumulate != "grad",
+        is_free=is_free,
+        is_plain=is_free and all(options[name] is None for name in _SCALING),
     )
     chunks.check_memory(function, _make_layer(kind, *parts), kind.needs)
     if kind.into_grad:
@@ -327,6 +338,47 @@ def _add_plans(kind: _Kind, layer: Layer) -> _Kind:
     forward, backward = (op.find(layer.input) for op in (rows.FORWARD, rows.BACKWARD_IN_PLACE))
     plan = chunks.make_plan(layer, chunks.NO_GRADIENT, forward)
     return kind._replace(plans=(plan, chunks.make_plan(layer, kind.needs, backward)))
+
+
+def _fuse(
+    kind: _Kind, parts: Any, token_weights: torch.Tensor | None, *others: Any
+) -> small.Run | None:
+    """What serves losses of few logits on a GPU, which are kept until the backward pass."""
+    settings = kind.settings
+    if kind.takes_eager or kind.place.classes is not None or kind.returns_lse or not kind.is_free:
+        return None
+    if isinstance(kind.place, Place) or not fused.may_serve(
+        settings, token_weights, *parts, *others
+    ):
+        return None
+    layer, count = _make_layer(kind, *parts), math.prod(settings.leading)
+    plan: Plan | None = chunks.make_plan(layer, kind.needs, fused.FORWARD.find(layer.input))
+    assert plan is not None
+    size = layer.logits_dtype.itemsize
+    if plan.each < count or count * plan.stride * size > _FEW_BYTES:
+        return None
+    if plan.stride == settings.classes or count * plan.stride * size <= _UNPADDED:
+        plan = None
+    run = fused.make_run(settings, kind.dtype or settings.kind, layer, kind.needs, plan)
+    if kind.casts_to is None and parts[0].ndim == 2:
+        return run
+
+    def run_layer(*given: Any) -> torch.Tensor:
+        return run(*_make_layer(kind, *given[:3])[:3], *given[3:])
+
+    return run_layer
+
+
+def _negate(run: small.Run) -> small.Run:
+    """Log-probabilities of classes [*], or [*, 1], by their losses."""
+
+    def find(
+        input: torch.Tensor, weight: torch.Tensor, bias: Any, target: torch.Tensor, temperature: Any
+    ) -> torch.Tensor:
+        losses = run(input, weight, bias, target, None, temperature, None)
+        return -losses.view(target.shape)
+
+    return find
 
 
 def _keeps_gradients(kind: _Kind, layer: Layer, token_weights: torch.Tensor | None) -> bool:
@@ -370,14 +422,17 @@ def _compute_loss(
 ) -> Any:
     settings, place = kind.settings, kind.place
     averages = settings.reduction == "mean"
-    layer = _make_layer(kind, input, linear_weight, linear_bias)
+    layer, begun = _make_layer(kind, input, linear_weight, linear_bias), None
+    if kind.plan is not None and settings.several is not None and place.classes is None:
+        with torch.no_grad():  # the node that takes it has the derivative
+            begun = chunks.begin(kind.plan, layer, target.reshape(-1, 1), settings.ignored)
     target, how = arguments.read_rows(settings, target, weight, temperature)
     factors, count = results.make_factors(settings, target, how, token_weights)
     count = place.add_up(count) if averages else count
     target, how = place.take_classes(target, how)
     if kind.keeps_gradients:
         factors = factors.divide(count) if averages else factors
-        rest = (factors, kind.needs, kind.plan, place.classes)
+        rest = (factors, kind.needs, kind.plan, place.classes, begun)
         made = place.add_up(nodes.find_total(layer, target, how, *rest))
         made = torch.where(count == 0, torch.nan, made) if averages else made
         return made.to(kind.dtype or made.dtype)

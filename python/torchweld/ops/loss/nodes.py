@@ -17,7 +17,7 @@ from torchweld.dispatch.autograd import exports_a_derivative
 from torchweld.dispatch.library import define_differentiable
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks, results, rows, sharded
-from torchweld.ops.loss.chunks import Layer, Needs, Plan
+from torchweld.ops.loss.chunks import Begun, Layer, Needs, Plan
 from torchweld.ops.loss.results import Factors, RowResults, Wanted
 from torchweld.ops.loss.rows import How
 from torchweld.ops.loss.sharded import Classes
@@ -216,14 +216,14 @@ class _Total(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
         layer, how = Layer(*inputs[:_LAYERS]), How(*inputs[_LAYERS:_FIELDS])
         factors = Factors(*inputs[_FIELDS : _FIELDS + _FACTORS])
-        target, needs, plan, classes = inputs[_FIELDS + _FACTORS :]
+        target, needs, plan, classes, begun = inputs[_FIELDS + _FACTORS :]
         wanted, make = factors.find_wanted(), partial(factors.make_coefficients, target, how)
         if plan is None:
             arguments = (*how[1:6], *make(), wanted.smooth, *needs)
             *made, of_x, of_weight, of_bias = _run_both(*layer, target, *arguments)
             grads = (of_x, of_weight, of_bias)
         else:
-            made, grads = chunks.run_both(plan, layer, target, how, make, wanted.smooth)
+            made, grads = chunks.run_both(plan, layer, target, how, make, wanted.smooth, begun)
         ctx.needs, ctx.classes = needs, classes
         if torch.compiler.is_compiling():
             ctx.save_for_backward(*grads)
@@ -235,7 +235,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        after = (*_AFTER, *(None,) * (_FACTORS + 4))
+        after = (*_AFTER, *(None,) * (_FACTORS + 5))
         if torch.compiler.is_compiling():
             each = zip(ctx.saved_tensors, ctx.needs, strict=True)
             return (*_scale([of if need else None for of, need in each], grad), *after)
@@ -281,12 +281,13 @@ def find_total(
     needs: Needs,
     plan: Plan | None,
     classes: Classes | None,
+    begun: Begun | None = None,
 ) -> torch.Tensor:
     """Compute the weighted sum of the rows' losses, and its gradients at once.
 
     Without a plan an op of torch.library does so: the numbers cannot be read.
     """
-    return _Total.apply(*layer, *how, *factors, target, needs, plan, classes)  # type: ignore[no-any-return]
+    return _Total.apply(*layer, *how, *factors, target, needs, plan, classes, begun)  # type: ignore[no-any-return]
 
 
 def find(
@@ -308,10 +309,14 @@ def find(
     return RowResults(*_Rows.apply(*inputs, classes, plans))
 
 
+def as_layer(logits: torch.Tensor) -> Layer:
+    """Given logits: a layer without a weight."""
+    nothing: Any = None
+    return Layer(logits, nothing, None, 0, logits.dtype, False, False, 0)
+
+
 def find_of_logits(
     logits: torch.Tensor, target: torch.Tensor, how: How, wanted: Wanted, in_place: bool
 ) -> RowResults:
-    """Compute the results of rows of given logits: a layer without a weight."""
-    nothing: Any = None
-    layer = Layer(logits, nothing, None, 0, logits.dtype, False, False, 0)
-    return find(layer, target, how, wanted, in_place)
+    """Compute the results of rows of given logits."""
+    return find(as_layer(logits), target, how, wanted, in_place)

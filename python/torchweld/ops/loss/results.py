@@ -40,16 +40,13 @@ def find(
     log_sum = total.log()
     lse = highest + log_sum
     log_p = (picked - highest.unsqueeze(1)) - log_sum.unsqueeze(1)
-
-    def nothing() -> torch.Tensor:  # an autograd function returns no tensor twice
-        return statistics.new_empty(0)
-
+    nothing = statistics.new_empty  # an autograd function returns no tensor twice
     return RowResults(
         torch.where(target == -1, 0.0, log_p),
         lse,
-        _entropy(statistics) if wanted.entropy else nothing(),
-        lse * how.get_whole_weight() - smooth if wanted.smooth else nothing(),
-        nothing() if how.probabilities is None else mass * lse - dot,
+        _entropy(statistics) if wanted.entropy else nothing(0),
+        lse * how.get_whole_weight() - smooth if wanted.smooth else nothing(0),
+        nothing(0) if how.probabilities is None else mass * lse - dot,
         argmax,
     )
 
@@ -224,6 +221,7 @@ def differentiate(
     outputs: Sequence[torch.Tensor],
     sources: Sequence[torch.Tensor | None],
     grads: Sequence[torch.Tensor | None],
+    create_graph: bool = True,
 ) -> list[torch.Tensor | None]:
     """Compute gradients of the sources, with a graph; None for a source without one."""
     pairs = [
@@ -236,7 +234,7 @@ def differentiate(
         [output for output, _ in pairs],
         wanted,
         [grad for _, grad in pairs],
-        create_graph=True,
+        create_graph=create_graph,
         allow_unused=True,
     )
     by_id = {id(x): grad for x, grad in zip(wanted, made, strict=True)}

@@ -86,7 +86,7 @@ def _weigh(how: How, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None
     return weight, None if q is None else q.to(u.dtype) * weight
 
 
-def _forward_reference(
+def forward_reference(
     logits: torch.Tensor, target: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     *given, entropy, smooth, argmax = rest
@@ -117,7 +117,7 @@ def _forward_reference(
     return _pick(u, target), statistics, best if argmax else target.new_empty(0)
 
 
-def _backward_reference(
+def backward_reference(
     logits: torch.Tensor,
     target: torch.Tensor,
     statistics: torch.Tensor,
@@ -155,7 +155,7 @@ def _backward_reference(
 
 
 def _backward_in_place_reference(logits: torch.Tensor, *others: object) -> None:
-    logits.copy_(_backward_reference(logits, *others))  # type: ignore[arg-type]
+    logits.copy_(backward_reference(logits, *others))  # type: ignore[arg-type]
 
 
 def _both_in_place_reference(
@@ -166,8 +166,8 @@ def _both_in_place_reference(
     *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     *how, smooth, argmax = rest
-    results = _forward_reference(logits, target, *how, False, smooth, argmax)
-    logits.copy_(_backward_reference(logits, target, results[1], coefficients, grad_picked, *how))
+    results = forward_reference(logits, target, *how, False, smooth, argmax)
+    logits.copy_(backward_reference(logits, target, results[1], coefficients, grad_picked, *how))
     return results
 
 
@@ -201,19 +201,23 @@ RESULTS_SCHEMA = (
 _SAMPLED = 64
 
 
-def _take_rows_but(weight: int) -> Callable[..., tuple[Any, ...]]:
+def take_rows_but(weight: int) -> Callable[..., tuple[Any, ...]]:
     """Takes the first rows of every tensor but the classes' weight, the argument at this place."""
 
     def sample(*inputs: Any) -> tuple[Any, ...]:
         return tuple(
-            value[:_SAMPLED] if isinstance(value, torch.Tensor) and at != weight + 1 else value
+            value[:_SAMPLED]
+            if isinstance(value, torch.Tensor) and value.ndim and at != weight + 1
+            else value
             for at, value in enumerate(inputs)
         )
 
     return sample
 
 
-class _RowOp(BareOp):
+class RowOp(BareOp):
+    """An op on rows of logits."""
+
     def find(self, first: torch.Tensor) -> Callable[..., Any]:
         """As for any op; float64 has a kernel only on the CPU."""
         if first.dtype == torch.float64 and first.device.type != "cpu":
@@ -223,7 +227,7 @@ class _RowOp(BareOp):
 
 
 # Multiplies a gradient that was computed with the loss; a GPU reads nothing if the factor is 1.
-SCALE = _RowOp(
+SCALE = RowOp(
     "scale_",
     "(Tensor(a!) x, Tensor factor) -> ()",
     backends=(),
@@ -232,36 +236,36 @@ SCALE = _RowOp(
     sample=lambda x, factor: (x.flatten()[:_SAMPLED], factor),
 )
 _TRITON = "triton_kernels/loss_rows.py"
-FORWARD = _RowOp(
+FORWARD = RowOp(
     "loss_rows",
     f"(Tensor logits, Tensor target, {GIVEN_SCHEMA}, bool entropy, bool smooth, bool argmax)"
     " -> (Tensor picked, Tensor statistics, Tensor argmax)",
     lambda logits, target, *others: _fake(logits, target, others[-1]),
     triton=_TRITON,
-    sample=_take_rows_but(1),
-    reference=_forward_reference,
+    sample=take_rows_but(1),
+    reference=forward_reference,
 )
-BACKWARD = _RowOp(
+BACKWARD = RowOp(
     "loss_rows_backward",
     f"(Tensor logits, Tensor target, Tensor statistics, {GRADS_SCHEMA}, {GIVEN_SCHEMA}) -> Tensor",
     lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
     triton=_TRITON,
-    sample=_take_rows_but(4),
-    reference=_backward_reference,
+    sample=take_rows_but(4),
+    reference=backward_reference,
 )
-BACKWARD_IN_PLACE = _RowOp(
+BACKWARD_IN_PLACE = RowOp(
     "loss_rows_backward_",
     f"(Tensor(a!) logits, Tensor target, Tensor statistics, {GRADS_SCHEMA}, {GIVEN_SCHEMA}) -> ()",
     triton=_TRITON,
-    sample=_take_rows_but(4),
+    sample=take_rows_but(4),
     reference=_backward_in_place_reference,
 )
-BOTH_IN_PLACE = _RowOp(
+BOTH_IN_PLACE = RowOp(
     "loss_rows_both_",
     f"(Tensor(a!) logits, Tensor target, {GRADS_SCHEMA}, {GIVEN_SCHEMA}, bool smooth, bool argmax)"
     " -> (Tensor picked, Tensor statistics, Tensor argmax)",
     lambda logits, target, *others: _fake(logits, target, others[-1]),
     triton=_TRITON,
-    sample=_take_rows_but(3),
+    sample=take_rows_but(3),
     reference=_both_in_place_reference,
 )

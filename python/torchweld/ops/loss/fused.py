@@ -1,0 +1,259 @@
+"""Losses of rows with one class on a GPU: two launches forward, and one for the logits' gradient.
+
+The general path (rows.py and results.py) prepares targets, weights and coefficients by some 20 ops
+of torch, which take the host longer than a small loss takes the GPU. It serves soft targets and
+further results, and is the reference here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import linear
+
+from torchweld import checks
+from torchweld.dispatch import choice
+from torchweld.dispatch.autograd import find_apply, wants_gradient
+from torchweld.ops.loss import arguments, nodes, results, rows
+from torchweld.ops.loss.arguments import Settings
+from torchweld.ops.loss.chunks import NO_GRADIENT, Gemms, Layer, Needs, Plan
+from torchweld.ops.loss.rows import RowOp, accumulate_type
+
+_GIVEN = (
+    "Tensor? weight, Tensor? sum_of_weights, Tensor? temperature, Tensor? token_weights,"
+    " float scale, float softcap, float smoothing, float z_loss, int ignored"
+)
+_TRITON = "triton_kernels/loss.py"
+
+
+def _find_reference(
+    logits: torch.Tensor, target: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The general path from the same arguments."""
+    weight, _, temperature, tokens, scale, cap, smoothing, z_loss, ignored, reduction, dtype = rest
+    kind = accumulate_type(logits.dtype)
+    shared = (tuple(target.shape), logits.shape[1], ignored, 1, scale, cap, logits.dtype, kind)
+    settings = Settings("cross_entropy", *shared, reduction, smoothing, z_loss)
+    marked, how = arguments.read_rows(settings, target, weight, temperature)
+    factors, count = results.make_factors(settings, marked, how, tokens)
+    made = rows.forward_reference(logits, marked, *how[1:6], False, smoothing != 0, False)
+    found = results.find(made, marked, how, factors.find_wanted())
+    loss = results.reduce(settings, factors, found, count).to(dtype)
+    return loss, count.view(1) if reduction == "mean" else count.new_empty(0), made[1]
+
+
+def _backward_reference(
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    statistics: torch.Tensor,
+    count: torch.Tensor,
+    *rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    weight, _, temperature, tokens, scale, cap, smoothing, z_loss, ignored, x = rest
+    kind = accumulate_type(logits.dtype)
+    shared = (tuple(target.shape), logits.shape[1], ignored, 1, scale, cap, logits.dtype, kind)
+    settings = Settings("cross_entropy", *shared, "none", smoothing, z_loss)
+    marked, how = arguments.read_rows(settings, target, weight, temperature)
+    factors, _ = results.make_factors(settings, marked, how, tokens)
+    given = factors.divide(count) if count.numel() else factors
+    given = results.Factors(*[None if factor is None else factor * grad for factor in given])
+    coefficients = given.make_coefficients(marked, how)
+    made = rows.backward_reference(logits, marked, statistics, *coefficients, *how[1:6])
+    return made, logits.new_empty(0) if x is None else torch.where(marked == -1, 0, x)
+
+
+def _fake_forward(logits: torch.Tensor, target: torch.Tensor, *rest: Any) -> Any:
+    reduction, dtype = rest[-2:]
+    kind = accumulate_type(logits.dtype)
+    return (
+        logits.new_empty(target.shape if reduction == "none" else (), dtype=dtype),
+        logits.new_empty(1 if reduction == "mean" else 0, dtype=kind),
+        logits.new_empty((logits.shape[0], rows.STATISTICS), dtype=kind),
+    )
+
+
+FORWARD = RowOp(
+    "loss_of_logits",
+    f"(Tensor logits, Tensor target, {_GIVEN}, str reduction, ScalarType dtype)"
+    " -> (Tensor loss, Tensor count, Tensor statistics)",
+    _fake_forward,
+    backends=(),
+    triton=_TRITON,
+    sample=rows.take_rows_but(1),
+    reference=_find_reference,
+)
+BACKWARD = RowOp(
+    "loss_of_logits_backward",
+    f"(Tensor grad, Tensor logits, Tensor target, Tensor statistics, Tensor count, {_GIVEN},"
+    " Tensor? x) -> (Tensor grad_logits, Tensor kept)",
+    lambda _, logits, *rest: (
+        torch.empty_like(logits, memory_format=torch.contiguous_format),
+        torch.empty_like(logits.new_empty(0) if rest[-1] is None else rest[-1]),
+    ),
+    backends=(),
+    triton=_TRITON,
+    sample=rows.take_rows_but(4),
+    reference=_backward_reference,
+)
+
+
+class _Call(NamedTuple):
+    """What all calls of a kind have in common."""
+
+    settings: Settings  # of rows in one dimension
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    numbers: tuple[Any, ...]
+    dtype: torch.dtype  # of the loss
+    layer: tuple[Any, ...]  # the fields of a Layer after its tensors
+    needs: Needs  # of a layer's gradients
+    plan: Plan | None  # of a layer's GEMMs on padded logits; None: each is a single one
+
+    def run(self, *given: Any) -> tuple[torch.Tensor, ...]:
+        """The loss, what the backward pass needs of it, and the logits."""
+        input, weight, bias, target, *terms = given
+        if weight is None:
+            logits = input
+        elif self.plan is None:
+            logits = linear(input, weight, bias)
+        else:
+            plan = self.plan._replace(needs=NO_GRADIENT)
+            logits = Gemms(Layer(input, weight, bias, *self.layer), plan).compute_logits(input)
+        made = self.forward(
+            logits, target, *terms, *self.numbers, self.settings.reduction, self.dtype
+        )
+        return (*made, logits)
+
+    def multiply(
+        self, of_logits: torch.Tensor, x: torch.Tensor, layer: Layer
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of a layer; `x` are its rows that count."""
+        needs, plan = self.needs, self.plan
+        if plan is None:
+            return (
+                of_logits @ layer.weight if needs.input else None,
+                of_logits.t() @ x if needs.weight else None,
+                of_logits.sum(0) if needs.bias else None,
+            )
+        gemms = Gemms(layer, plan, logits=of_logits)
+        of_x = torch.empty_like(layer.input) if needs.input else None
+        if of_x is not None:
+            gemms.compute_grad_input(of_logits, of_x)
+        gemms.add_grad_weight(of_logits, x)
+        return (of_x, *gemms.finish())
+
+    def run_eagerly(self, layer: Layer, target: torch.Tensor, *terms: Any) -> torch.Tensor:
+        """The loss by plain torch, which differentiates it any number of times."""
+        weight, _, temperature, tokens = terms
+        marked, how = arguments.read_rows(self.settings, target, weight, temperature)
+        factors, count = results.make_factors(self.settings, marked, how, tokens)
+        found = nodes.find_by_reference(layer, marked, how, factors.find_wanted())
+        return results.reduce(self.settings, factors, found, count).to(self.dtype)
+
+
+class _Loss(torch.autograd.Function):
+    """A loss of given logits, or of a linear layer's, whose weight is given then."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *given: Any) -> torch.Tensor:
+        loss, count, statistics, logits = call.run(*given)
+        ctx.call = call
+        own = None if given[1] is None else logits
+        ctx.save_for_backward(*given, own, statistics, count)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call = ctx.call
+        x, weight, bias, target, *terms, logits, statistics, count = ctx.saved_tensors
+        if torch.is_grad_enabled() or not checks.can_read(grad):
+            layer = Layer(x, weight, bias, *call.layer)
+            made = _differentiate_eagerly(call, layer, grad, target, *terms)
+            return (None, *made, None, None, None, None, None)
+        rest = (target, statistics, count, *terms, *call.numbers)
+        if weight is None:
+            of_logits, _ = call.backward(grad, x, *rest, None)
+            return None, of_logits, None, None, None, None, None, None, None
+        of_logits, kept = call.backward(grad, logits, *rest, x if call.needs.weight else None)
+        made = call.multiply(of_logits, kept, Layer(x, weight, bias, *call.layer))
+        return (None, *made, None, None, None, None, None)
+
+
+_apply = find_apply(_Loss)
+
+
+def _differentiate_eagerly(call: _Call, layer: Layer, grad: torch.Tensor, *rest: Any) -> Any:
+    """With a graph where one is asked for; torch may have batched the gradient."""
+    is_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        loss = call.run_eagerly(layer, *rest)
+        return results.differentiate([loss], layer[:3], [grad], is_graph)
+
+
+def _flatten(of_rows: Any) -> torch.Tensor | None:
+    """Numbers of rows in one dimension; a temperature that is one number is a part of the scale."""
+    if not isinstance(of_rows, torch.Tensor):
+        return None
+    return of_rows if of_rows.ndim == 1 else of_rows.reshape(-1)
+
+
+def may_serve(settings: Settings, token_weights: torch.Tensor | None, *tensors: Any) -> bool:
+    """Whether Triton may serve: one class a row, and nothing else that needs a gradient."""
+    x = tensors[0]
+    if settings.several != 1 or settings.kind != torch.float32 or settings.classes == 0:
+        return False
+    if wants_gradient(token_weights) or not checks.can_read(*tensors, token_weights):
+        return False
+    if choice.forced is None:
+        return choice.is_on_gpu(x)
+    return choice.choose(rows.FORWARD, [x]) == "triton"
+
+
+def make_run(
+    settings: Settings,
+    dtype: torch.dtype,
+    layer: Layer,
+    needs: Needs = NO_GRADIENT,
+    plan: Plan | None = None,
+) -> Callable[..., torch.Tensor]:
+    """What serves calls of a kind: a function of a layer's tensors, targets and a loss's terms.
+
+    A layer without a weight has given logits.
+    """
+    leading = settings.leading
+    is_shaped = settings.reduction == "none" and len(leading) != 1
+    call = _Call(
+        settings._replace(leading=layer.input.shape[:1]),
+        FORWARD.find_for_all(layer.input),
+        BACKWARD.find_for_all(layer.input),
+        (settings.scale, settings.softcap, *settings[-2:], settings.ignored),
+        dtype,
+        layer[3:],
+        needs,
+        plan,
+    )
+    trains, smooths = wants_gradient(*layer[:3]), bool(settings.label_smoothing)
+
+    def run(
+        x: torch.Tensor,
+        linear_weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        temperature: Any,
+        token_weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if arguments.is_checked(target):
+            arguments.mark_ignored(settings.function, target, settings.classes, settings.ignored)
+        whole = None
+        if smooths and weight is not None:
+            whole = weight.detach().to(settings.kind).sum()
+        flat = [_flatten(t) for t in (target, temperature, token_weights)]
+        given = (x, linear_weight, bias, flat[0], weight, whole, *flat[1:])
+        loss = _apply(call, *given) if trains else call.run(*given)[0]
+        return loss.view(leading) if is_shaped else loss
+
+    return run
