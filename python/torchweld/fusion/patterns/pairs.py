@@ -11,6 +11,7 @@ from torchweld.fusion.rewrite import find_pairs, rewrite_pairs
 from torchweld.fusion.view import Scope, View
 from torchweld.fusion.weld import (
     Change,
+    Kind,
     Left,
     Proposal,
     Rewritten,
@@ -18,6 +19,7 @@ from torchweld.fusion.weld import (
     forward_of,
     has_global_hooks,
     is_bare,
+    is_of_kind,
     kind_of,
     name_hooks,
     why_not_change,
@@ -35,7 +37,7 @@ class Asked(NamedTuple):
     second: str
     weld: type[Weld]
     skips_second: bool
-    skipped: Any  # its kind
+    skipped: Kind
 
 
 class Asking(Weld):
@@ -100,7 +102,7 @@ class PairOnly(torch.nn.Module):
 def run_pair(first: Any, second: Any, asked: Asked, x: Any) -> Any:
     """second(first(x)), by one of them if both are as they were when they were fused."""
     works, skipped = (first, second) if asked.skips_second else (second, first)
-    as_then = kind_of(skipped) == asked.skipped and is_bare(skipped) and not has_global_hooks()
+    as_then = is_of_kind(skipped, asked.skipped) and is_bare(skipped) and not has_global_hooks()
     if as_then and can_ask(works, asked.weld):
         return works(x, weld_asked=True)
     return second(first(x))
