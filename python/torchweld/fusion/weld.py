@@ -75,6 +75,10 @@ class Tried(Weld):
         super().__init_subclass__(**kwargs)
         if "welded_from" in vars(cls):
             cls.weld_names, cls.weld_defaults = read_parameters(cls.welded_from)
+            # torch.export looks up names of inputs in the signature.
+            forward: Any = FunctionType(cls.forward.__code__, cls.forward.__globals__, "forward")
+            forward.__signature__ = inspect.signature(cls.welded_from.forward)
+            cls.forward = forward  # type: ignore[method-assign]
 
     def weld_may_skip(self) -> bool:
         return has_settings(self, self.weld_own) and super().weld_may_skip()
