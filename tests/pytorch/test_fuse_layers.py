@@ -143,6 +143,36 @@ def test_settings_are_those_of_now(kind: str) -> None:
             torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
 
 
+def _layer(activation: nn.Module) -> nn.Module:
+    return nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, activation)
+
+
+_MOVED: dict[str, tuple[Callable[[Any], nn.Module], str]] = {
+    "pair": (lambda activation: nn.Sequential(nn.Linear(WIDTH, 32), activation), "0"),
+    "layer": (_layer, "linear1"),
+    "norm": (lambda activation: nn.Sequential(nn.BatchNorm1d(WIDTH), activation), "0"),
+}
+
+
+@pytest.mark.parametrize("kind", _MOVED)
+@pytest.mark.parametrize("shares", [False, True])
+def test_layers_that_move_after_fuse(kind: str, shares: bool) -> None:
+    """Two blocks of other activations exchange their layers, or share one."""
+    make, name = _MOVED[kind]
+    blocks = nn.ModuleList([make(nn.GELU()), make(nn.SiLU())]).eval()
+    fused = torchweld.fuse(copy.deepcopy(blocks))
+    assert all(row.welded for row in torchweld.explain_fusion(fused))
+    x = torch.randn(9, WIDTH, requires_grad=True)
+    found: list[list[torch.Tensor]] = []
+    for first, second in (blocks, fused):
+        layers = getattr(first, name), getattr(second, name)
+        setattr(first, name, layers[1])
+        setattr(second, name, layers[1 if shares else 0])
+        found.append([*run(first, x), *run(second, x)])
+    for theirs, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.filterwarnings("ignore")  # of torch.jit, which is deprecated, and of sizes it keeps
 def test_a_layer_is_traced_by_jit() -> None:
     """With gradients, where our attention serves; the trace takes other lengths."""
