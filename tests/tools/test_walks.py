@@ -92,7 +92,7 @@ WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
     ),
     "fuse, an encoder": (
         lambda: torchweld.fuse(nn.TransformerEncoder(ENCODER_LAYER, 2)),
-        607,
+        615,
         10,
     ),
     "linear_cross_entropy": (

@@ -259,12 +259,14 @@ class Kind(NamedTuple):
 
 def kind_of(module: torch.nn.Module) -> Kind:
     """A module's class and settings, such as the approximation of torch's GELU."""
-    return Kind(_class_of(module), _read_settings(module, _INNER))
+    cls = type(module)
+    return Kind(getattr(cls, "welded_from", cls), _read_settings(module, _INNER))
 
 
 def is_of_kind(module: Any, kind: Kind) -> bool:
     """Whether a module still is what it was when it was fused."""
-    return _class_of(module) is kind.was and has_settings(module, kind.settings)
+    cls = type(module)
+    return getattr(cls, "welded_from", cls) is kind.was and has_settings(module, kind.settings)
 
 
 def has_settings(module: Any, settings: _Settings) -> bool:
@@ -276,20 +278,15 @@ def has_settings(module: Any, settings: _Settings) -> bool:
     return True
 
 
-def _class_of(module: Any) -> type:
-    cls = type(module)
-    return getattr(cls, "welded_from", cls)
-
-
 def _read_settings(
     module: torch.nn.Module, types: tuple[type, ...], besides: Collection[Any] = ()
 ) -> _Settings:
     """The attributes of these types, except those that welds read at each call."""
-    return tuple(
-        (name, value)
-        for name, value in vars(module).items()
-        if type(value) in types and not (name.startswith("_") or name in _READ or name in besides)
-    )
+    settings = []
+    for name, value in vars(module).items():
+        if type(value) in types and name[0] != "_" and name not in _READ and name not in besides:
+            settings.append((name, value))
+    return tuple(settings)
 
 
 # --- Questions about one module that need no run --------------------------------------------------
