@@ -308,15 +308,15 @@ def _deliver(report: Report, options: argparse.Namespace) -> int:
     if options.json:
         report.save(options.json)
         print(f"results: {options.json}")
-    for kind, path in ((kind, getattr(options, kind)) for kind in PLOTS):
-        if path:
-            PLOTS[kind](report, path)
-            print(f"{kind}: {path}")
     if options.csv:
         write_text(options.csv, table_csv(report.results))
         print(f"table: {options.csv}")
     if options.markdown:
         _write(markdown(report.results), options.markdown)
+    for kind, path in ((kind, getattr(options, kind)) for kind in PLOTS):
+        if path:  # last, since too few results are refused
+            PLOTS[kind](report, path)
+            print(f"{kind}: {path}")
     return 1 if any(r.status == "refused" for r in report.results) else 0
 
 

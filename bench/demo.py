@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from torchweld.bench.machine import (
     parse_positive,
 )
 from torchweld.bench.training import Learner, compiled, measure, read_text, table
-from torchweld.dispatch.engine.store import write_json
+from torchweld.dispatch.engine.store import replace_file, write_json
 from torchweld.table import Table, progress
 
 LAYERS, HEADS, LENGTH, BATCH = 4, 8, 256, 16
@@ -295,6 +296,5 @@ def plot(
     for panel in (by_step, by_time):
         panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"A GPT of {LAYERS} layers on {about['name']}, dropout 0.1", fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    replace_file(path, partial(figure.savefig, dpi=130))
     pyplot.close(figure)

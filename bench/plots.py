@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchweld.bench.machine import Refusal
 from torchweld.bench.report import Report
 from torchweld.bench.runner import Result
+from torchweld.dispatch.engine.store import replace_file
 from torchweld.registry import BACKENDS, EAGER
 
 COLOURS = ("#2f6db5", "#e08a2c", "#4d9e64", "#a55ca5", "#7f7f7f")
@@ -26,6 +28,8 @@ def draw_speeds(report: Report, path: Path) -> None:
     from matplotlib import pyplot
 
     timed = [r for r in report.results if r.speed_up is not None]
+    if not timed:
+        raise Refusal("--plot needs results of a kernel: none was timed")
     ops = list(dict.fromkeys(r.op for r in timed))
     dtypes = list(dict.fromkeys(r.dtype for r in timed))
     names = list(dict.fromkeys(r.contender for r in timed if r.contender != EAGER))
@@ -59,8 +63,7 @@ def draw_speeds(report: Report, path: Path) -> None:
         f"{report.machine['name']}, {report.machine['date']}; pale: left to eager by default",
         fontsize=12,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    replace_file(path, partial(figure.savefig, dpi=130))
     pyplot.close(figure)
 
 
@@ -178,6 +181,8 @@ def draw_roofline(report: Report, path: Path) -> None:
     A point above the slope found part of its bytes in the cache, or reads more than it writes.
     """
     timed = [r for r in report.results if r.ms and r.flops and r.bytes]
+    if not timed:
+        raise Refusal("--roofline needs results with a time: there are none")
 
     def draw(axes: Any) -> None:
         points = {id(r): (r.flops / r.bytes, r.flops / (r.ms or 1) / 1e6) for r in timed}
@@ -239,8 +244,7 @@ def _save(report: Report, path: Path, draw: Callable[[Any], None]) -> None:
     # Outside the axes, so that it hides no point.
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
     axes.set_title(f"{report.machine['name']}, {report.machine['date']}", loc="left", fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    replace_file(path, partial(figure.savefig, dpi=130))
     pyplot.close(figure)
 
 

@@ -22,6 +22,7 @@ class Work {
       for (Tensors* unread : {&a.moments, &a.absmaxes, &a.new_absmaxes, &a.edges}) unread->clear();
     }
     check_counts(a, moments_each);
+    has_companions_ = !a.companions.empty();
     STD_TORCH_CHECK(pass != Pass::absmaxes || !a.edges.empty(),
                     "the absmax pass is only for split rows, which have edges");
     args_.dtype = dtype_of(like_);
@@ -40,7 +41,7 @@ class Work {
   template <class Rule, class Kernel>
   void run(const Kernel& kernel, const typename Rule::Settings& settings) {
     Step<Rule> args{args_, nullptr, settings};
-    STD_TORCH_CHECK(!kHasCompanion<Rule> || tensors_[0].companion,
+    STD_TORCH_CHECK(!kHasCompanion<Rule> || has_companions_,
                     "a rule with a second iterate lacks its companions");
     if (pass_ != Pass::squares) {
       launch_rules<Rule>(kernel, args);
@@ -255,6 +256,7 @@ class Work {
   Pass pass_;
   Tensor like_;
   size_t count_;
+  bool has_companions_ = false;
   Fit fit_;
   Packing packing_;
   std::vector<StepTensor> tensors_;

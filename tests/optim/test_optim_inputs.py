@@ -341,3 +341,37 @@ def test_states_are_those_of_the_cpu(rule: int, where: str, dtype: torch.dtype) 
     expected = states("cpu")
     with FakeTensorMode() if where == "fake" else nullcontext():
         assert states("meta" if where == "meta" else "cpu") == expected
+
+
+# --- Numbers and empty tensors ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "settings"), KINDS, ids=str)
+def test_numbers_in_groups_with_rates_of_their_own(kind: Any, settings: dict[str, Any]) -> None:
+    """A 0-dim parameter steps as a vector of one element does, by the reference too."""
+    found = []
+    for shape in ((), (1,)):
+        params = [torch.full(shape, 0.5, dtype=dtype) for dtype in (torch.float64, torch.float32)]
+        params = [torch.nn.Parameter(p) for p in params]
+        make = maker(kind, settings)
+        groups: Any = [{"params": p, "lr": lr} for p, lr in zip(params, (1e-2, 3e-2), strict=True)]
+        optimizer = make(groups)
+        for name in ("cpu", "eager"):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            with torchweld.use_backend(name, "eager"):
+                optimizer.step()
+        found.append([p.detach().reshape(()) for p in params])
+    assert same(*found)
+    assert all(p != 0.5 for p in found[0])
+
+
+@pytest.mark.parametrize(("kind", "settings"), KINDS, ids=str)
+def test_an_empty_tensor_first(kind: Any, settings: dict[str, Any], backend: str) -> None:
+    """As the shard that a process without rows has."""
+    make, (p,), grads = maker(kind, settings), draw(shapes=((5, 300),)), [torch.ones(5, 300)]
+    alone = p.detach().clone().requires_grad_()
+    _stepped(make, [alone], grads)
+    empty = torch.zeros(0, 4, requires_grad=True)
+    _stepped(make, [empty, p], [torch.zeros(0, 4), *grads])
+    assert same([p], [alone])

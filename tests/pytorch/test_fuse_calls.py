@@ -117,6 +117,20 @@ def test_calls_by_keyword_compile() -> None:
     torch.testing.assert_close(compiled(X, R), expected)
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_an_export_knows_the_arguments(name: str) -> None:
+    """Of a weld by itself, whose inputs may have any number of rows."""
+    make, calls = CALLS[name]
+    model, inputs = make().eval(), calls[0][0]
+    sizes = [{0: torch.export.Dim.DYNAMIC} for _ in inputs]
+    more = [torch.cat([x, x.flip(0), x]) for x in inputs]
+    expected = model(*more)
+    welded = torchweld.fuse(model)
+    assert isinstance(welded, Weld)
+    program = torch.export.export(welded, inputs, dynamic_shapes=sizes)
+    torch.testing.assert_close(program.module()(*more), expected)
+
+
 class Argued(nn.Linear):
     """A linear layer with an argument more."""
 

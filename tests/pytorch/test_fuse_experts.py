@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -103,6 +104,23 @@ def test_experts_are_welded(kind: type[torch.nn.Module]) -> None:
     assert any(name.startswith("experts_mlp") for name in becomes)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), model(x))
+
+
+@pytest.mark.parametrize("kind", [TinyExperts, ClampedExperts])
+def test_settings_are_those_of_now(kind: type[torch.nn.Module]) -> None:
+    """The activation and the limit, as they are after fuse()."""
+    model: Any = kind()
+    model.limit = 7.0
+    x, indices, weights = 4 * torch.randn(5, H), torch.tensor([[0, 3]] * 5), torch.rand(5, 2)
+    weld: Any = torchweld.fuse(copy.deepcopy(model))
+    assert weld.weld_may_skip()
+    for one in (model, weld):
+        if kind is TinyExperts:
+            one.act_fn = torch.nn.Tanh()
+        else:
+            one.limit = 0.5
+    expected = model(x, indices, weights)
+    torch.testing.assert_close(weld(x, indices, weights), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,15 @@ import torch
 from torch import nn
 
 import torchweld
-from fusable import Attention, Normalized, Output, check_fused, run, small_inputs  # noqa: F401
+from fusable import (
+    Attention,
+    Normalized,
+    Output,
+    PlainRMSNorm,
+    check_fused,
+    run,
+    small_inputs,  # noqa: F401
+)
 from torchweld import functional
 from torchweld.fusion import Weld
 
@@ -79,6 +88,88 @@ def test_activations_are_those_of_now(kind: str) -> None:
         model.activation = torch.nn.functional.silu
     fused = run(model, x)
     torch.testing.assert_close(fused, run(torchweld.unfuse(model), x), rtol=2e-5, atol=2e-5)
+
+
+class ScaledMLP(nn.Module):
+    """A gated MLP whose activation and factor are attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.function, self.factor = nn.functional.silu, 1.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.factor * self.down(self.function(self.gate(x)) * self.up(x))
+
+
+class Weights(nn.Module):
+    """A layer, a softmax and a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.softmax, self.dropout = nn.Linear(WIDTH, 8), nn.Softmax(-1), nn.Dropout(0)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.dropout(self.softmax(self.layer(x)))
+
+
+_SETTINGS: dict[str, tuple[Callable[[], nn.Module], str, str, Any]] = {
+    "approximation": (nn.GELU, "", "approximate", "tanh"),
+    "dimension": (Weights, "softmax", "dim", 1),
+    "function": (ScaledMLP, "", "function", nn.functional.gelu),
+    "factor": (ScaledMLP, "", "factor", 3.0),
+    "epsilon": (PlainRMSNorm, "", "variance_epsilon", 0.5),
+    "offset": (lambda: PlainRMSNorm(1.0), "", "offset", 3.0),
+}
+
+
+@pytest.mark.parametrize("kind", _SETTINGS)
+def test_settings_are_those_of_now(kind: str) -> None:
+    """An attribute that changes after fuse(), also in a copy."""
+    make, part, name, value = _SETTINGS[kind]
+    model, x = make(), torch.randn(3, 5, WIDTH, requires_grad=True)
+    before = run(model, x)
+    fused = torchweld.fuse(copy.deepcopy(model))
+    assert torchweld.explain_fusion(fused)[0].welded
+    for one in (fused, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        for mine, theirs in zip(run(one, x), before, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
+        setattr(one.get_submodule(part), name, value)
+        setattr(model.get_submodule(part), name, value)
+        expected = run(model, x)
+        assert not torch.allclose(expected[0], before[0], rtol=1e-5, atol=1e-5)
+        for mine, theirs in zip(run(one, x), expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
+
+
+def _layer(activation: nn.Module) -> nn.Module:
+    return nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, activation)
+
+
+_MOVED: dict[str, tuple[Callable[[Any], nn.Module], str]] = {
+    "pair": (lambda activation: nn.Sequential(nn.Linear(WIDTH, 32), activation), "0"),
+    "layer": (_layer, "linear1"),
+    "norm": (lambda activation: nn.Sequential(nn.BatchNorm1d(WIDTH), activation), "0"),
+}
+
+
+@pytest.mark.parametrize("kind", _MOVED)
+@pytest.mark.parametrize("shares", [False, True])
+def test_layers_that_move_after_fuse(kind: str, shares: bool) -> None:
+    """Two blocks of other activations exchange their layers, or share one."""
+    make, name = _MOVED[kind]
+    blocks = nn.ModuleList([make(nn.GELU()), make(nn.SiLU())]).eval()
+    fused = torchweld.fuse(copy.deepcopy(blocks))
+    assert all(row.welded for row in torchweld.explain_fusion(fused))
+    x = torch.randn(9, WIDTH, requires_grad=True)
+    found: list[list[torch.Tensor]] = []
+    for first, second in (blocks, fused):
+        layers = getattr(first, name), getattr(second, name)
+        setattr(first, name, layers[1])
+        setattr(second, name, layers[1 if shares else 0])
+        found.append([*run(first, x), *run(second, x)])
+    for theirs, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.jit, which is deprecated, and of sizes it keeps

@@ -245,17 +245,32 @@ def test_bench_prints_and_writes_what_it_found(
     assert capsys.readouterr().out.strip() in printed
 
 
+_A_CPU = {
+    **{"name": "a CPU", "date": "today", "device": "cpu", "threads": 2, "isa": "avx2"},
+    **{"conditions": "", "copy_gbps": 10.0},
+    "versions": {"torch": "2", "cuda": None, "torchweld": "0"},
+}
+
+
+def _write_half(figure: Any, path: Path, **settings: Any) -> None:
+    """An interrupt while a picture is written."""
+    path.write_bytes(b"half")
+    raise KeyboardInterrupt
+
+
 def test_the_csv_and_the_plots_have_what_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line for each result; lines over sizes only if there are several."""
+    """A line for each result; lines over sizes only if there are several.
+
+    An interrupt leaves the picture of before.
+    """
+    from matplotlib.figure import Figure
+
     small, large = _result("cpu", 1.0), _result("cpu", 2.0)
     small.flops = large.flops = 100
-    where = {"name": "a CPU", "date": "today", "device": "cpu", "threads": 2, "isa": "avx2"}
-    where |= {"conditions": "", "copy_gbps": 10.0, "versions": {"torch": "2", "cuda": None}}
-    where["versions"]["torchweld"] = "0"
     saved, lines = tmp_path / "r.json", tmp_path / "r.csv"
-    Report(where, [small, large]).save(saved)
+    Report(_A_CPU, [small, large]).save(saved)
     given = ["bench", "--from", str(saved), "--csv", str(lines)]
     assert cli.main([*given, "--roofline", str(tmp_path / "roof.png")]) == 0
     rows = list(csv.DictReader(lines.read_text().splitlines()))
@@ -264,8 +279,14 @@ def test_the_csv_and_the_plots_have_what_was_measured(
     scaling = ["--scaling", str(tmp_path / "scaling.png")]
     assert cli.main([*given, *scaling]) == 2
     assert "several sizes" in capsys.readouterr().err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", _write_half)
+        with pytest.raises(KeyboardInterrupt):
+            cli.main([*given, "--roofline", str(tmp_path / "roof.png")])
+    assert (tmp_path / "roof.png").stat().st_size > 10_000
+    assert {path.name for path in tmp_path.iterdir()} == {"r.json", "r.csv", "roof.png"}
     large.elements *= 4
-    Report(where, [small, large]).save(saved)
+    Report(_A_CPU, [small, large]).save(saved)
     assert cli.main([*given, *scaling]) == 0
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
@@ -344,6 +365,20 @@ def test_what_cannot_be_done_is_refused_in_a_line(
     assert told.out == ""
     assert told.err.startswith("torchweld bench: " + next(a for a in arguments if a[:2] == "--"))
     assert told.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("picture", ["--plot", "--roofline", "--scaling"])
+def test_no_results_have_no_picture(
+    picture: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As an interrupt before the first result leaves them; tables are written nonetheless."""
+    source, table, drawn = (tmp_path / name for name in ("r.json", "r.csv", "r.png"))
+    Report(_A_CPU, []).save(source)
+    given = ["--from", str(source), "--csv", str(table), picture, str(drawn)]
+    assert cli.main(["bench", *given]) == 2
+    assert capsys.readouterr().err.startswith(f"torchweld bench: {picture} needs results")
+    assert table.exists()
+    assert not drawn.exists()
 
 
 def test_plot_without_matplotlib(

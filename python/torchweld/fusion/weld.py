@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from types import MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ class Weld:
         """
         modules: dict[str, Any] = self._modules  # type: ignore[attr-defined]
         return not has_global_hooks() and all(
-            kind_of(modules.get(name)) == kind
+            is_of_kind(modules.get(name), kind)
             and (is_bare(modules[name]) or _is_planned(modules[name]))
             for name, kind in zip(self.weld_inner, self.weld_inner_kinds, strict=True)
         )
@@ -59,11 +59,13 @@ class Tried(Weld):
     """A weld of the calls that are like the one that was tried.
 
     The class's own forward runs calls with other arguments, and all calls after something happened
-    to a submodule that the weld skips.
+    to a submodule that the weld skips, or to the module's own settings.
     """
 
     # How many arguments of the class's own forward the tried call has. They are the first ones.
     weld_takes: ClassVar[int] = 1
+    # The module's own settings when it was fused, which the trial took into account.
+    weld_own: ClassVar[_Settings] = ()
     # Names of that forward's parameters, and all of its defaults.
     weld_names: ClassVar[tuple[str, ...]] = ()
     weld_defaults: ClassVar[dict[str, Any]] = {}
@@ -73,6 +75,13 @@ class Tried(Weld):
         super().__init_subclass__(**kwargs)
         if "welded_from" in vars(cls):
             cls.weld_names, cls.weld_defaults = read_parameters(cls.welded_from)
+            # torch.export looks up names of inputs in the signature.
+            forward: Any = FunctionType(cls.forward.__code__, cls.forward.__globals__, "forward")
+            forward.__signature__ = inspect.signature(cls.welded_from.forward)
+            cls.forward = forward  # type: ignore[method-assign]
+
+    def weld_may_skip(self) -> bool:
+        return has_settings(self, self.weld_own) and super().weld_may_skip()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.weld_arguments(args, kwargs)
@@ -234,9 +243,50 @@ def is_bare(module: Any) -> bool:
     )
 
 
-def kind_of(module: Any) -> tuple[type, Any]:
-    """A skipped module's class, and the approximation of torch's GELU."""
-    return type(module), getattr(module, "__dict__", _NOTHING).get("approximate")
+_Settings = tuple[tuple[str, Any], ...]
+# Settings that welds read at each call.
+_READ = {"training", "p", "inplace", "eps", "elementwise_affine"}
+_OWN = (bool, float, str, type(None), FunctionType, BuiltinFunctionType)
+_INNER = (int, *_OWN)
+
+
+class Kind(NamedTuple):
+    """What a skipped module was when it was fused."""
+
+    was: type
+    settings: _Settings
+
+
+def kind_of(module: torch.nn.Module) -> Kind:
+    """A module's class and settings, such as the approximation of torch's GELU."""
+    cls = type(module)
+    return Kind(getattr(cls, "welded_from", cls), _read_settings(module, _INNER))
+
+
+def is_of_kind(module: Any, kind: Kind) -> bool:
+    """Whether a module still is what it was when it was fused."""
+    cls = type(module)
+    return getattr(cls, "welded_from", cls) is kind.was and has_settings(module, kind.settings)
+
+
+def has_settings(module: Any, settings: _Settings) -> bool:
+    """Whether a module's settings are the same still."""
+    for name, then in settings:
+        now = getattr(module, name, _MISSING)
+        if now is not then and now != then:
+            return False
+    return True
+
+
+def _read_settings(
+    module: torch.nn.Module, types: tuple[type, ...], besides: Collection[Any] = ()
+) -> _Settings:
+    """The attributes of these types, except those that welds read at each call."""
+    settings = []
+    for name, value in vars(module).items():
+        if type(value) in types and name[0] != "_" and name not in _READ and name not in besides:
+            settings.append((name, value))
+    return tuple(settings)
 
 
 # --- Questions about one module that need no run --------------------------------------------------
@@ -321,7 +371,11 @@ class Change(NamedTuple):
             settings["pairs"] = (*was.weld_pairs, *settings["pairs"])
             was = find_original(was)
         if inner := settings.get("inner"):
-            settings["inner_kinds"] = tuple(kind_of(self.module._modules[name]) for name in inner)
+            inside: Any = self.module._modules
+            settings["inner_kinds"] = tuple(kind_of(inside[name]) for name in inner)
+        # Not its integers: a layer's number would give each layer a class.
+        if issubclass(self.weld, Tried):
+            settings["own"] = _read_settings(self.module, _OWN, {settings.get("eps")})
         set_class(self.module, make_class(self.weld, was, tuple(settings.items())))
 
 

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import uuid
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,16 +126,23 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Replace the file atomically: no reader sees half of it, and an error leaves the old one."""
+    """Replace the file's text atomically."""
+    replace_file(file, lambda new: new.write_text(text))
+
+
+def replace_file(file: Path, write: Callable[[Path], object]) -> None:
+    """Replace the file atomically: no reader sees half of it, and an error leaves the old one.
+
+    `write` gets the path of the new file, which has the same ending.
+    """
     file = file.resolve()  # the file that a link leads to
     if file.exists() and not file.is_file():  # a pipe or a terminal
-        file.write_text(text)
+        write(file)
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f"{file.name}.{uuid.uuid4().hex}")
+    unfinished = file.with_name(f"{file.stem}.{uuid.uuid4().hex}{file.suffix}")
     try:
-        with unfinished.open("x") as out:
-            out.write(text)
+        write(unfinished)
         if file.exists():
             shutil.copymode(file, unfinished)
         os.replace(unfinished, file)

@@ -27,6 +27,8 @@ from torchweld.ops.activation import ACTIVATIONS
 
 # Eager torch's kernels for these modules move no more bytes than ours.
 _FAST_IN_EAGER = (torch.nn.ReLU, torch.nn.Sigmoid, torch.nn.Tanh, torch.nn.SiLU)
+# The activation that a layer is asked to compute, and its approximation.
+Asked = tuple[ActivationName, Approximation]
 _NORMS = (torch.nn.BatchNorm1d.forward, torch.nn.SyncBatchNorm.forward)
 
 
@@ -51,8 +53,8 @@ class LinearAct(Weld):
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def forward(self, *args: Any, weld_asked: bool = False, **kwargs: Any) -> Any:
-        if not weld_asked:
+    def forward(self, *args: Any, weld_asked: Asked | None = None, **kwargs: Any) -> Any:
+        if weld_asked is None:
             return self.welded_from.forward(self, *args, **kwargs)
         # Not t(), which a DTensor does not have in inference mode.
         weight = self.weight.mT if self.weld_transposed else self.weight
@@ -60,8 +62,8 @@ class LinearAct(Weld):
             args[0],
             weight,
             self.bias,
-            activation=self.weld_activation,
-            approximate=self.weld_approximate,
+            activation=weld_asked[0],
+            approximate=weld_asked[1],
         )
 
     def extra_repr(self) -> str:
@@ -77,15 +79,11 @@ class BatchNormAct(Weld):
     It does so for a matrix; other inputs take two steps.
     """
 
-    weld_activation: ActivationName
-    weld_approximate: Approximation
-
-    def forward(self, input: torch.Tensor, weld_asked: bool = False) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, weld_asked: Asked | None = None) -> torch.Tensor:
         norm: Any = self
-        if not weld_asked or input.ndim != 2:
+        if weld_asked is None or input.ndim != 2:
             y: torch.Tensor = self.welded_from.forward(self, input)
-            act = ACTIVATIONS[self.weld_activation, self.weld_approximate].function
-            return act(y) if weld_asked else y
+            return y if weld_asked is None else ACTIVATIONS[weld_asked].function(y)
         tracked = norm.track_running_stats or not norm.training
         return functional.batch_norm_act(
             input,
@@ -96,8 +94,8 @@ class BatchNormAct(Weld):
             norm.training or norm.running_mean is None,
             count_momentum(norm),
             norm.eps,
-            activation=self.weld_activation,
-            approximate=self.weld_approximate,
+            activation=weld_asked[0],
+            approximate=weld_asked[1],
         )
 
 
@@ -129,7 +127,7 @@ def _propose_both(
     assert kind is not None
     settings |= {"activation": kind[0], "approximate": kind[1]}
     change = Change(pair.first, weld, f"{op} ({in_words(kind)})", settings)
-    return propose_pair(pair, parent, change)
+    return propose_pair(pair, parent, change, kind)
 
 
 def find_batch_norm_act(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from torchweld import functional
 from torchweld.fusion import probe
-from torchweld.fusion.patterns.activation import LinearAct, in_words
+from torchweld.fusion.patterns.activation import Asked, LinearAct, in_words
 from torchweld.fusion.patterns.dropout_add_norm import add_and_normalize, is_layer_norm
 from torchweld.fusion.patterns.pairs import Pair, can_ask, find_pair, propose_pair
 from torchweld.fusion.view import View
@@ -188,7 +188,7 @@ def find_softmax_dropout(module: torch.nn.Module, view: View) -> Iterator[Propos
             yield Left(consumer, pair.what, "it works in place")
         else:
             change = Change(consumer, SoftmaxDropout, "softmax_dropout")
-            yield propose_pair(pair, module, change, drops=True)
+            yield propose_pair(pair, module, change, True, drops=True)
 
 
 def _find_function(layer: Any) -> tuple[Any, ...]:
@@ -214,13 +214,14 @@ class _Layer(Weld):
     dropout: torch.nn.Module
     norm_first: bool
     weld_function: tuple[Any, ...]
+    weld_kind: Asked  # the activation
 
     def weld_may_skip(self) -> bool:
         return _find_function(self) == self.weld_function and super().weld_may_skip()
 
     def _feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         if can_ask(self.linear1, LinearAct):
-            hidden = self.linear1(x, weld_asked=True)
+            hidden = self.linear1(x, weld_asked=self.weld_kind)
         else:
             hidden = self.activation(self.linear1(x))  # type: ignore[attr-defined]
         return self.linear2(self.dropout(hidden))  # type: ignore[no-any-return]
@@ -336,6 +337,7 @@ def _propose(module: Any, weld: type[Weld], numbers: str, view: View) -> Proposa
         return Left(module, what, "its norms are not torch.nn.LayerNorm")
     activations = ("activation",) if isinstance(activation, torch.nn.Module) else ()
     inner = (*norms, *dropouts, *activations)
+    own = {"inner": inner, "function": _find_function(module), "kind": kind}
     settings = {"activation": kind[0], "approximate": kind[1], "transposed": False}
     width = module.linear1.in_features
     x = probe.values((2, 5, width), view.device(module))
@@ -344,7 +346,7 @@ def _propose(module: Any, weld: type[Weld], numbers: str, view: View) -> Proposa
     becomes = f"dropout_add_layer_norm, linear_act ({in_words(kind)})"
     becomes += f"; {_ON_CPU}" if attentions else ""
     changes = (
-        Change(module, weld, becomes, {"inner": inner, "function": _find_function(module)}),
+        Change(module, weld, becomes, own),
         Change(module.linear1, LinearAct, "", settings),
         *(Change(attention, MultiheadAttention) for attention in attentions),
     )

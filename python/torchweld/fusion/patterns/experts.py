@@ -84,7 +84,8 @@ def find_experts(module: torch.nn.Module, view: View) -> Iterator[Proposal | Lef
         return
     kind = in_words((found.activation, found.approximate))
     # The activation may be welded, too: the module's own forward calls it, which may serve a GPU.
-    yield propose(module, Experts, f"experts_mlp ({kind})", {"form": found}, tried=True)
+    settings = {"form": found, "inner": tuple(module._modules)}
+    yield propose(module, Experts, f"experts_mlp ({kind})", settings, tried=True)
 
 
 def find_form(module: Any) -> Form | str:

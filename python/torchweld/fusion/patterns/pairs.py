@@ -11,6 +11,7 @@ from torchweld.fusion.rewrite import find_pairs, rewrite_pairs
 from torchweld.fusion.view import Scope, View
 from torchweld.fusion.weld import (
     Change,
+    Kind,
     Left,
     Proposal,
     Rewritten,
@@ -18,6 +19,7 @@ from torchweld.fusion.weld import (
     forward_of,
     has_global_hooks,
     is_bare,
+    is_of_kind,
     kind_of,
     name_hooks,
     why_not_change,
@@ -29,13 +31,17 @@ _OF_WEIGHTS = ("torch.distributed", "torchweld.distributed")
 
 
 class Asked(NamedTuple):
-    """Names of two submodules. One of them is skipped if the other has this weld."""
+    """Names of two submodules. One of them is skipped if the other has this weld.
+
+    The other is told what to compute: it may be the layer of another activation since.
+    """
 
     first: str
     second: str
     weld: type[Weld]
     skips_second: bool
-    skipped: Any  # its kind
+    skipped: Kind
+    what: Any  # the weld's argument
 
 
 class Asking(Weld):
@@ -100,9 +106,9 @@ class PairOnly(torch.nn.Module):
 def run_pair(first: Any, second: Any, asked: Asked, x: Any) -> Any:
     """second(first(x)), by one of them if both are as they were when they were fused."""
     works, skipped = (first, second) if asked.skips_second else (second, first)
-    as_then = kind_of(skipped) == asked.skipped and is_bare(skipped) and not has_global_hooks()
+    as_then = is_of_kind(skipped, asked.skipped) and is_bare(skipped) and not has_global_hooks()
     if as_then and can_ask(works, asked.weld):
-        return works(x, weld_asked=True)
+        return works(x, weld_asked=asked.what)
     return second(first(x))
 
 
@@ -154,15 +160,15 @@ def find_pair(consumer: torch.nn.Module, parent: torch.nn.Module, view: View) ->
 
 
 def propose_pair(
-    pair: Pair, parent: torch.nn.Module, change: Change, drops: bool = False
+    pair: Pair, parent: torch.nn.Module, change: Change, asked: Any, drops: bool = False
 ) -> Proposal | Left:
     """Propose that the changed one of two modules computes both where `parent` asks it to."""
     skips_second = change.module is pair.first
-    found = _find_asked(parent, pair.first, pair.second, change.weld, skips_second)
+    found = _find_asked(parent, pair.first, pair.second, change.weld, skips_second, asked)
     if isinstance(found, str):
         return Left(change.module, pair.what, found)
-    asked, asking = found
-    part = PairOnly(pair.first, pair.second, asked)
+    made, asking = found
+    part = PairOnly(pair.first, pair.second, made)
     return Proposal(
         change.module,
         pair.what,
@@ -190,13 +196,14 @@ def _find_asked(
     second: torch.nn.Module,
     weld: type[Weld],
     skips_second: bool,
+    what: Any,
 ) -> tuple[Asked, Change] | str:
     """The pair and the change of the module around it that asks for it, or why there is none."""
     names = {id(child): name for name, child in parent._modules.items()}
     if id(first) not in names or id(second) not in names:
         return f"the layer before it is not {type(parent).__name__}'s own"
     skipped = kind_of(second if skips_second else first)
-    asked = Asked(names[id(first)], names[id(second)], weld, skips_second, skipped)
+    asked = Asked(names[id(first)], names[id(second)], weld, skips_second, skipped, what)
     if reason := why_not_change(parent):
         return f"{type(parent).__name__}: {reason}"
     if forward_of(parent) is torch.nn.Sequential.forward:

@@ -90,7 +90,7 @@ def write(
 
 def number_of(t: torch.Tensor, i: int) -> torch.Tensor:
     """Parameter i's number, from a tensor with one per parameter or one for all."""
-    return t if t.numel() == 1 else t[i]
+    return t.reshape(()) if t.numel() == 1 else t[i]
 
 
 def sound(moments: Tensors) -> torch.Tensor:
