@@ -242,10 +242,7 @@ def _launches(call: Callable[[], Any], device: str) -> int:
 @pytest.mark.usefixtures("alone_on_the_gpu")
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, "8bit"], ids=str)
 def test_more_elements_than_31_bits_count(state_dtype: Any, cuda_device: str) -> None:
-    """Many repeated blocks of rows: each steps as it would by itself.
-
-    Without a GPU there are too few rows for that: then it only shows that the test is right.
-    """
+    """Repeated blocks of rows, each as by itself; without a GPU too few: the test is right."""
     (rows, width), copies = ((4096, 1024), 513) if cuda_device == "cuda" else ((8, 600), 5)
     generator = torch.Generator(cuda_device).manual_seed(0)
     values = [
