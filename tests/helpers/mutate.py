@@ -145,13 +145,13 @@ FAULTS = [
         "csrc/core/rules/lamb.h",
         "(s.grad_averaging ? 1 - s.beta1 : 1)",
         "(1 - s.beta1)",
-        f"{OPTIM}/test_optim_published.py {OPTIM}/test_optim_rules.py",
+        f"{OPTIM}/test_optim_published.py",
     ),
     Fault(
         "csrc/core/rules/lamb.h",
         "(s.bias_correction ? 1 / (1",
         "(true ? 1 / (1",
-        f"{OPTIM}/test_optim_published.py {OPTIM}/test_optim_rules.py",
+        f"{OPTIM}/test_optim_published.py",
     ),
     # --- Triton kernels ---
     Fault(
@@ -320,7 +320,7 @@ FAULTS = [
         "python/torchweld/ops/optimizer/rule.py",
         "torch.autograd.graph.increment_version(batch.list_written())",
         "pass",
-        f"{OPTIM}/test_optim_habits.py",
+        f"{OPTIM}/test_optim_gradients.py",
     ),
     Fault(
         "python/torchweld/optim/_base.py",
