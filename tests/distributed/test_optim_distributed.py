@@ -8,22 +8,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
-from torch.distributed.checkpoint.state_dict import (
-    get_state_dict,
-    set_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -31,7 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import torchweld
 from conftest import PLACES, running_at
 from optimizers import U, threads
-from processes import on, processes
+from processes import on
 from sharded_optimizers import (
     CODECS,
     FACTORED,
@@ -134,20 +126,6 @@ def test_codecs(rank: int) -> None:
             )
 
 
-@on(2, None)
-def test_zero(rank: int) -> None:
-    """ZeroRedundancyOptimizer, with part of the states on each process: the same bits."""
-    expected, _ = run({"state_dtype": "8bit"}, lambda t: t, range(1, 3))
-    params = [torch.nn.Parameter(v) for v in drawn(0, torch.float32)]
-    optimizer = ZeroRedundancyOptimizer(params, optim.AdamW, lr=1e-2, state_dtype="8bit")
-    for seed in range(1, 3):
-        for p, g in zip(params, drawn(seed, torch.float32), strict=True):
-            p.grad = g * 0.1
-        optimizer.step()
-    assert 0 < len(optimizer.optim.state) < len(params)
-    assert all(torch.equal(p, e) for p, e in zip(params, expected, strict=True))
-
-
 @on(4, None)
 def test_grid(rank: int) -> None:
     """On a mesh of 2 x 2: rows and columns at once, columns twice, in FSDP2's order too."""
@@ -229,47 +207,6 @@ def test_fsdp2_and_tp(rank: int) -> None:
                 assert moved > 0
                 bound = steps * U * (2 * e.abs() + 4 * moved)
                 assert ((whole_of(p.detach()) - e).abs() <= bound).all()
-
-
-# Stages of a run, each resuming from the previous checkpoint: the number of processes, and the
-# dimensions in which tensors are sharded.
-STAGES = ((1,), (2,), (2, 2), (1,))
-RESHARDED = [(settings, ((1,), (2,), (0, 1), (0,))) for settings in CODECS]
-RESHARDED.append((CODECS[1], ((0,), (0,), (1, 2), (1,))))
-
-
-def _stage(rank: int, stage: int, directory: Path) -> None:
-    mesh = init_device_mesh("cpu", STAGES[stage])
-    for name, (settings, dims) in enumerate(RESHARDED):
-        dtype, place = dtype_of(settings), placer(mesh, *dims[stage])
-        values = [place(v) for v in drawn(0, dtype)]
-        model = torch.nn.ParameterList([torch.nn.Parameter(v) for v in values])
-        optimizer = optim.AdamW(model.parameters(), 1e-2, **settings)
-        if stage:
-            saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-            dcp.load(saved, checkpoint_id=directory / f"{name}-{stage - 1}")
-            set_state_dict(
-                model,
-                optimizer,
-                model_state_dict=saved["model"],
-                optim_state_dict=saved["optimizer"],
-            )
-        for seed in (2 * stage + 1, 2 * stage + 2):
-            for p, g in zip(model, drawn(seed, dtype), strict=True):
-                p.grad = place(g * 0.1)
-            optimizer.step()
-        saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        dcp.save(saved, checkpoint_id=directory / f"{name}-{stage}")
-        if stage == len(STAGES) - 1:
-            expected = run(settings, lambda t: t, range(1, 2 * len(STAGES) + 1))
-            assert_same((list(model), optimizer), expected)
-
-
-def test_checkpoints_are_resharded_bit_for_bit(tmp_path: Path) -> None:
-    """On disk, from 1 process to 2, 4 and back: the run equals one device's, uninterrupted."""
-    for stage, sizes in enumerate(STAGES):
-        with processes(math.prod(sizes)) as started:
-            started.run(None, _stage, stage, tmp_path)
 
 
 # --- Sums over whole tensors, and clipping --------------------------------------------------------

@@ -18,12 +18,12 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import stage as torch_stage
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import declared
 import torchweld
+from optimizers import threads
 from processes import on
-from seams import splits_backwards
+from seams import Counting, splits_backwards
 from sleeper import Sleeper
 from stack_seams import keep
 from torchweld import optim
@@ -75,17 +75,10 @@ def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class _Backwards(TorchDispatchMode):
-    """Counts calls of our backward kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "_backward" in str(func) and func.namespace == "torchweld":
-            self.calls[str(func)] += 1
-        return func(*args, **(kwargs or {}))
+def _backwards(counted: Counting) -> Counter[str]:
+    """The calls of our backward kernels."""
+    names = [n for n in counted.calls if "_backward" in n and hasattr(torch.ops.torchweld, n)]
+    return Counter({name: counted.calls[name] for name in names})
 
 
 def _one_process(
@@ -94,11 +87,11 @@ def _one_process(
     blocks, seeds = _blocks()
     whole = nn.Sequential(*blocks)
     seeds.begin(0)
-    with _Backwards() as counted:
+    with Counting() as counted:
         losses = [_loss(whole(some), some) for some in tokens.chunk(MICROBATCHES)]
         for loss in reversed(losses) if last_first else losses:
             (loss / MICROBATCHES).backward()
-    return losses, whole, counted.calls
+    return losses, whole, _backwards(counted)
 
 
 @EACH_SCHEDULE
@@ -113,7 +106,7 @@ def test_a_schedule_equals_one_process(rank: int, schedule: stages.Name) -> None
     pipe = stages.pipeline(blocks, schedule, MICROBATCHES, _loss, (tokens[:ROWS],), costs=costs)
     seeds.begin(0)
     losses: list[torch.Tensor] = []
-    with _Backwards() as counted:
+    with Counting() as counted:
         inputs = (tokens,) if pipe.is_first else ()
         pipe.schedule.step(*inputs, target=tokens if pipe.is_last else None, losses=losses)
     assert losses == (expected if pipe.is_last else [])
@@ -124,7 +117,7 @@ def test_a_schedule_equals_one_process(rank: int, schedule: stages.Name) -> None
         assert torch.equal(parameter.grad, grads[name].grad), name
     # A backward called twice, for inputs and for weights, computes once.
     total: list[Any] = [None, None]
-    torch.distributed.all_gather_object(total, counted.calls)
+    torch.distributed.all_gather_object(total, _backwards(counted))
     assert total[0] + total[1] == calls
 
 
@@ -436,10 +429,8 @@ def _make(rule: str, **given: Any) -> Any:
 
 @pytest.fixture
 def simulated(rule: str, tmp_path: Path) -> Path:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.save(_simulate(rule), tmp_path / "simulated.pt")
-    torch.set_num_threads(threads)
+    with threads(1):
+        torch.save(_simulate(rule), tmp_path / "simulated.pt")
     return tmp_path / "simulated.pt"
 
 

@@ -9,13 +9,10 @@ import contextlib
 import functools
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -29,7 +26,6 @@ from offloading import (
     UNCOUNTED,
     WRITERS,
     assert_same_run,
-    backward,
     count_sent,
     loss_of,
     offloaded,
@@ -97,7 +93,8 @@ def test_modes(rank: int) -> None:
 
 
 def _save(rank: int, folder: str, count: int) -> None:
-    for number, (kind, settings) in enumerate(CASES):
+    cases = [*CASES, *((optim.AdamW, settings) for settings in CODECS)]
+    for number, (kind, settings) in enumerate(cases):
         dtype = dtype_of(settings)
         draw = lambda seed, dtype=dtype: [g * 0.1 for g in drawn(seed, dtype)]  # noqa: E731
         start = functools.partial(run, settings, kind=kind)
@@ -397,42 +394,6 @@ def test_autograd_knows_of_steps(rank: int) -> None:
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-@on(2, None)
-def test_distributed_checkpoints(rank: int, tmp_path: Path) -> None:
-    """torch's distributed checkpoint, from an offloaded run to a plain one and back."""
-    mesh = init_device_mesh("cpu", (2,))
-
-    def new(is_offloaded: bool) -> tuple[Any, Any]:
-        model = small_model()
-        for layer in (model[0], model[2], model):
-            fully_shard(layer, mesh=mesh)
-
-        make = functools.partial(optim.AdamW, **ADAMW)
-        return model, (offloaded(make) if is_offloaded else make)(list(model.parameters()))
-
-    for saves in (True, False):
-        first = new(saves)
-        for step in range(3):
-            backward(first[0], 10 * step + rank)
-            first[1].step()
-            first[1].zero_grad()
-        weights, states = get_state_dict(*first)
-        at = tmp_path / str(saves)
-        dcp.save({"model": weights, "optimizer": states}, checkpoint_id=at)
-        second = new(not saves)
-        weights, states = get_state_dict(*second)
-        saved = {"model": weights, "optimizer": states}
-        dcp.load(saved, checkpoint_id=at)
-        set_state_dict(*second, model_state_dict=weights, optim_state_dict=states)
-        for model, optimizer in (first, second):
-            for step in (7, 8):
-                backward(model, 10 * step + rank)
-                optimizer.step()
-                optimizer.zero_grad()
-        pairs = zip(first[0].parameters(), second[0].parameters(), strict=True)
-        assert all(torch.equal(whole_of(p.detach()), whole_of(q.detach())) for p, q in pairs)
 
 
 @on(2, None)

@@ -322,9 +322,6 @@ def test_lazily_conjugated_and_negated_tensors(name: str, backend: str) -> None:
 # --- torch.optim's habits -------------------------------------------------------------------------
 
 
-# --- torch.optim's habits ---------------------------------------------------------------------
-
-
 def test_arguments_of_torchs_constructors() -> None:
     assert isinstance(optim.AdamW(draw()), torch.optim.AdamW)
     assert isinstance(optim.Adam(draw()), torch.optim.Adam)
