@@ -223,7 +223,7 @@ def test_an_optimizer_goes_on_among_more_ranks(kind: str, tmp_path: Any) -> None
     _moves_on(0, kind, str(tmp_path), False)
 
 
-# --- Faults ---------------------------------------------------------------------------------------
+# --- Faults -------------------------------------------------------------------------------------
 
 
 EACH_KIND = pytest.mark.parametrize("kind", ["OneBitAdam", "OneBitLAMB"])
@@ -253,9 +253,6 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
     return one == other
-
-
-# --- Faults -------------------------------------------------------------------------------------
 
 
 @EACH_KIND

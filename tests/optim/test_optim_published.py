@@ -290,12 +290,10 @@ def test_zeros_have_no_scale(make: Any, backend: str) -> None:
     assert still.tolist() == [2.0] * 3
 
 
-# --- Averages -------------------------------------------------------------------------------------
+# --- Schedule-free --------------------------------------------------------------------------------
 
 
 THREE = ((7,), (33, 70), (16, 256))
-
-# --- Schedule-free ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("masters", [False, True, "remainder", "remainder8"])
@@ -389,7 +387,8 @@ def test_the_iterate_completes_sixteen_bits() -> None:
     assert (read_param(params[1].detach(), state["remainder"]) != params[1]).any()
 
 
-# --- In the step ---
+# --- Averages -------------------------------------------------------------------------------------
+
 
 MAKERS: dict[str, Any] = {
     "AdamW": optim.AdamW,
