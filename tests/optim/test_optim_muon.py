@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import one_bit
@@ -366,6 +366,7 @@ def _step_used(params: list[torch.Tensor], sorts: list[str], optimizer: Any, ste
     kind=st.sampled_from(list(KINDS)),
     sorts=st.lists(st.sampled_from([USED, EMPTY, UNUSED, FROZEN]), min_size=1, max_size=5),
 )
+@example(kind="OneBitLAMB", sorts=[UNUSED])
 def test_parameters_without_elements_or_gradients(kind: str, sorts: list[str]) -> None:
     """Those with gradients step as the published algorithm does without the others."""
     params = _params(sorts)
