@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 _SIZES: dict[str, Any] = {
     **{"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 3, "head_dim": 64},
     **{"intermediate_size": 1024, "ffn_dim": 1024, "word_embed_proj_dim": 256},
-    **{"n_embd": 256, "n_layer": 3, "n_positions": 1024},
+    **{"n_embd": 256, "n_layer": 3, "n_positions": 1024, "max_position_embeddings": 128},
 }
 _ENDS = {"Bert": "ForMaskedLM", "GPT2": "LMHeadModel"}
 _NAMES = ("Bert", "GPT2", "Llama", "Mixtral", "OPT", "Qwen3")
