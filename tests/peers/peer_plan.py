@@ -260,7 +260,7 @@ def _start(name: str, config: Any) -> Any:
 
 def _train(rank: int, name: str, configs: list[Any], path: str) -> None:
     """The norms of all gradients of each step, under each declaration."""
-    found = []
+    found: list[list[float]] = []
     for config in configs:
         training = _start(name, {**config, "optimizer": {"name": "adamw", "lr": 1e-2}})
         found.append([])
