@@ -31,15 +31,15 @@ NATIVE := not interpreter and not compile and not [eager and not -eager and not 
 # Files of tests/ that ask whether kernels are right, and others that call kernels.
 NUMBERS := contract/test_{absent_lanes,determinism,oracle,random,shapes}.py,$\
   ops/test_{batch_invariant,linear,losses,losses_in_examples,losses_of_torch,losses_recorded}.py,$\
-  ops/test_quantize_{8bit,one_bit}.py,optim/test_optim{,_averages,_cautious,_cuda,_cuda_cut}.py,$\
-  optim/test_optim_{gradients,layouts,masters,published,rounding}.py
+  ops/test_quantize_{8bit,one_bit}.py,optim/test_optim{,_cuda,_cuda_cut}.py,$\
+  optim/test_optim_{gradients,published,rounding}.py
 KERNELS := contract/test_{bad_input,gradients}.py,tools/test_replay.py::test_samples_have_the_bits_of_their_calls,$\
   ops/test_{attention_few,experts,experts_triton,out_of_memory,rotary,rotary_triton,route_triton}.py
 # Those that depend on torch's version, and one of each kind of the tests of several processes.
 OF_TORCH := pytorch,contract/test_{acceptance,bad_input,declaration,gradients,oracle,random}.py,$\
   ops/test_{batch_norm,choice,experts,linear_act_roles,losses_of_torch,losses_recorded,residual,route,seams}.py,$\
-  optim/test_optim{,_arguments,_checkpoints,_conformance,_gradients,_habits}.py,tools/test_{native,triton_aot}.py
-OF_EACH_KIND := distributed/test_{experts_distributed,fuse_distributed,plan,shards,stack}.py
+  optim/test_optim{,_arguments,_checkpoints,_conformance,_gradients}.py,tools/test_{native,triton_aot}.py
+OF_EACH_KIND := distributed/test_{experts_distributed,shards,stack}.py
 
 say = @printf '\033[1m== %s\033[0m\n' "$(1)"
 
@@ -106,7 +106,7 @@ test-isa: env ## Test kernels on every CPU instruction set except the best, whic
 
 # What depends on the source of transformers, with its oldest release that pyproject.toml accepts.
 OLDEST := build/transformers-4.56
-RECOGNISED := $(addprefix tests/peers/peer_,welds.py fuse.py generate.py rotary.py)
+RECOGNISED := $(addprefix tests/peers/peer_,welds.py fuse.py generate.py)
 
 .PHONY: test-peers
 test-peers: env ## Test against other packages; installs them
@@ -120,12 +120,12 @@ test-peers: env ## Test against other packages; installs them
 	@PYTHONPATH=$(OLDEST) $(PYTEST) -n 2 --dist loadfile $(RECOGNISED) $(ARGS)
 
 # Tests that compute rows of their own in docs/stack.md.
-SEAMS := $(addprefix tests/distributed/test_,plan_unknown.py pipeline_seams.py accumulation.py)
+SEAMS := $(addprefix tests/distributed/test_,plan_unknown.py pipeline_stages.py exchanges.py)
 
 .PHONY: stack
 stack: env ## Run all cells of the matrix of strategies and write docs/stack.md
 	@rm -f build/stack.jsonl
-	@TORCHWELD_STACK=$(CURDIR)/build/stack.jsonl TORCHWELD_MATRIX=1 $(PYTEST) -p no:xdist tests/distributed/test_stack.py tests/peers/peer_stack.py tests/peers/peer_named_models.py $(SEAMS) $(ARGS)
+	@TORCHWELD_STACK=$(CURDIR)/build/stack.jsonl TORCHWELD_MATRIX=1 $(PYTEST) -p no:xdist tests/distributed/test_stack.py tests/peers/peer_stack.py tests/peers/peer_plan.py $(SEAMS) $(ARGS)
 	@$(PY) tests/helpers/stack_table.py build/stack.jsonl
 
 # python3.12 itself, or pyenv's where that is not the version in use.

@@ -1,10 +1,7 @@
-"""Experts on several processes: DTensors, FSDP2 and plans, with the numbers of one process.
-
-All is in float64, where another order of sums is far below the tolerances.
-"""
+"""Experts and losses over a shared vocabulary on several processes: the numbers of one process."""
 
 # Parameters and results are DTensors, which torch's annotations do not say.
-# mypy: disable-error-code="attr-defined"
+# mypy: disable-error-code="attr-defined, union-attr"
 
 from __future__ import annotations
 
@@ -20,13 +17,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import parallelize_module
 
 import torchweld
-from comparing import NEAR, assert_grads, whole_of
+from comparing import NEAR, assert_grads, grads_of, whole_of
 from processes import on
-from torchweld import functional, optim
+from torchweld import functional, nn, optim
 from torchweld.distributed import CountCollectives, memory_estimate, tp_plan
+from torchweld.distributed.tensor.styles import VocabularyParallel
 from torchweld.errors import ArgumentError
 from torchweld.ops.experts import mlp
 from torchweld.registry import materialize
+from transformer import Settings, Transformer
 
 NAMES = mlp.OP.forward_signature.arguments
 FACTORS = ("gate_up", "down", "gate_up_bias", "down_bias")
@@ -81,8 +80,7 @@ def test_each_process_computes_its_experts(
         y, grads = _run(arguments | own, place("y", head))
         assert y.placements[-1] == Partial()
         torch.testing.assert_close(y.full_tensor(), expected, **NEAR)
-        for found, whole in zip(grads, wanted, strict=True):
-            torch.testing.assert_close(found.full_tensor(), whole, **NEAR)
+        torch.testing.assert_close([found.full_tensor() for found in grads], [*wanted], **NEAR)
 
 
 @on(2)
@@ -271,12 +269,294 @@ def test_a_plan_divides_experts(rank: int) -> None:
     halved = sum(p.nbytes for p in whole.parameters() if p.ndim == 3)
     halved += sum(p.nbytes for n, p in whole.named_parameters() if "_proj" in n)
     assert estimates[1].parameters - estimates[0].parameters == halved // 2
+    odd = _build(3)
+    with pytest.raises(ArgumentError, match=r"3 experts in blocks.0.mlp.experts; .* are 2 or 4"):
+        _planned(odd)
+    assert not any(isinstance(p, DTensor) for p in odd.parameters())
+
+
+# --- Losses over a shared vocabulary --------------------------------------------------------------
+
+
+ROWS, FEATURES = 12, 8
+# Sums of so few terms are exact in float64 but for some roundings, of results of at most 20.
+CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def _make(classes: int) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(3)
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=made, dtype=torch.float64)
+
+    target = torch.randint(0, classes, (ROWS,), generator=made)
+    target[1::4] = -100
+    return {
+        "input": draw(ROWS, FEATURES),
+        "linear_weight": draw(classes, FEATURES),
+        "linear_bias": draw(classes),
+        "target": target,
+        "weight": draw(classes).abs() + 0.1,
+        "token_weights": draw(ROWS).abs(),
+        "temperature": draw(ROWS).abs() + 0.5,
+        "probabilities": draw(ROWS, classes).softmax(1),
+    }
+
+
+def _place(t: torch.Tensor, mesh: Any, at: int | None) -> Any:
+    return distribute_tensor(t, mesh, [Replicate() if at is None else Shard(at)])
+
+
+def _losses(made: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
+    some = 5 * 8 * (len(made["weight"]) + 3 * FEATURES)  # bytes of 5 rows
+    return [
+        {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "memory": some},
+        {"weight": made["weight"], "label_smoothing": 0.2, "reduction": "sum", "memory": some},
+        {"token_weights": made["token_weights"], "reduction": "none", "logit_scale": 0.5},
+        {"temperature": made["temperature"], "return_lse": True, "z_loss": 0.1},
+        {"target": made["probabilities"], "weight": made["weight"], "label_smoothing": 0.1},
+    ]
+
+
+def _differentiate(results: Any, sources: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Results and the gradients of a sum of them in which each has another factor."""
+    results = results if isinstance(results, tuple) else (results,)
+    floating = [r for r in results if r.is_floating_point()]
+    total = sum((k + 1) * r.sin().sum() for k, r in enumerate(floating))
+    return [*results, *torch.autograd.grad(total, sources)]
+
+
+@pytest.mark.parametrize(
+    ("count", "classes", "backend"),
+    [(2, 2050, "cpu"), (2, 13, "eager"), (4, 13, "cpu"), (4, 5, "cpu")],
+)
+@on("count")
+def test_a_shared_vocabulary(rank: int, count: int, classes: int, backend: str) -> None:
+    """Gradients kept and recomputed, chunks, and uneven shares: of 5 words the last has none."""
+    mesh, made = init_device_mesh("cpu", (count,)), _make(classes)
+    names = ("input", "linear_weight", "linear_bias")
+    one = [made[name].clone().requires_grad_() for name in names]
+    several = torch.stack([made["target"], made["target"].roll(1)], 1)
+    # Rows that devices share are gathered: the vocabulary is what they share here.
+    for rows in (None, 0):
+        shards = [_place(made[name], mesh, 0) for name in names[1:]]
+        shards = [_place(made["input"], mesh, rows), *shards]
+        shards = [t.detach().requires_grad_() for t in shards]
+        calls: list[Any] = []
+        for kw in _losses(made):
+            kw = {"target": made["target"], **kw}
+            calls.append(
+                lambda x, w, b, kw=kw: functional.linear_cross_entropy(x, w, linear_bias=b, **kw)
+            )
+        calls.append(
+            lambda x, w, b: functional.linear_logprobs(
+                x,
+                w,
+                several,
+                linear_bias=b,
+                temperature=0.7,
+                return_entropy=True,
+                return_lse=True,
+                return_argmax=True,
+            )
+        )
+        for call in calls:
+            expected = _differentiate(call(*one), one)
+            found = _differentiate(call(*shards), shards)
+            torch.testing.assert_close([mine.full_tensor() for mine in found], [*expected], **CLOSE)
 
 
 @on(2)
-def test_experts_that_do_not_divide(rank: int) -> None:
-    model = _build(3)
-    message = r"3 experts in blocks.0.mlp.experts; .* the nearest are 2 or 4"
-    with pytest.raises(ArgumentError, match=message):
-        _planned(model)
-    assert not any(isinstance(p, DTensor) for p in model.parameters())
+def test_what_travels_is_counted(rank: int) -> None:
+    """Forward: few numbers a row, and never the logits. Backward: the input's gradient."""
+    mesh, made = init_device_mesh("cpu", (2,)), _make(300)
+    word = 8  # bytes
+    x, w = _place(made["input"], mesh, None), _place(made["linear_weight"], mesh, 0)
+    x, w = (t.detach().requires_grad_() for t in (x, w))
+    K = 3
+    target = made["target"][:, None].expand(-1, K)
+    for entropy, numbers in ((False, 2 + K), (True, 3 + K)):
+        with CountCollectives() as forward:
+            found = functional.linear_logprobs(x, w, target, return_entropy=entropy)
+        results = found if isinstance(found, tuple) else (found,)
+        assert dict(forward.bytes) == {"all-reduce": ROWS * numbers * word}
+        assert forward.calls["all-reduce"] == 2
+        with CountCollectives() as backward:
+            sum(r.sum() for r in results).backward()
+        assert dict(backward.bytes) == {"all-reduce": ROWS * FEATURES * word}
+    counted = int((made["target"] != -100).sum())
+    with CountCollectives() as both:  # with kept gradients only rows that count travel
+        loss = functional.linear_cross_entropy(x, w, made["target"], label_smoothing=0.1)
+    assert dict(both.bytes) == {"all-reduce": counted * 4 * word}
+    with CountCollectives() as backward:
+        loss.backward()
+    assert dict(backward.bytes) == {"all-reduce": ROWS * FEATURES * word}
+
+
+@on(4)
+def test_rows_and_vocabulary_on_a_mesh(rank: int) -> None:
+    """A mesh of rows and vocabulary: the mean is of the rows of all devices."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    made = _make(13)
+    made["target"][:5] = -100  # the devices have different numbers of rows that count
+    x = distribute_tensor(made["input"], mesh, [Shard(0), Replicate()])
+    w = distribute_tensor(made["linear_weight"], mesh, [Replicate(), Shard(0)])
+    one = [made[name].clone().requires_grad_() for name in ("input", "linear_weight")]
+    shards = [t.detach().requires_grad_() for t in (x, w)]
+    for kw in _losses(made)[:4]:
+
+        def run(given: list[Any], kw: Any = kw) -> Any:
+            return functional.linear_cross_entropy(given[0], given[1], made["target"], **kw)
+
+        expected, found = _differentiate(run(one), one), _differentiate(run(shards), shards)
+        torch.testing.assert_close([mine.full_tensor() for mine in found], [*expected], **CLOSE)
+
+
+@on(2)
+def test_what_is_refused(rank: int) -> None:
+    mesh, made = init_device_mesh("cpu", (2,)), _make(13)
+    x, w = _place(made["input"], mesh, None), _place(made["linear_weight"], mesh, 0)
+    target = made["target"]
+
+    def refuse(argument: str, message: str, *given: Any, **kw: Any) -> None:
+        for call in (functional.linear_cross_entropy, functional.linear_logprobs):
+            with pytest.raises(ArgumentError, match=message) as raised:
+                call(*given, **kw)
+            assert raised.value.argument == argument
+
+    refuse("input", "input is a plain tensor; accepted: a DTensor", made["input"], w, target)
+    refuse(
+        "linear_weight",
+        r"placed S\(1\)|Shard\(dim=1\)",
+        x,
+        _place(made["linear_weight"], mesh, 1),
+        target,
+    )
+    part = DTensor.from_local(made["linear_weight"], mesh, [Partial()])
+    refuse("linear_weight", "placed .*P", x, part, target)
+    plain = made["linear_weight"].clone().requires_grad_()
+    refuse("linear_weight", "a plain tensor that requires grad", x, plain, target)
+    bias = made["linear_bias"].clone().requires_grad_()
+    refuse("linear_bias", "a plain tensor that requires grad", x, w, target, linear_bias=bias)
+    refuse("target", r"of shape \[5\]", x, w, target[:5])
+    refuse(r"target[0]", "target.0. is 13; accepted: 0 to 12", x, w, target.clone().fill_(13))
+    other = init_device_mesh("cpu", (2, 1))
+    elsewhere = distribute_tensor(made["linear_weight"], other, [Replicate()] * 2)
+    refuse("linear_weight", "another mesh", x, elsewhere, target)
+    with pytest.raises(ArgumentError, match="input is a DTensor; accepted: a plain tensor"):
+        functional.cross_entropy(x, target.clamp(0, 7))
+    x.requires_grad_()
+    loss = functional.linear_cross_entropy(x, w, target)
+    with pytest.raises(ArgumentError, match="create_graph"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+@on(2)
+def test_a_head_under_fsdp_is_gathered_once(rank: int) -> None:
+    """FSDP2 gathers a head once for a call of many chunks, and once for its backward pass."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    head = nn.LinearCrossEntropy(FEATURES, 301, memory=20000)  # one row of gradients is 1204 bytes
+    x = torch.randn(2, 40, FEATURES)
+    target = torch.randint(0, 301, (2, 40))
+    one = x.clone().requires_grad_()
+    loss = head(one, target)
+    loss.backward()
+    wanted = head.weight.grad.clone()
+    head.weight.grad = None
+    fully_shard(head, mesh=mesh, reshard_after_forward=True)
+    mine = x[rank].clone().requires_grad_()
+    with CountCollectives() as count:
+        found = head(mine, target[rank])
+        assert count.calls["all-gather"] == 1
+        found.backward()
+    assert count.calls["all-gather"] == 2
+    assert count.calls["reduce-scatter"] == 1
+    torch.testing.assert_close(head.weight.grad.full_tensor(), wanted)
+    torch.testing.assert_close(mine.grad, one.grad[rank] * 2)
+    with pytest.raises(ArgumentError, match="Of a layer under FSDP2 call the forward"):
+        functional.linear_cross_entropy(mine, head.weight, target[rank])
+
+
+class _WithLoss(torch.nn.Module):
+    """Blocks of a transformer, and a head that computes the loss."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.body = Transformer(
+            Settings(vocabulary=61, length=8, width=16, heads=4, layers=1, dropout=0.0)
+        )
+        self.body.norm = self.body.head = None
+        self.lm_head = nn.LinearCrossEntropy(16, 61, label_smoothing=0.1, z_loss=0.01)
+        if tied:
+            assert isinstance(self.body.token, torch.nn.Embedding)
+            self.lm_head.weight = self.body.token.weight
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.body(tokens), labels)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@on(2)
+def test_a_plan_shares_the_vocabulary(rank: int, tied: bool) -> None:
+    torch.manual_seed(0)
+    model = _WithLoss(tied)
+    tokens, labels = torch.randint(0, 61, (3, 8)), torch.randint(0, 61, (3, 8))
+    labels[:, 2:4] = -100
+    loss = model(tokens, labels)
+    loss.backward()
+    wanted = grads_of(model)
+    model.zero_grad()
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(model, mesh, tp_plan(model))
+    assert model.lm_head.weight.placements == (Shard(0),)
+    with CountCollectives() as count:
+        found = model(tokens, labels)
+    # The embedding, attention and MLP; then the numbers of each row.
+    assert count.calls == {"all-reduce": 3 + 2}
+    found.backward()
+    torch.testing.assert_close(found, loss)
+    assert_grads(model, wanted, rtol=1e-4, atol=1e-6)
+
+
+@on(4)
+def test_a_ring_and_a_shared_vocabulary(rank: int) -> None:
+    """On a mesh of ring and tensor each device has a slice of the tokens; the mean is of all."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "tensor"))
+    torch.manual_seed(0)
+    head = nn.LinearCrossEntropy(16, 13)
+    x, labels = torch.randn(3, 8, 16), torch.randint(0, 13, (3, 8))
+    labels[:, :3] = -100
+    one = x.clone().requires_grad_()
+    loss = head(one, labels)
+    loss.backward()
+    wanted = head.weight.grad.clone()
+    head.weight.grad = None
+    style = VocabularyParallel()
+    style.ring = True
+    parallelize_module(head, mesh, style)
+    at = mesh.get_local_rank("ring") * 4
+    mine = x[:, at : at + 4].clone().requires_grad_()
+    found = head(mine, labels[:, at : at + 4])
+    found.backward()
+    torch.testing.assert_close(found, loss)
+    torch.testing.assert_close(mine.grad, one.grad[:, at : at + 4])
+    torch.testing.assert_close(head.weight.grad.full_tensor(), wanted)
+
+
+@on(2)
+def test_compiled_whole(rank: int) -> None:
+    """fullgraph, with the exchanges in the graph."""
+    mesh, made = init_device_mesh("cpu", (2,)), _make(13)
+    x, weight = _place(made["input"], mesh, None), _place(made["linear_weight"], mesh, 0)
+    given = [t.detach().requires_grad_() for t in (x, weight)]
+
+    def run(x: Any, weight: Any, target: torch.Tensor) -> Any:
+        return functional.linear_cross_entropy(x, weight, target, label_smoothing=0.1)
+
+    x, weight = given
+    expected = _differentiate(run(x, weight, made["target"]), given)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    found = _differentiate(compiled(x, weight, made["target"]), given)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs.full_tensor(), **CLOSE)

@@ -1,31 +1,48 @@
-"""Pipelines with every schedule and dropout: losses and gradients equal one process's."""
+"""Pipelines of every schedule equal one process; their seams, versions of weights, and bubbles."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.pipelining import stage as torch_stage
+from torch.func import functional_call
 
+import declared
 import torchweld
+from optimizers import threads
 from processes import on
-from seams import splits_backwards
+from seams import Counting, splits_backwards
 from sleeper import Sleeper
-from torchweld.distributed import LayerSeeds
+from stack_seams import keep
+from torchweld import optim
+from torchweld.distributed import LayerSeeds, grad_norm
 from torchweld.distributed.pipelines import stages
-from torchweld.errors import ArgumentError
+from torchweld.distributed.pipelines.stashing import RULES, count_versions
+from torchweld.distributed.pipelines.timeline import Action, Timeline, estimate_bubble, record
+from torchweld.errors import ArgumentError, CollectiveError
 from torchweld.fusion import Weld
 from torchweld.sparse import BlockLayout
+from transformer import Settings, Transformer, compute_loss, make_batch
 
 WIDTH, HEADS, LENGTH, WORDS, ROWS, MICROBATCHES, LAYERS = 32, 2, 32, 50, 2, 4, 4
 SCHEDULES = get_args(stages.Name)
 _SPLIT = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
+EACH_SCHEDULE = pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(s, marks=splits_backwards) if s in _SPLIT else s for s in SCHEDULES],
+)
 
 
 class _Layer(nn.Module):
@@ -58,17 +75,10 @@ def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class _Backwards(TorchDispatchMode):
-    """Counts calls of our backward kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "_backward" in str(func) and func.namespace == "torchweld":
-            self.calls[str(func)] += 1
-        return func(*args, **(kwargs or {}))
+def _backwards(counted: Counting) -> Counter[str]:
+    """The calls of our backward kernels."""
+    names = [n for n in counted.calls if "_backward" in n and hasattr(torch.ops.torchweld, n)]
+    return Counter({name: counted.calls[name] for name in names})
 
 
 def _one_process(
@@ -77,17 +87,14 @@ def _one_process(
     blocks, seeds = _blocks()
     whole = nn.Sequential(*blocks)
     seeds.begin(0)
-    with _Backwards() as counted:
+    with Counting() as counted:
         losses = [_loss(whole(some), some) for some in tokens.chunk(MICROBATCHES)]
         for loss in reversed(losses) if last_first else losses:
             (loss / MICROBATCHES).backward()
-    return losses, whole, counted.calls
+    return losses, whole, _backwards(counted)
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [pytest.param(s, marks=splits_backwards) if s in _SPLIT else s for s in SCHEDULES],
-)
+@EACH_SCHEDULE
 @on(2)
 def test_a_schedule_equals_one_process(rank: int, schedule: stages.Name) -> None:
     """Bit by bit: sums over microbatches are made in the schedule's order."""
@@ -99,7 +106,7 @@ def test_a_schedule_equals_one_process(rank: int, schedule: stages.Name) -> None
     pipe = stages.pipeline(blocks, schedule, MICROBATCHES, _loss, (tokens[:ROWS],), costs=costs)
     seeds.begin(0)
     losses: list[torch.Tensor] = []
-    with _Backwards() as counted:
+    with Counting() as counted:
         inputs = (tokens,) if pipe.is_first else ()
         pipe.schedule.step(*inputs, target=tokens if pipe.is_last else None, losses=losses)
     assert losses == (expected if pipe.is_last else [])
@@ -110,7 +117,7 @@ def test_a_schedule_equals_one_process(rank: int, schedule: stages.Name) -> None
         assert torch.equal(parameter.grad, grads[name].grad), name
     # A backward called twice, for inputs and for weights, computes once.
     total: list[Any] = [None, None]
-    torch.distributed.all_gather_object(total, counted.calls)
+    torch.distributed.all_gather_object(total, _backwards(counted))
     assert total[0] + total[1] == calls
 
 
@@ -231,3 +238,292 @@ def test_given_cuts(rank: int) -> None:
     for wrong in ([range(2), range(1, 6)], [range(6)], [range(0), range(6)], [range(5), range(6)]):
         with pytest.raises(ArgumentError, match="2 ranges, one after another, of 6 blocks"):
             stages.pipeline(blocks, "1f1b", MICROBATCHES, _loss, (x,), cuts=wrong)
+
+
+# --- Shared parameters, views, and batches of a wrong size ----------------------------------------
+
+
+_TIED = ("0.weight", "5.weight")
+
+
+def _tied_blocks() -> list[nn.Module]:
+    """An embedding whose weight is the head's, and blocks that end in views."""
+    torch.manual_seed(0)
+    blocks: list[Any] = [nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    blocks += [
+        torchweld.nn.MLP(WIDTH, 16),
+        nn.Linear(WIDTH, WIDTH),
+        torchweld.nn.GatedMLP(WIDTH, 16),
+    ]
+    blocks += [nn.Linear(WIDTH, WORDS, bias=False)]
+    blocks[-1].weight = blocks[0].weight
+    return [block.double() for block in blocks]
+
+
+def _tokens(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(WORDS, (ROWS * MICROBATCHES, LENGTH), generator=generator)
+
+
+def _part(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A microbatch's part of the mean. torch's scale_grads would scale earlier batches again."""
+    return _loss(y, target) / MICROBATCHES
+
+
+@EACH_SCHEDULE
+@on(2)
+def test_a_shared_parameter_and_views(rank: int, schedule: stages.Name) -> None:
+    """Two batches are accumulated for each of two steps; the copies stay the same."""
+    whole = nn.Sequential(*_tied_blocks())
+    pipe = stages.pipeline(
+        _tied_blocks(),
+        schedule,
+        MICROBATCHES,
+        _part,
+        (_tokens(0)[:ROWS],),
+        costs=[1.0] * 6,
+        scale_grads=False,
+    )
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (whole, pipe.parts)]
+    for step in range(2):
+        for seed in (2 * step, 2 * step + 1):
+            tokens = _tokens(seed)
+            _loss(whole(tokens), tokens).backward()
+            inputs = (tokens,) if pipe.is_first else ()
+            pipe.schedule.step(*inputs, target=tokens if pipe.is_last else None)
+        wanted = dict(whole.named_parameters(remove_duplicate=False))
+        for part in pipe.parts:
+            for name, p in part.named_parameters(remove_duplicate=False):
+                torch.testing.assert_close(
+                    p.grad, wanted[name].grad, msg=lambda m, n=name: f"{n}: {m}"
+                )
+            found = [*part.named_parameters(remove_duplicate=False)]
+            bubble = "zero bubble" if schedule in _SPLIT else "the other schedules"
+            for row, is_tied in (
+                ("a tied embedding and head, PP of all schedules", True),
+                (f"stages that end in linear layers, PP of {bubble}", False),
+            ):
+                of_row = [(p.grad, wanted[n].grad) for n, p in found if (n in _TIED) == is_tied]
+                keep(row, of_row)
+        norm = torch.stack([p.grad.norm() for p in whole.parameters()]).norm()
+        mine = grad_norm(pipe.parts.parameters(), torch.distributed.group.WORLD)
+        torch.testing.assert_close(mine, norm.float())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for part in pipe.parts:
+            for name, p in part.named_parameters(remove_duplicate=False):
+                torch.testing.assert_close(p, wanted[name])
+
+
+@splits_backwards
+@on(2)
+def test_gradients_are_added_in_the_same_order_on_all_devices(rank: int) -> None:
+    """torch iterates over a set: its order differs between devices, whose sums may collide."""
+    taken: list[list[int]] = []
+    original = torch_stage.stage_backward_weight
+
+    def record(weights: Iterator[nn.Parameter], groups: list[Any], *args: Any, **kw: Any) -> Any:
+        listed = [*weights]
+        numbers = {get_gradient_edge(p).node: i for i, p in enumerate(listed)}
+        taken.extend([numbers[node] for node in group["params"]] for group in groups)
+        return original(iter(listed), groups, *args, **kw)
+
+    with mock.patch.object(torch_stage, "stage_backward_weight", record):
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(4)]
+        x = torch.randn(8, LENGTH, WIDTH)
+        pipe = stages.pipeline(
+            blocks, "zbvzerobubble", 8, nn.functional.mse_loss, (x[:1],), costs=[1.0] * 4
+        )
+        pipe.schedule.step(*((x,) if pipe.is_first else ()), target=x if pipe.is_last else None)
+    assert len(taken) >= 16
+    assert all(numbers in ([0, 1], [2, 3]) for numbers in taken), taken
+
+
+@on(2)
+def test_a_batch_that_does_not_divide(rank: int) -> None:
+    """Every rank raises an error before anything is sent, and can go on."""
+    pipe = stages.pipeline(
+        _tied_blocks(), "1f1b", MICROBATCHES, _loss, (_tokens(0)[:ROWS],), costs=[1.0] * 6
+    )
+    for rows in (7, 4):
+        tokens = _tokens(0)[:rows]
+        inputs = (tokens,) if pipe.is_first else ()
+        with pytest.raises((ArgumentError, CollectiveError), match="microbatches"):
+            pipe.schedule.step(*inputs, target=tokens if pipe.is_last else None)
+    tokens = _tokens(0)
+    pipe.schedule.step(
+        *((tokens,) if pipe.is_first else ()), target=tokens if pipe.is_last else None
+    )
+
+
+# --- PipeDream and PipeDream-2BW ------------------------------------------------------------------
+
+
+S = Settings(vocabulary=32, length=16, width=16, heads=2, layers=4, dropout=0.2)
+STAGES, IN_STEP, STEPS, BATCH = 4, 8, 2, 4
+_ADAM: dict[str, Any] = {"lr": 1e-2}
+
+
+def _choose_version(rule: str, stage: int, step: int, number: int) -> int:
+    """The version of the published update, for a microbatch of a step."""
+    if rule == "2bw":
+        return max(0, (step * IN_STEP + number) // BATCH - 1)
+    delay = STAGES - 1 - (stage if rule == "pipedream" else 0)
+    return step * IN_STEP + max(0, number - delay)
+
+
+def _simulate(rule: str) -> tuple[list[dict[str, torch.Tensor]], list[list[int]]]:
+    """Train in one process; return each stage's parameters and the versions that it used."""
+    parts = []
+    for number in range(STAGES):
+        torch.manual_seed(0)
+        parts.append(Transformer(S).stage(number, STAGES))
+    seeds = [LayerSeeds(((f"blocks.{n}", b) for n, b in p.blocks.items()), 0) for p in parts]
+    optimizers = [optim.AdamW(part.parameters(), **_ADAM) for part in parts]
+    versions = [[_copy(part)] for part in parts]
+    used: list[list[int]] = [[] for _ in parts]
+    every = BATCH if rule == "2bw" else 1
+    for step in range(STEPS):
+        for some in seeds:
+            some.begin(step)
+        for number in range(IN_STEP):
+            x, targets = make_batch(S, 2, 10 * step + number)
+            entered, left = [], []
+            for at, part in enumerate(parts):
+                used[at].append(_choose_version(rule, at, step, number))
+                x = functional_call(part, versions[at][used[at][-1]], (x,))
+                left.append(x)
+                x = x.detach().requires_grad_()
+                entered.append(x)
+            compute_loss(left[-1], targets).backward()
+            for at in reversed(range(STAGES - 1)):
+                left[at].backward(entered[at].grad)
+            for at, part in enumerate(parts):
+                leaves = versions[at][used[at][-1]]
+                for name, p in part.named_parameters():
+                    grad, leaves[name].grad = leaves[name].grad, None
+                    assert grad is not None
+                    p.grad = grad if p.grad is None else p.grad + grad
+                if (number + 1) % every == 0:
+                    for p in part.parameters():
+                        assert p.grad is not None
+                        p.grad /= every
+                    optimizers[at].step()
+                    optimizers[at].zero_grad()
+                    versions[at].append(_copy(part))
+    return [{n: p.detach() for n, p in part.named_parameters()} for part in parts], used
+
+
+def _copy(part: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone().requires_grad_() for name, p in part.named_parameters()}
+
+
+def _make(rule: str, **given: Any) -> Any:
+    config = {
+        "pipeline": {"size": STAGES, "schedule": rule, "accumulate": BATCH},
+        "optimizer": {"name": "adamw", **_ADAM},
+    }
+    return declared.start(S, config, 2, IN_STEP, **given)
+
+
+@pytest.fixture
+def simulated(rule: str, tmp_path: Path) -> Path:
+    with threads(1):
+        torch.save(_simulate(rule), tmp_path / "simulated.pt")
+    return tmp_path / "simulated.pt"
+
+
+@pytest.mark.parametrize("rule", RULES)
+@on(STAGES, None)
+def test_equals_the_published_update(rank: int, rule: str, simulated: Path) -> None:
+    """Bitwise, with dropout, over two steps of eight microbatches in four stages."""
+    training = _make(rule)
+    stashed = training._schedule._stage
+    for step in range(STEPS):
+        loss, norm = declared.take_step(training, S, step, 2)
+        assert loss > 0
+        assert math.isnan(norm)
+    wanted, used = torch.load(simulated)
+    assert training.versions == used[rank]
+    for name, p in training.model.named_parameters():
+        assert torch.equal(p, wanted[rank][name]), name
+    assert stashed.most == count_versions(rule, rank, STAGES, IN_STEP)
+    plain = sum(p.nbytes for p in training.model.parameters())
+    assert training.memory.parameters == (1 + stashed.most) * plain
+    with pytest.raises(ArgumentError, match=r"max_norm is 1.0; accepted: None with"):
+        _make(rule, max_norm=1.0)
+
+
+# --- The bubble -----------------------------------------------------------------------------------
+
+
+UNIT, REPEATS = 0.02, 12
+
+
+def test_what_is_spent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Idle time is unavoidable; the rest of the waiting is overhead."""
+    # Two ranks, one microbatch; the second forward is half a second late, the backward not.
+    timeline = Timeline(
+        [
+            Action(0, 0, 0, "forward", 10.0, 11.0),
+            Action(1, 1, 0, "forward", 11.5, 12.5),
+            Action(1, 1, 0, "full", 12.5, 14.5),
+            Action(0, 0, 0, "full", 14.5, 16.5),
+        ]
+    )
+    spent = timeline.sum_times()
+    assert spent[0] == (3.0, 3.5, 0.0)
+    assert spent[1] == (3.0, 3.0, 0.5)
+    assert timeline.bubble() == pytest.approx(6.5 / 13)
+    assert timeline.overhead() == pytest.approx(0.5 / 13)
+    timeline.show()
+    out = capsys.readouterr().out
+    assert "idle 50.0%, by (p-1)/(m+p-1) 50.0%" in out
+    pytest.importorskip("matplotlib")
+    timeline.draw(tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "units", "low", "high"),
+    [
+        ("gpipe", 30, 0.8, 1.2),
+        ("1f1b", 30, 0.8, 1.2),
+        pytest.param("zbvzerobubble", 27, 0.0, 0.6, marks=splits_backwards),  # it has less
+    ],
+)
+@on(2)
+def test_the_bubble_is_the_formulas(
+    rank: int, schedule: stages.Name, units: int, low: float, high: float
+) -> None:
+    """Stages sleep for a known time, so that the schedule is measured and not the machine."""
+    expected, ideal = estimate_bubble(2, MICROBATCHES), units * UNIT
+    batch = torch.ones(2 * MICROBATCHES, 4)
+    pipe = stages.pipeline(
+        [Sleeper(UNIT) for _ in range(4)],
+        schedule,
+        MICROBATCHES,
+        lambda y, _: y.square().sum(),
+        (batch[:2],),
+        costs=[1.0] * 4,
+    )
+    found: list[Timeline] = []
+    # Repeat until other processes hardly disturb a step; the first one makes buffers.
+    while len(found) < 2 or (len(found) < REPEATS and min(map(_length, found)) > 1.05 * ideal):
+        with record(pipe.schedule) as timeline:
+            args = (batch,) if pipe.is_first else ()
+            pipe.schedule.step(*args, target=batch if pipe.is_last else None)
+        found.append(timeline)
+    count = len(pipe.cuts) * MICROBATCHES
+    for timeline in found:
+        begin, end = timeline.span
+        for spent in timeline.sum_times().values():
+            assert sum(spent) == pytest.approx(end - begin)
+        assert sum(action.kind == "forward" for action in timeline.actions) == count
+    assert low * expected <= min(found, key=_length).bubble() <= high * expected
+
+
+def _length(timeline: Timeline) -> float:
+    begin, end = timeline.span
+    return end - begin

@@ -1,8 +1,9 @@
-"""Plans for modules that no recipe knows: gradients equal one process's, or an error."""
+"""Plans for modules that no recipe knows, and compiled blocks: as one process, or an error."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +16,20 @@ from torch.distributed.tensor.parallel import parallelize_module
 import torchweld
 from comparing import assert_grads, shares_rows, whole_of
 from processes import on
+from stack import MODELS
 from stack_seams import keep
-from torchweld.distributed import grad_norm, ring_slice, sequence_plan, tp_plan
+from torchweld.distributed import (
+    CountCollectives,
+    LayerSeeds,
+    grad_norm,
+    ring_slice,
+    sequence_plan,
+    tp_plan,
+)
 from torchweld.distributed.train.feasibility import check_matrices
 from torchweld.errors import ArgumentError
 from torchweld.sparse import BlockLayout
+from transformer import Transformer, make_batch
 
 WIDTH, HEADS, WORDS, LENGTH = 32, 4, 40, 32
 
@@ -288,7 +298,9 @@ def test_attention_of_others_does_not_ring() -> None:
 
 
 def test_other_tokens_are_elsewhere() -> None:
-    """A convolution in a block would see a part of the sequence."""
+    """A convolution in a block would see a part of the sequence; a layer is no model."""
+    with pytest.raises(ArgumentError, match="model"):
+        tp_plan(nn.Linear(2, 2))
     model = _model(_Norm, _MLP)
     tp_plan(model, True)
     model.blocks[0].shift = nn.Conv1d(WIDTH, WIDTH, 3)
@@ -368,3 +380,61 @@ def test_a_failed_trial_changes_nothing(rank: int) -> None:
     parallelize_module(good, init_device_mesh("cpu", (2,)), tp_plan(good))
     given = [torch.arange(8).view(2, 4)] * 2
     torch.testing.assert_close(good(*given), whole(*given))
+
+
+# --- Compiled blocks ------------------------------------------------------------------------------
+
+
+SETTINGS = {name: replace(s, layers=2) for name, s in MODELS.items()}
+
+
+def _logits(model: Any, tokens: torch.Tensor, has_places: bool) -> torch.Tensor:
+    """Without places the embedding's result enters the first block, as with rotary positions."""
+    if has_places:
+        return model(tokens)  # type: ignore[no-any-return]
+    x = model.token(tokens)
+    for block in model.blocks.values():
+        x = block(x)
+    return model.head(model.norm(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence", "has_places", "compiler"),
+    [
+        ("BERT", False, False, "aot_eager"),
+        ("BERT", True, False, "inductor"),
+        ("GPT", True, True, "aot_eager"),
+        ("sparse GPT", False, True, "aot_eager"),
+    ],
+)
+@on(2)
+def test_a_planned_block_compiles(
+    rank: int, name: str, sequence: bool, has_places: bool, compiler: str
+) -> None:
+    """Two steps: gradients of one process, and the collectives of blocks that are not compiled."""
+    tokens, targets = make_batch(SETTINGS[name], 2, 1)
+    runs, models = [], []
+    torch.compiler.reset()  # processes go from one test to the next
+    for compiled in (None, False, True):
+        torch.manual_seed(0)
+        model: Any = Transformer(SETTINGS[name]).double()
+        if compiled is not None:
+            parallelize_module(model, init_device_mesh("cpu", (2,)), tp_plan(model, sequence))
+        with torch.no_grad():
+            model(tokens)  # makes the layout
+        for key, block in model.blocks.items() if compiled else ():
+            model.blocks[key] = torch.compile(block, fullgraph=True, backend=compiler)
+        seeds = LayerSeeds(model.blocks.items())
+        for step in range(2):
+            seeds.begin(step)
+            with CountCollectives() as counted:
+                logits = _logits(model, tokens, has_places)
+                torch.nn.functional.cross_entropy(
+                    logits.flatten(0, 1), targets.flatten()
+                ).backward()
+        models.append([whole_of(p.grad) for p in model.parameters() if p.grad is not None])
+        runs.append((dict(counted.calls), dict(counted.bytes)))
+    assert runs[1] == runs[2]
+    for parallel in models[1:]:
+        assert len(parallel) == len(models[0])
+        torch.testing.assert_close([*parallel], [*models[0]], rtol=1e-11, atol=1e-13)

@@ -1,4 +1,10 @@
-"""Ring attention on four processes: equal to one, and slices go only where they are seen."""
+"""Ring attention and rotary positions on several processes: equal to one process.
+
+The sequence goes along a ring; the batch or the heads may go along another dimension.
+"""
+
+# Parameters and results are DTensors, which torch's annotations do not say.
+# mypy: disable-error-code="attr-defined"
 
 from __future__ import annotations
 
@@ -9,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor.parallel import parallelize_module
 
 import selection
@@ -21,38 +29,56 @@ from torchweld.distributed import (
     ring_attention,
     ring_slice,
     sequence_plan,
+    tp_plan,
 )
 from torchweld.distributed.ring import attention
 from torchweld.errors import ArgumentError
+from torchweld.functional import rotary_embedding, rotary_embedding_qk
+from torchweld.random import Shard
 from torchweld.sparse import BlockBias, BlockLayout
 
-LENGTH, PROCESSES = 128, 4
-SHAPE = (2, 4, LENGTH, 8)
-# A layout, whether it is causal, and the numbers of chunks sent to processes that see some of them:
-# with slices in order, and balanced.
-LAYOUTS = {
-    "dense": (BlockLayout.dense(LENGTH, block=16), False, 12, 24),
-    "causal": (BlockLayout.dense(LENGTH, block=16), True, 6, 18),
-    "window": (BlockLayout.sliding_window(LENGTH, window_size=(20, 0), block=16), False, 3, 11),
-    "local": (BlockLayout.block_local(LENGTH, 2, block=16), False, 0, 8),
-    "heads": (
-        BlockLayout.bigbird(LENGTH, block=16, num_heads=4, different_layout_per_head=True),
-        False,
-        12,
-        21,
-    ),
-    "key heads": (
-        BlockLayout.bigbird(LENGTH, block=16, num_heads=2, different_layout_per_head=True),
-        True,
-        6,
-        9,
+BATCH, HEADS, LENGTH, HEAD, PROCESSES = 2, 4, 128, 8, 4
+SHAPE, WIDTH = (BATCH, HEADS, LENGTH, HEAD), HEADS * HEAD
+DENSE = BlockLayout.dense(LENGTH, block=16)
+BIGBIRD = partial(BlockLayout.bigbird, LENGTH, block=16, different_layout_per_head=True)
+SCORES = torch.rand(BATCH, HEADS, 8, 8, generator=torch.Generator().manual_seed(4))
+# A layout, the key heads, whether it is causal, and the numbers of chunks sent to those that see
+# some of them: with slices in order, and balanced.
+LAYOUTS: dict[str, tuple[BlockLayout, int, bool, int, int]] = {
+    "dense": (DENSE, 2, False, 12, 24),
+    "causal": (DENSE, 2, True, 6, 18),
+    "window": (BlockLayout.sliding_window(LENGTH, window_size=(20, 0), block=16), 2, False, 3, 11),
+    "local": (BlockLayout.block_local(LENGTH, 2, block=16), 2, False, 0, 8),
+    "heads": (BIGBIRD(num_heads=4), 2, False, 12, 21),
+    "key heads": (BIGBIRD(num_heads=2), 2, True, 6, 9),
+}
+ON_TWO_DIMENSIONS = {
+    **{name: LAYOUTS[name] for name in ("causal", "window")},
+    "own of each head": (BIGBIRD(num_heads=4), 4, False, 0, 0),
+    "own of each sequence": (
+        *(BlockLayout.from_scores(SCORES, 3, block=16, seq_len=LENGTH), 4, False, 0, 0),
     ),
 }
-
-
 SLOPES = torch.tensor([[0.5, 0.25, 0.1, 0.0], [0.3, 0.2, -0.1, 1.0]])
 EVERY = {"dropout_p": 0.3, "alibi_slopes": SLOPES.double()}  # and sinks, and a table
 SOME = {"softcap": 3.0, "alibi_slopes": SLOPES[0]}
+BACKENDS = ("cpu", "eager")
+CASES = [
+    *(
+        (*case, None, of)
+        for case in selection.combine(LAYOUTS, BACKENDS, (False, True))
+        for of in "es"
+    ),
+    *(
+        (name, backend, balanced, dim, "d")
+        for name, backend, dim in selection.combine(ON_TWO_DIMENSIONS, BACKENDS, (0, 1))
+        for balanced in (False, True)
+    ),
+]
+
+
+def _mesh() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "tensor"))
 
 
 def _sum_over_ranks(values: list[int]) -> list[int]:
@@ -61,82 +87,88 @@ def _sum_over_ranks(values: list[int]) -> list[int]:
     return total.tolist()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options"), [(torch.float64, EVERY), (torch.float32, SOME)], ids=["every", "some"]
-)
-@pytest.mark.parametrize(
-    ("name", "backend", "balanced"), selection.combine(LAYOUTS, ("cpu", "eager"), (False, True))
-)
+@pytest.mark.parametrize(("name", "backend", "balanced", "dim", "of"), CASES)
 @on(PROCESSES)
 def test_equals_one_process(
-    rank: int, name: str, backend: str, balanced: bool, dtype: torch.dtype, options: Any
+    rank: int, name: str, backend: str, balanced: bool, dim: int | None, of: str
 ) -> None:
-    """Every argument of attention, in float64 and in float32."""
-    layout, causal, *sends = LAYOUTS[name]
+    """Every argument of attention; with `dim`, two rings have halves of the batch or the heads."""
+    layout, key_heads, causal, *sends = (LAYOUTS if dim is None else ON_TWO_DIMENSIONS)[name]
+    wide = of == "e" or (of == "d" and not balanced)
+    dtype = torch.float64 if wide else torch.float32
     generator = torch.Generator().manual_seed(1)
-    with_sinks = "dropout_p" in options
-    deep = 12 if with_sinks else 8
-    shapes = [SHAPE, (2, 2, LENGTH, 8), (2, 2, LENGTH, deep), (4,), (4, 5)]
+    deep, has_sinks, has_table = 12 if of == "e" else 8, of != "s", of == "e"
+    shapes = [SHAPE, *[(BATCH, key_heads, LENGTH, d) for d in (HEAD, deep)], (HEADS,), (HEADS, 5)]
     drawn = [torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
     *whole, sinks, table = drawn
-    buckets = BlockBias.relative(table, torch.arange(41) * 3 % 5) if with_sinks else None
     grad = torch.randn((*SHAPE[:3], deep), generator=generator, dtype=dtype)
-    padding = torch.rand(2, LENGTH, generator=generator) < 0.1
-    options = {**options, "key_padding_mask": padding, "causal": causal}
+    padding = torch.rand(BATCH, LENGTH, generator=generator) < 0.1
+    options: dict[str, Any] = {**(SOME if of == "s" else EVERY), "causal": causal, "seed": 3}
+    options |= {"key_padding_mask": padding, "sinks": sinks if has_sinks else None}
+    options["alibi_slopes"] = options["alibi_slopes"].to(dtype)
+    bias = BlockBias.relative(table, torch.arange(41) * 3 % 5) if has_table else None
+    q, k, v = whole
     expected, lse = functional.block_sparse_attention(
-        *(*whole, layout),
-        seed=3,
-        sinks=sinks if with_sinks else None,
-        bias=buckets,
-        return_lse=True,
-        **options,
+        q, k, v, layout, bias=bias, return_lse=True, **options
     )
     sums = torch.randn(SHAPE[:3], generator=generator, dtype=lse.dtype) * lse.isfinite()
-    inputs = drawn if with_sinks else whole
+    inputs = [*whole, *[sinks] * has_sinks, *[table] * has_table]
     wanted = torch.autograd.grad((expected, lse), inputs, (grad, sums))
-    mine = lambda x: ring_slice(x.detach(), 2, balanced=balanced)  # noqa: E731
+    mesh = None if dim is None else _mesh()
+    group = mesh.get_group("ring") if mesh else None
+    place = mesh.get_local_rank("tensor") if mesh else 0
+
+    def half(x: torch.Tensor, at: int | None) -> torch.Tensor:
+        return x.detach() if at is None else x.detach().chunk(2, at)[place]
+
+    def mine(x: torch.Tensor) -> torch.Tensor:
+        return ring_slice(half(x, dim), 2, group, balanced=balanced)
+
     parts = [mine(x).requires_grad_() for x in whole]
-    own_sinks = sinks.detach().requires_grad_() if with_sinks else None
+    if has_sinks:
+        options["sinks"] = half(sinks, 0 if dim == 1 else None).requires_grad_()
+    if dim is not None:
+        options["alibi_slopes"] = half(options["alibi_slopes"], dim)
+        offsets = [place * n // 2 if at == dim else 0 for at, n in enumerate(SHAPE)]
+        options["shard"] = Shard(SHAPE, offsets)
+    if dim == 0:
+        options["key_padding_mask"] = half(padding, 0)
     own_table = table.detach().requires_grad_()
-    bias = None if buckets is None else buckets.with_table(own_table)
+    bias = bias and bias.with_table(own_table)
+    q, k, v = parts
     with CountCollectives() as forward:
         y, its = ring_attention(
-            *(parts[0], parts[1], parts[2], layout),
-            seed=3,
-            sinks=own_sinks,
-            bias=bias,
-            balanced=balanced,
-            return_lse=True,
-            **options,
+            *(q, k, v, layout, group), bias=bias, balanced=balanced, return_lse=True, **options
         )
     with CountCollectives() as backward:
         torch.autograd.backward((y, its), (mine(grad), mine(sums)))
-    tolerance = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {}
+    tolerance = {"rtol": 1e-10, "atol": 1e-12} if wide else {}
     torch.testing.assert_close(y, mine(expected), **tolerance)
     torch.testing.assert_close(its, mine(lse), **tolerance)
     for part, gradient in zip(parts, wanted[:3], strict=True):
         torch.testing.assert_close(part.grad, mine(gradient), **tolerance)
-    if own_sinks is not None:
-        dist.all_reduce(own_sinks.grad)
-        torch.testing.assert_close(own_sinks.grad, wanted[3], **tolerance)
-        dist.all_reduce(own_table.grad)
-        torch.testing.assert_close(own_table.grad, wanted[4], **tolerance)
-    sent = _sum_over_ranks([c.bytes["send"] for c in (forward, backward)])
-    # Keys and values go out twice, and their gradients come back once.
-    size = sends[balanced] * (parts[1].nbytes + parts[2].nbytes) // (1 + balanced)
-    assert sent == [size, 2 * size], sends
-    if not balanced:
-        counts = _sum_over_ranks([c.calls["send"] for c in (forward, backward)])
-        assert counts == [sends[0], 2 * sends[0]]
+    for leaf, gradient in zip(
+        [*[options["sinks"]] * has_sinks, *[own_table] * has_table], wanted[3:], strict=True
+    ):
+        dist.all_reduce(leaf.grad, group=group if dim else None)
+        gradient = half(gradient, 0 if dim == 1 else None)
+        torch.testing.assert_close(leaf.grad, gradient, **tolerance)
+    if dim is None:
+        sent = _sum_over_ranks([c.bytes["send"] for c in (forward, backward)])
+        # Keys and values go out twice, and their gradients come back once.
+        size = sends[balanced] * (parts[1].nbytes + parts[2].nbytes) // (1 + balanced)
+        assert sent == [size, 2 * size], sends
+        if not balanced:
+            counts = _sum_over_ranks([c.calls["send"] for c in (forward, backward)])
+            assert counts == [sends[0], 2 * sends[0]]
 
 
 @on(PROCESSES)
 def test_balanced_processes_have_equal_work(rank: int) -> None:
     """There are 36 blocks below and on the diagonal."""
-    layout = BlockLayout.dense(LENGTH, block=16)
     work = []
     for balanced in (False, True):
-        _, parts, *_ = attention._divide_layout(layout, True, rank, PROCESSES, balanced)
+        _, parts, *_ = attention._divide_layout(DENSE, True, rank, PROCESSES, balanced)
         work.append(sum(part.count for part in parts.values()))
     every: list = [None] * PROCESSES
     dist.all_gather_object(every, work)
@@ -144,7 +176,7 @@ def test_balanced_processes_have_equal_work(rank: int) -> None:
 
 
 class _Sinking(torch.nn.Module):
-    """Attention with learnt sinks and slopes, followed by torch's dropout."""
+    """Attention with rotary positions, learnt sinks and slopes, followed by torch's dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,12 +184,12 @@ class _Sinking(torch.nn.Module):
         self.sinks = torch.nn.Parameter(torch.randn(4))
         self.register_buffer("slopes", SLOPES[0])
         layout = partial(BlockLayout.dense, block=16)
-        self.drop = torch.nn.Dropout(0.2)
+        self.drop, self.rotary = torch.nn.Dropout(0.2), torchweld.nn.RotaryEmbedding(8)
         self.attention = torchweld.nn.BlockSparseAttention(layout, 0.3, causal=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.mixed(x).unflatten(-1, (3, 4, 8)).transpose(1, 3).unbind(2)
-        y = self.attention(*parts, alibi_slopes=self.slopes, sinks=self.sinks)
+        q, k, v = self.mixed(x).unflatten(-1, (3, 4, 8)).transpose(1, 3).unbind(2)
+        y = self.attention(*self.rotary(q, k), v, alibi_slopes=self.slopes, sinks=self.sinks)
         return self.drop(self.out(y.transpose(1, 2).flatten(2)))
 
 
@@ -180,28 +212,233 @@ def test_a_module_learns_its_sinks(rank: int) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=1e-5, atol=1e-4)
 
 
+class _Attention(torch.nn.Module):
+    """With rotary positions, slopes, and torch's dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)
+        )
+        layout = partial(
+            BlockLayout.bigbird, block=16, num_heads=HEADS, different_layout_per_head=True
+        )
+        self.attention = torchweld.nn.BlockSparseAttention(layout, 0.3)
+        self.register_buffer("slopes", SLOPES[0])
+        self.drop, self.rotary = torch.nn.Dropout(0.2), torchweld.nn.RotaryEmbedding(HEAD)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in layers)
+        y = self.attention(*self.rotary(q, k), v, alibi_slopes=self.slopes)
+        return self.drop(self.o_proj(y.transpose(1, 2).flatten(2)))
+
+
+class _Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torchweld.nn.RMSNorm(WIDTH)
+        self.attention = _Attention()
+        self.mlp = torchweld.nn.GatedMLP(WIDTH, 48)
+        self.add = torchweld.nn.BiasDropoutAdd(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm(x))
+        return self.add(self.mlp(x), None, x)
+
+
+class _Model(torch.nn.Module):
+    """A layer and a dropout outside of the blocks too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(0.2)
+        self.blocks = torch.nn.ModuleList(_Block() for _ in range(2))
+        self.norm = torchweld.nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+@shares_rows
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on(4)
+def test_a_model_equals_one_process(rank: int, sequence_parallel: bool) -> None:
+    torch.manual_seed(0)
+    model = _Model()
+    x, grad = torch.randn(2, BATCH, LENGTH, WIDTH)
+    x.requires_grad_()
+    torch.manual_seed(1)
+    expected = model(x)
+    wanted = torch.autograd.grad(expected, [x, *model.parameters()], grad)
+    mesh = _mesh()
+    group = mesh.get_group("ring")
+    parallelize_module(model, mesh, tp_plan(model, sequence_parallel, ring=True))
+    part = ring_slice(x.detach(), 1, group).requires_grad_()
+    torch.manual_seed(1)
+    with CountCollectives() as counted:
+        y = model(part)
+    # Two sums and a slice of keys and values per block. With a sequence along tensor too, the first
+    # block cuts it and the last gathers it.
+    sums = {"all-gather": 4 + 1, "reduce-scatter": 4} if sequence_parallel else {"all-reduce": 4}
+    assert counted.calls == {**sums, "send": 2}
+    torch.testing.assert_close(y, ring_slice(expected, 1, group))
+    with CountCollectives() as counted:
+        y.backward(ring_slice(grad, 1, group))
+    # All gradients are summed along the ring together. In a block, norm's and o_proj.bias's are
+    # also summed along tensor if the sequence is sharded there.
+    reduces = 2 if sequence_parallel else sums["all-reduce"] + 1
+    assert counted.calls == {**sums, "all-reduce": reduces, "send": 4}
+    tolerance = {"rtol": 1e-5, "atol": 1e-4}  # sums of 256 rows of numbers around one
+    torch.testing.assert_close(part.grad, ring_slice(wanted[0], 1, group), **tolerance)
+    for (name, parameter), gradient in zip(model.named_parameters(), wanted[1:], strict=True):
+        assert parameter.grad.placements == parameter.placements, name
+        torch.testing.assert_close(parameter.grad.full_tensor(), gradient, **tolerance)
+
+
 @on(PROCESSES)
 def test_what_does_not_fit_is_named(rank: int) -> None:
-    q = torch.zeros(1, 1, 24, 8)
-    for layout in (BlockLayout.dense(96, block=16), BlockLayout.dense(64, block=16)):
-        with pytest.raises(ArgumentError, match="layout"):
-            ring_attention(q, q, q, layout)
+    """All processes refuse it; else one would wait for another that has raised an error."""
+    q, layout = torch.zeros(1, 1, 16, 8), BlockLayout.dense(64, block=16)
     with pytest.raises(ArgumentError, match="q and k"):
         ring_attention(q[0], q[0], q[0], layout)
-    q, layout = torch.zeros(1, 1, 16, 8), BlockLayout.dense(64, block=16)
     with pytest.raises(ArgumentError, match="2 chunk"):
         ring_attention(q, q, q, layout, balanced=True)
     with pytest.raises(ArgumentError, match="sinks"):
         ring_attention(q, q, q, layout, sinks=torch.zeros(2))
+    with pytest.raises(ArgumentError, match=r"key_padding_mask is .*; accepted: .*64"):
+        ring_attention(q, q, q, layout, key_padding_mask=torch.zeros(1, 16, dtype=torch.bool))
     with pytest.raises(ArgumentError, match="multiple of 8 chunks"):
         ring_slice(torch.zeros(1, 12), balanced=True)
-
-
-def test_parts_of_a_layout_make_the_whole() -> None:
-    for layout, causal, *_ in LAYOUTS.values():
-        whole = layout.causal() if causal else layout
-        for rows, columns in (((0, 32), (0, 64)), ((96, 128), (48, 128)), ((16, 16), (0, 128))):
-            part = whole.part(rows, columns).to_mask()
-            torch.testing.assert_close(part, whole.to_mask()[:, :, slice(*rows), slice(*columns)])
     with pytest.raises(ArgumentError, match="keys"):
         layout.part((0, 32), (8, 32))
+    with pytest.raises(ArgumentError, match="heads"):
+        BIGBIRD(num_heads=4).of_heads((0, 1), (2, 5))
+    q = torch.zeros(1, 1, 24, 8)
+    for layout in (BlockLayout.dense(96, block=16), BlockLayout.dense(64, block=16)):
+        with pytest.raises(ArgumentError, match="layout"):
+            ring_attention(q, q, q, layout)
+    mesh, model, at = _mesh(), _Model(), "blocks.0.attention.attention"
+    plan = tp_plan(model, ring=True)
+    with pytest.raises(ArgumentError, match="device_mesh"):
+        parallelize_module(model, mesh["tensor"], {at: plan[at]})
+    model.blocks[1].attention.attention = torchweld.nn.SoftmaxDropout()
+    with pytest.raises(ArgumentError, match=r"blocks\.1\.attention"):
+        tp_plan(model, ring=True)
+    q, group = torch.zeros(1, 2, 32, 8), mesh.get_group("ring")
+    for shard in (
+        Shard((1, 4, 64), (0, 0, 0)),
+        Shard((1, 4, 128, 8), (0, 0, 0, 0)),
+        Shard((1, 4, 64, 8), (0, 3, 0, 0)),
+        Shard((1, 4, 64, 8), (0, 0, 32, 0)),
+    ):
+        with pytest.raises(ArgumentError, match="shard"):
+            ring_attention(q, q, q, layout, group, shard=shard)
+    own = BlockLayout.bigbird(64, block=16, num_heads=4, different_layout_per_head=True)
+    with pytest.raises(ArgumentError, match="layout"):
+        ring_attention(q, q, q, own, group)
+
+
+# --- Rotary embeddings ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+@on(2)
+def test_rotary_shards(rank: int, backend: str) -> None:
+    """Queries and keys with different numbers of heads, sharded by heads."""
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(2, heads, 5, 8, generator=generator) for heads in (4, 2))
+    weight, table = torch.randn(8, generator=generator), torch.randn(7, 4, generator=generator)
+    positions = torch.tensor([[0, 1, 2, 0, 1], [6, 3, 0, 0, 5]])
+
+    def place(t: torch.Tensor, at: int | None) -> Any:
+        return distribute_tensor(t, mesh, [Replicate() if at is None else Cut(at)])
+
+    norms: dict[str, Any] = {"norm_eps": 1e-6, "norm_plus_one": True}
+    for at in (1, 0):  # heads, batch
+        given = [t.clone().requires_grad_() for t in (q, k, weight)]
+        shards = [place(q, at), place(k, at), place(weight, None)]
+        shards = [t.detach().requires_grad_() for t in shards]
+
+        def rotate(q: Any, k: Any, w: Any, angles: Any, positions: Any) -> Any:
+            own: Any = norms | {"q_norm_weight": w, "k_norm_weight": w}
+            return rotary_embedding_qk(q, k, angles.cos(), angles.sin(), positions, **own)
+
+        expected = rotate(*[*given, table, positions])
+        found = rotate(*[*shards, place(table, None), place(positions, None)])
+        sum(y.square().sum() for y in expected).backward()
+        sum(y.square().sum() for y in found).backward()
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.placements == (Cut(at),)
+            torch.testing.assert_close(mine.full_tensor(), theirs)
+        for mine, theirs in zip(shards, given, strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+
+    angles = place(table[:5], None)
+    across: dict[str, Any] = {"norm_eps": 1e-6, "norm_across_heads": True}
+    found = rotary_embedding(place(q, 0), angles.cos(), angles.sin(), **across)
+    expected = rotary_embedding(q, table[:5].cos(), table[:5].sin(), **across)
+    torch.testing.assert_close(found.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("heads", [4, 3])
+@on(2)
+def test_a_norm_across_shared_heads(rank: int, heads: int) -> None:
+    """A sum of squares a token travels, and back its gradient; uneven heads too."""
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, heads, 5, 8, generator=generator, dtype=torch.float64)
+    weight = torch.randn(heads * 8, generator=generator, dtype=torch.float64)
+    table = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+    for seq_dim, cut in ((-2, 1), (-3, 2)):
+        x = x if seq_dim == -2 else x.transpose(1, 2).contiguous()
+        for more in ({}, {"norm_plus_one": True}):
+            how: dict[str, Any] = {"norm_eps": 1e-6, "norm_across_heads": True, "seq_dim": seq_dim}
+            one = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+            shards = [
+                distribute_tensor(x, mesh, [Cut(cut)]).detach().requires_grad_(),
+                distribute_tensor(weight, mesh, [Replicate()]).detach().requires_grad_(),
+            ]
+            results = []
+            for given in (one, shards):
+                results.append(
+                    rotary_embedding(
+                        given[0], table.cos(), table.sin(), norm_weight=given[1], **how, **more
+                    )
+                )
+            assert results[1].placements == (Cut(cut),)
+            torch.testing.assert_close(results[1].full_tensor(), results[0])
+            for y in results:
+                y.sin().sum().backward()
+            for mine, theirs in zip(shards, one, strict=True):
+                torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+    with CountCollectives() as count:
+        rotary_embedding(shards[0].detach(), table.cos(), table.sin(), **how)
+    assert dict(count.bytes) == {"all-reduce": 2 * 5 * 8}  # batch, tokens, bytes
+    half = distribute_tensor(x.bfloat16(), mesh, [Cut(cut)])
+    y = rotary_embedding(half, table.cos().bfloat16(), table.sin().bfloat16(), **how)
+    plain = rotary_embedding(x.bfloat16(), table.cos().bfloat16(), table.sin().bfloat16(), **how)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.full_tensor(), plain)
+    with pytest.raises(torchweld.ArgumentError, match="norm_weight is of shape"):
+        rotary_embedding(half, table.cos(), table.sin(), norm_weight=weight[1:].bfloat16(), **how)
+
+
+@on(2)
+def test_positions_of_balanced_chunks(rank: int) -> None:
+    """Process r has chunks r and 2p - 1 - r; ring_slice gives their positions."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 2, 64, 8, generator=generator) for _ in range(3))
+    rotary, layout = torchweld.nn.RotaryEmbedding(8), BlockLayout.dense(64, block=16)
+    expected = functional.block_sparse_attention(
+        rotary(q, k)[0], rotary(q, k)[1], v, layout, causal=True
+    )
+    positions = ring_slice(torch.arange(64), 0, balanced=True)
+    own = [ring_slice(t, 2, balanced=True) for t in (q, k, v)]
+    q, k = rotary(own[0], own[1], positions)
+    found = ring_attention(q, k, own[2], layout, causal=True, balanced=True)
+    torch.testing.assert_close(found, ring_slice(expected, 2, balanced=True))

@@ -1,4 +1,4 @@
-"""A save is whole or absent, at whatever moment of it a process is killed."""
+"""Saves are whole or absent at every moment; examples/train.py resumes another strategy's run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor
 
 import declared
+import train
+from comparing import has_neighbours, shares_rows
 from processes import on, processes, starts
 from selection import WHOLE
 from torchweld.distributed import RowSharded, checkpoint
@@ -35,7 +38,7 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-def _train(strategy: str, steps: int) -> Any:
+def _take_steps(strategy: str, steps: int) -> Any:
     training = declared.start(S, STRATEGIES[strategy], 1, 2)
     for step in range(steps):
         _step(training, step)
@@ -100,7 +103,7 @@ def _writes(flags: Any) -> bool:
 @on(2)
 def test_each_moment_of_a_save_loads(rank: int, strategy: str, tmp_path: Path) -> None:
     """Copy the folder at each moment of a second save; each copy loads as one of both saves."""
-    path, training = str(tmp_path), _train(strategy, 1)
+    path, training = str(tmp_path), _take_steps(strategy, 1)
     training.save(f"{path}/saved", 1)
     contents = {1: _content(training)}
     _step(training, 1)
@@ -134,7 +137,7 @@ def _until_killed(rank: int, strategy: str, path: str, victim: int, moment: int)
     torch.set_num_threads(1)
     store, timeout = f"file://{path}/store", timedelta(seconds=20)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timeout)
-    training = _train(strategy, 1)
+    training = _take_steps(strategy, 1)
     training.save(f"{path}/saved", 1)
     torch.save(_content(training), f"{path}/1-{rank}")
     _step(training, 1)
@@ -152,7 +155,7 @@ def _until_killed(rank: int, strategy: str, path: str, victim: int, moment: int)
 
 
 def _load_whole(rank: int, strategy: str, path: str) -> None:
-    training = _train(strategy, 0)
+    training = _take_steps(strategy, 0)
     step = training.load(f"{path}/saved")
     assert all(map(torch.equal, _content(training), torch.load(f"{path}/{step}-{rank}")))
     training.save(f"{path}/saved", 3)  # what the interrupted save left is no obstacle
@@ -186,7 +189,7 @@ def test_a_killed_save(strategy: str, tmp_path: Path) -> None:
 @on(2)
 def test_a_full_disk_is_full_no_more(rank: int, tmp_path: Path) -> None:
     """What a failed save wrote is deleted before the next one writes, which needs its room."""
-    path, training = str(tmp_path), _train("zero3", 1)
+    path, training = str(tmp_path), _take_steps("zero3", 1)
     training.save(path, 1)
     write = dcp.FileSystemWriter.write_data
 
@@ -212,7 +215,7 @@ def test_a_full_disk_is_full_no_more(rank: int, tmp_path: Path) -> None:
 @on(2)
 def test_folders_that_are_refused(rank: int, tmp_path: Path) -> None:
     """All processes say what is wrong, and the model stays as it was."""
-    path, training = str(tmp_path), _train("zero3", 1)
+    path, training = str(tmp_path), _take_steps("zero3", 1)
     first = _content(training)
     for name in ("old", "new"):
         _step(training, 1)
@@ -254,7 +257,7 @@ def test_folders_that_are_refused(rank: int, tmp_path: Path) -> None:
 @on(2)
 def test_a_save_of_torchs_own(rank: int, tmp_path: Path) -> None:
     """A folder that torch's own save wrote loads, and is replaced; other files stay."""
-    path, training = str(tmp_path / "torch"), _train("zero3", 1)
+    path, training = str(tmp_path / "torch"), _take_steps("zero3", 1)
     before = _content(training)
     parameters, states = get_state_dict(
         training.model, training.optimizer, options=checkpoint._FLAT
@@ -269,3 +272,134 @@ def test_a_save_of_torchs_own(rank: int, tmp_path: Path) -> None:
     assert training.load(path) == 2
     names = sorted(name[:6] for name in os.listdir(path))
     assert names == [".metad", "notes-", "notes-", "step-2"]
+
+
+# --- examples/train.py ----------------------------------------------------------------------------
+
+
+SMALL = ["--width", "32", "--length", "32", "--layers", "2", "--steps", "2", "--max-norm", "0.3"]
+
+
+def _train(rank: int, arguments: list[str], path: Path) -> None:
+    record = train.train(train.options([*SMALL, *arguments]), torch.device("cpu"))
+    if rank == 0:
+        torch.save(record, path)
+
+
+def _run(count: int, folder: Path, *arguments: str) -> dict:
+    with processes(count) as some:
+        some.run(None, _train, list(arguments), folder / "record.pt")
+    return torch.load(folder / "record.pt")
+
+
+@cache
+def _alone(folder: Path, *arguments: str) -> dict:
+    return _run(1, folder, *arguments)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("train")
+
+
+# The example's own options; test_stack.py tries all strategies.
+CASES = [
+    (2, ["--strategy", "zero3", "--recompute", "selective", "--sparse"]),
+    (4, ["--strategy", "fsdp+tp", "--optimizer", "lamb", "--sparse"]),
+]
+
+
+@pytest.mark.parametrize(("count", "arguments"), CASES, ids=str)
+def test_strategies_learn_the_same(folder: Path, count: int, arguments: list[str]) -> None:
+    kept = [a for a in ("--sparse",) if a in arguments]
+    if "--optimizer" in arguments:
+        kept += ["--optimizer", arguments[arguments.index("--optimizer") + 1]]
+    found, wanted = _run(count, folder, *arguments), _alone(folder, *kept)
+    # Losses are rounded to 2**-24 of their size; two steps leave them within a few of those.
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-6)
+    assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+
+
+def test_goes_on_from_another_strategy(folder: Path) -> None:
+    """Two parts with different strategies and numbers of processes make one run."""
+    wanted = _alone(folder, "--steps", "3")["losses"]
+    for first, then in (
+        ((2, "zero1"), (2, "pp")),
+        ((2, "pp"), (4, "fsdp+tp")),
+        ((4, "zero3"), (1, "ddp")),
+    ):
+        saved = str(folder / f"{first[1]}-{then[1]}")
+        begun = _run(first[0], folder, "--strategy", first[1], "--steps", "2", "--save", saved)
+        ended = _run(then[0], folder, "--strategy", then[1], "--steps", "1", "--resume", saved)
+        assert begun["losses"] == pytest.approx(wanted[:2], rel=1e-6)
+        assert ended["losses"] == pytest.approx(wanted[2:], rel=1e-6)
+
+
+def test_one_bit(folder: Path) -> None:
+    """Its warm-up averages in float32, and so its first two losses are Adam's of one process."""
+    found = _run(2, folder, "--optimizer", "one_bit_adam", "--steps", "8")
+    wanted = _alone(folder, "--optimizer", "one_bit_adam", "--steps", "8")
+    assert found["losses"][:2] == pytest.approx(wanted["losses"][:2], rel=1e-6)
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-2)
+
+
+# Processes, the declaration, and options. test_stack.py and test_grid.py have others.
+DECLARED: list[Any] = [
+    (2, 'offload = "optimizer"\ndata = "zero2"', []),
+    (4, "pipeline = 2\ntensor = {size = 2, sequence = true}", []),
+    (4, 'data = {kind = "zero3", shard = 2}', []),
+    pytest.param(
+        *(2, 'pipeline = {size = 2, schedule = "zbv"}', ["--layers", "4"]), marks=has_neighbours
+    ),
+    pytest.param(4, "ring = 2\ntensor = {size = 2, sequence = true}", [], marks=shares_rows),
+    pytest.param(4, 'ring = 2\ndata = "zero3"', [], marks=shares_rows),
+]
+
+
+@pytest.mark.parametrize(("count", "declared", "more"), DECLARED)
+def test_a_declaration_in_a_file(
+    folder: Path, count: int, declared: str, more: list[str], tmp_path: Path
+) -> None:
+    """Two steps, and a third one after a checkpoint is loaded into another run."""
+    config, wanted = tmp_path / "parallel.toml", _alone(folder, *more, "--steps", "3")
+    config.write_text(f"[parallel]\n{declared}\n")
+    given, saved = ["--config", str(config), *more], str(tmp_path / "saved")
+    begun = _run(count, folder, *given, "--save", saved)
+    ended = _run(count, folder, *given, "--steps", "1", "--resume", saved)
+    for name, near in (("losses", 1e-6), ("norms", 1e-5)):
+        assert begun[name] + ended[name] == pytest.approx(wanted[name], rel=near), name
+
+
+REFUSED = {
+    "--width": ["--width", "30"],
+    "--resume": ["--resume", "nowhere"],
+    "--json": ["--json", "a-file/record.json"],
+    "--save": ["--save", "a-file/folder"],
+}
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_what_cannot_be_trained_is_refused_before(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a-file").write_text("[serial]")
+    with pytest.raises(SystemExit) as ended:
+        train.check(train.options(REFUSED[option]))
+    assert str(ended.value).startswith(option)
+
+
+@pytest.mark.parametrize("option", ["--rows", "--steps", "--width", "--microbatches", "--lr"])
+def test_numbers_are_checked(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.options([option, "0"])
+    assert option in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(folder: Path) -> None:
+    saved = str(folder / "of-adamw")
+    _run(1, folder, "--save", saved)
+    with pytest.raises(
+        Exception, match=r"--resume: .* is not of a model .* --optimizer one_bit_adam"
+    ):
+        _run(1, folder, "--resume", saved, "--optimizer", "one_bit_adam")

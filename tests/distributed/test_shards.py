@@ -1,27 +1,48 @@
-"""Contract 9: every op serves its declared shards without a collective, exactly."""
+"""Contract 9: ops, plans and fused models on shards, exactly, with declared collectives only."""
 
 # Parameters and results are DTensors, which torch's annotations do not say.
 # mypy: disable-error-code="attr-defined"
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
 
 import torchweld
-from comparing import shares_rows
+from comparing import assert_grads, shares_rows, whole_of
+from fusable import WIDTH as FUSABLE
+from fusable import FeedForward, Gated, NewGELU, PlainRMSNorm
 from oracle import TORCH, is_floating
 from processes import on
+from torchweld import functional
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.distributed import CountCollectives
+from torchweld.distributed.tensor.styles import (
+    FusedColwiseParallel,
+    FusedRowwiseParallel,
+    GatherInput,
+)
+from torchweld.errors import ArgumentError
+from torchweld.fusion import Weld
 from torchweld.registry import OPS, materialize
+from torchweld.sparse import BlockBias, BlockLayout
 
 # Batch norms are left out: their documentation says what one of a shard computes.
 # Tokens are routed all at once: experts_mlp gathers shards.
@@ -82,8 +103,7 @@ def test_shards_need_no_collective(rank: int, name: str) -> None:
         for result, whole in zip(found, expected, strict=True):
             assert result.placements == (Shard(dim),)
             torch.testing.assert_close(result.full_tensor(), whole)
-        for gradient, whole in zip(gradients, wanted, strict=True):
-            torch.testing.assert_close(gradient.full_tensor(), whole)
+        torch.testing.assert_close([gradient.full_tensor() for gradient in gradients], [*wanted])
 
 
 @on(2)
@@ -181,7 +201,6 @@ def _batch() -> torch.Tensor:
 @BACKENDS
 @on(2)
 def test_norms_of_a_sharded_sequence(rank: int, backend: str | None) -> None:
-
     mesh = init_device_mesh("cpu", (2,))
     model = _model()
     plan = {"1": SequenceParallel(), "3": SequenceParallel()}
@@ -199,3 +218,300 @@ def test_norms_of_a_sharded_sequence(rank: int, backend: str | None) -> None:
     reference.square().mean().backward()
     gradient = norms[3].weight.grad.full_tensor()
     torch.testing.assert_close(gradient, expected[3].weight.grad, rtol=1e-4, atol=1e-6)
+
+
+# --- Attention over a layout ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+@on(2)
+def test_shards_are_parts_of_the_whole(rank: int, backend: str) -> None:
+    """Heads with their own layouts, sinks and slopes, keys shared by heads; dropout too."""
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(1)
+    sinks, slopes = torch.randn(4, generator=generator), torch.rand(4, generator=generator)
+    padding = torch.rand(2, 50, generator=generator) < 0.2
+    layouts = [
+        BlockLayout.bigbird(50, block=16, num_heads=4, different_layout_per_head=True),
+        BlockLayout.sliding_window(50, window_size=(20, 0), block=16),
+        BlockLayout.from_scores(
+            torch.rand(2, 4, 4, 4, generator=generator), 2, block=16, seq_len=50
+        ),
+    ]
+
+    def run(*x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        options = {"sinks": sinks, "alibi_slopes": slopes, "key_padding_mask": padding}
+        attention: Any = torchweld.functional.block_sparse_attention
+        parts = [attention(*x, layout, dropout_p=0.3, **options) for layout in layouts]
+        return parts[0] + parts[1] + parts[2]
+
+    for key_heads in (4, 2):
+        shapes = [(2, heads, 50, 8) for heads in (4, key_heads, key_heads)]
+        whole = [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
+        expected = run(*whole)
+        wanted = torch.autograd.grad(expected.square().sum(), whole)
+        for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
+            parts = [
+                distribute_tensor(x.detach(), mesh, [placement]).requires_grad_() for x in whole
+            ]
+            y = run(*parts)
+            kept = Replicate() if placement == Shard(2) else placement
+            assert y.placements == (kept,)
+            torch.testing.assert_close(y.full_tensor(), expected)
+            y.square().sum().backward()
+            for part, grad in zip(parts, wanted, strict=True):
+                torch.testing.assert_close(part.grad.full_tensor(), grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+@on(2)
+def test_shards_with_biases(rank: int, backend: str) -> None:
+    """Numbers of pairs and tables, sharded by heads and replicated, and layouts by key head."""
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(1)
+    attention: Any = torchweld.functional.block_sparse_attention
+    blocks = torch.rand(2, 2, 4, 4, generator=generator) < 0.6
+    layout = BlockLayout.from_blocks(blocks, block=16, seq_len=50)
+    buckets = torch.arange(31) % 5
+    draw = lambda *shape: torch.randn(shape, generator=generator).requires_grad_()  # noqa: E731
+    q, k, v = draw(2, 4, 50, 8), draw(2, 2, 50, 8), draw(2, 2, 50, 12)
+
+    def spread(x: torch.Tensor, *placements: Any) -> Any:
+        return distribute_tensor(x.detach(), mesh, placements).requires_grad_()
+
+    for shape in ((2, 4, 50, 50), (1, 4, 50, 50), (2, 1, 50, 50), (50, 50), (4, 5), (1, 5)):
+        leaf = draw(*shape)
+        by_table = shape[-1] == 5
+        as_bias = lambda x, t=by_table: BlockBias.relative(x, buckets) if t else x  # noqa: E731
+        expected = attention(q, k, v, layout, bias=as_bias(leaf))
+        wanted = torch.autograd.grad(expected.square().sum(), [q, k, v, leaf])
+        for own in (Shard(0), Shard(1)):
+            fits = shape[0] == 4 and by_table and own == Shard(1)
+            for of_leaf in (Replicate(), *([Shard(0)] if fits else [])):
+                parts = [*(spread(x, own) for x in (q, k, v)), spread(leaf, of_leaf)]
+                y = attention(*parts[:3], layout, bias=as_bias(parts[3]))
+                assert y.placements == (own,)
+                torch.testing.assert_close(y.full_tensor(), expected)
+                y.square().sum().backward()
+                for part, grad in zip(parts, wanted, strict=True):
+                    found = part.grad.full_tensor()
+                    torch.testing.assert_close(found, grad, rtol=1e-4, atol=1e-5)
+    parts = [spread(x, Shard(1)) for x in (q, k, v)]
+    table = draw(4, 6)
+    with pytest.raises(ArgumentError, match=r"table is a DTensor .* sharded by heads"):
+        attention(*parts, layout, bias=BlockBias.relative(spread(table, Shard(1)), buckets))
+    for bias in (BlockBias.relative(table, buckets), draw(2, 4, 50, 50)):
+        with pytest.raises(ArgumentError, match="bias is a plain tensor"):
+            attention(*parts, layout, bias=bias)
+    for bias in (
+        spread(draw(50, 50), Replicate()),
+        BlockBias.relative(spread(table, Replicate()), buckets),
+    ):
+        with pytest.raises(ArgumentError, match="bias"):
+            attention(q, k, v, layout, bias=bias)
+
+
+# --- tp_plan and its styles -----------------------------------------------------------------------
+
+
+FEATURES, HIDDEN = 24, 48
+
+
+@on(2)
+def test_one_sum_each_way(rank: int) -> None:
+    """Column, activation on the shard, row: one all-reduce forward and one backward."""
+    mesh = init_device_mesh("cpu", (2,))
+    row = FusedRowwiseParallel()
+    for build, plan in (
+        (torchweld.nn.MLP, {"fc1": FusedColwiseParallel(), "fc2": row}),
+        (
+            torchweld.nn.GatedMLP,
+            {"": GatherInput(Replicate(), "x")}
+            | {
+                "gate_proj": FusedColwiseParallel(),
+                "up_proj": FusedColwiseParallel(),
+                "down_proj": row,
+            },
+        ),
+    ):
+        torch.manual_seed(0)
+        model = build(FEATURES, HIDDEN, dtype=torch.float64)
+        x = torch.randn(6, FEATURES, dtype=torch.float64, requires_grad=True)
+        expected = model(x)
+        expected.square().sum().backward()
+        wanted = {name: p.grad for name, p in model.named_parameters()} | {"x": x.grad}
+        model.zero_grad()
+        x.grad = None
+        parallelize_module(model, mesh, plan)
+        with CommDebugMode() as seen, CountCollectives() as forward:
+            y = model(x)
+        with CommDebugMode() as seen_back, CountCollectives() as backward:
+            y.square().sum().backward()
+        assert seen.get_total_counts() == seen_back.get_total_counts() == 1  # torch's own count
+        assert forward.calls == backward.calls == {"all-reduce": 1}
+        assert forward.bytes == backward.bytes == {"all-reduce": x.nbytes}
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(x.grad, wanted.pop("x"))
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), wanted[name])
+
+
+@pytest.mark.parametrize("words", [8, 9, 1])
+@on(2)
+def test_an_embedding_by_rows(rank: int, words: int) -> None:
+    """A sharded embedding sums its parts once, and refuses the tokens that a whole one refuses."""
+    mesh = init_device_mesh("cpu", (2,))
+    for options in ({}, {"padding_idx": 0}, {"padding_idx": -1}):
+        torch.manual_seed(0)
+        model = torch.nn.Embedding(words, FEATURES, dtype=torch.float64, **options)
+        tokens = torch.randint(words, (3, 7))
+        expected = model(tokens)
+        upstream = torch.randn_like(expected)
+        expected.backward(upstream)
+        wanted = model.weight.grad
+        style = FusedRowwiseParallel(input_layouts=Replicate())
+        parallelize_module(model, mesh, style)
+        model.zero_grad()
+        with CountCollectives() as forward:
+            y = model(tokens)
+        assert forward.calls == {"all-reduce": 1}
+        assert forward.bytes == {"all-reduce": expected.nbytes}
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+        with CountCollectives() as backward:
+            y.backward(upstream)
+        assert not backward.calls
+        torch.testing.assert_close(model.weight.grad.full_tensor(), wanted)
+        for token in (-1, words):
+            with pytest.raises(IndexError, match="index out of range"):
+                model(torch.tensor([[0, token]]))
+
+
+@on(2)
+def test_functions_on_columns_and_rows(rank: int) -> None:
+    """linear_gelu on columns sends nothing; mlp one sum, and one for its input's gradient."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    shapes = [(6, FEATURES), (HIDDEN, FEATURES), (HIDDEN,), (FEATURES, HIDDEN)]
+    placements = [Replicate(), Shard(0), Shard(0), Shard(1)]
+    whole = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    parts = [
+        distribute_tensor(t.detach(), mesh, [p]).requires_grad_()
+        for t, p in zip(whole, placements, strict=True)
+    ]
+    with CountCollectives() as counted:
+        y = functional.linear_gelu(*parts[:3])
+    assert not counted.calls
+    assert y.placements == (Shard(1),)
+    for function, order in (
+        (functional.mlp, lambda x, w1, b1, w2: (x, w1, b1, w2, None)),
+        (functional.gated_mlp, lambda x, w1, _, w2: (x, w1, w1, w2)),
+    ):
+        results, gradients = [], []
+        for tensors in (whole, parts):
+            wanted = [t for t in tensors if function is functional.mlp or t.ndim > 1]
+            with CountCollectives() as counted:
+                results.append(function(*order(*tensors)))
+                loss = whole_of(results[-1]).square().mean()
+                gradients.append([whole_of(g) for g in torch.autograd.grad(loss, wanted)])
+        assert counted.calls["all-reduce"] == 2
+        torch.testing.assert_close(results[1].full_tensor(), results[0])
+        torch.testing.assert_close(gradients[1], gradients[0])
+
+
+# --- fuse() before and after wrappers -------------------------------------------------------------
+
+
+LAYERS = 1
+PLAN = {"1.fc1": ColwiseParallel, "1.fc2": RowwiseParallel} | {
+    "3.gate": ColwiseParallel,
+    "3.up": ColwiseParallel,
+    "3.down": RowwiseParallel,
+}
+_GATHERS: dict[str, Any] = {"output_layouts": Replicate()}
+
+
+def _layer() -> nn.Module:
+    parts = (nn.LayerNorm(FUSABLE), FeedForward(NewGELU()).eval(), PlainRMSNorm(), Gated(nn.SiLU()))
+    return nn.Sequential(*parts)
+
+
+def _fusable() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[_layer() for _ in range(LAYERS)])
+
+
+def _sharded(model: Any) -> nn.Module:
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def _sharded_finely(model: Any) -> nn.Module:
+    for layer in model:
+        for part in layer:
+            fully_shard(part)
+    return fully_shard(model)
+
+
+def _tensor_parallel(model: Any) -> nn.Module:
+    return _parallel(model, {name: style() for name, style in PLAN.items()})
+
+
+def _rows_before_the_activation(model: Any) -> nn.Module:
+    """Each process has a part of the sums that the activation takes."""
+    rows = RowwiseParallel(input_layouts=Replicate())
+    return _parallel(model, {"1.fc1": rows, "1.fc2": ColwiseParallel(**_GATHERS)})
+
+
+def _gathered(model: Any) -> nn.Module:
+    return _parallel(model, {"1.fc1": ColwiseParallel(**_GATHERS)})
+
+
+def _parallel(model: Any, plan: dict[str, Any]) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model:
+        parallelize_module(layer, mesh, plan)
+    return model
+
+
+def _replicated(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def _welds(model: nn.Module) -> set[str]:
+    found = model.named_modules()
+    return {name.removeprefix("module.") for name, m in found if isinstance(m, Weld)}
+
+
+@pytest.mark.parametrize(
+    ("distribute", "fuse_first"),
+    [
+        *itertools.product((_sharded, _replicated, _tensor_parallel), (False, True)),
+        (_sharded_finely, False),
+        (_rows_before_the_activation, False),
+        (_gathered, True),
+    ],
+)
+@on(2)
+def test_results_are_as_they_were(rank: int, distribute: Any, fuse_first: bool) -> None:
+    x = torch.randn(6, 8, FUSABLE, generator=torch.Generator().manual_seed(2))
+    plain = _fusable()
+    expected = plain(x)
+    expected.square().mean().backward()
+    model = distribute(torchweld.fuse(_fusable()) if fuse_first else _fusable())
+    keys = list(model.state_dict())
+    parameters = list(model.parameters())
+    torchweld.fuse(model)
+    assert _welds(model) == _welds(torchweld.fuse(_fusable()))
+    assert list(model.state_dict()) == keys
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    y = model(x)
+    torch.testing.assert_close(whole_of(y), expected, rtol=1e-4, atol=1e-5)
+    y.square().mean().backward()
+    assert_grads(model, plain, rtol=1e-4, atol=1e-6)
+    before = sum(isinstance(module, FSDPModule) for module in model.modules())
+    torchweld.unfuse(model)
+    assert not _welds(model)
+    assert sum(isinstance(module, FSDPModule) for module in model.modules()) == before
+    torch.testing.assert_close(whole_of(model(x)), expected, rtol=1e-4, atol=1e-5)

@@ -1,10 +1,9 @@
-"""ZeRO's recipes against one process, and memory_estimate against live storages."""
+"""ZeRO's recipes against one process, memory_estimate against live storages, and loss scaling."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
@@ -28,6 +27,7 @@ from torchweld.distributed import checkpoint
 from torchweld.distributed.data import zero
 from torchweld.distributed.layers import find_named_blocks
 from torchweld.distributed.pipelines import stages
+from torchweld.distributed.tensor.styles import ActivationParallel
 from torchweld.distributed.train import memory
 from torchweld.errors import ArgumentError
 
@@ -94,6 +94,24 @@ def _train(model: Any, optimizer: Any, dtype_of: _Model, part: slice) -> None:
         optimizer.zero_grad()
 
 
+def _divide(strategy: str, model: Any, kind: Any, **given: Any) -> tuple[Any, Any]:
+    """What is trained under a strategy, and its optimizer."""
+    mesh = init_device_mesh("cpu", (2,))
+    if strategy == "zero1":
+        trained = zero.zero1(model, mesh)
+        return trained, zero.zero1_optimizer(trained, kind, **given)
+    if strategy in ("zero2", "zero3"):
+        return getattr(zero, strategy)(model, mesh), kind(model.parameters(), **given)
+    trained = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if strategy == "ddp":
+        return trained, kind(model.parameters(), **given)
+    return trained, zero.RowSharded(model.parameters(), lambda some: kind(some, **given), mesh)
+
+
+def _half(rank: int) -> slice:
+    return slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
+
+
 KINDS: list[tuple[Any, dict[str, Any]]] = [(optim.AdamW, s) for s in SETTINGS]
 KINDS += [(optim.LAMB, {}), (optim.AdamW, {"max_grad_norm": 0.1})]
 
@@ -103,15 +121,10 @@ def test_states_sharded_by_rows_equal_ddp(rank: int) -> None:
     """Bit for bit, except where norms are sums over ranks."""
     for kind, settings in KINDS:
         plain, mine = _model(settings), _model(settings)
-        part = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
         given = {"lr": 1e-2, "weight_decay": 0.1, **settings}
-        ddp = DistributedDataParallel(plain)
-        _train(ddp, kind(plain.parameters(), **given), plain, part)
-        mesh = init_device_mesh("cpu", (2,))
-        rows = zero.RowSharded(
-            mine.parameters(), lambda shards, k=kind, g=given: k(shards, **g), mesh
-        )
-        _train(DistributedDataParallel(mine), rows, mine, part)
+        _train(*_divide("ddp", plain, kind, **given), plain, _half(rank))
+        ddp, rows = _divide("zero1_rows", mine, kind, **given)
+        _train(ddp, rows, mine, _half(rank))
         exact = kind is optim.AdamW and "max_grad_norm" not in settings
         for found, expected in zip(mine.parameters(), plain.parameters(), strict=True):
             if exact:
@@ -125,23 +138,13 @@ def test_states_sharded_by_rows_equal_ddp(rank: int) -> None:
 
 
 @on(2)
-def test_recipes_equal_one_process(rank: int) -> None:
-    part = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
+def test_layers_without_hooks_equal_one_process(rank: int) -> None:
     given = {"lr": 1e-2, "eps": 1e-4}
     plain = _model({})
     _train(plain, optim.AdamW(plain.parameters(), **given), plain, slice(None))
-    mesh = init_device_mesh("cpu", (2,))
-    for stage, kind in ((1, _Model), *itertools.product((2, 3), (_Model, _ModelWithoutHooks))):
-        model = like = _model({}, kind=kind)
-        trained: Any
-        optimizer: Any
-        if stage == 1:
-            trained = zero.zero1(model, mesh)
-            optimizer = zero.zero1_optimizer(trained, optim.AdamW, **given)
-        else:
-            trained = (zero.zero2 if stage == 2 else zero.zero3)(model, mesh)
-            optimizer = optim.AdamW(model.parameters(), **given)
-        _train(trained, optimizer, like, part)
+    for strategy in ("zero2", "zero3"):
+        model = _model({}, kind=_ModelWithoutHooks)
+        _train(*_divide(strategy, model, optim.AdamW, **given), model, _half(rank))
         for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
             # Gradients are sums in another order; a step is lr at most, and by eps as smooth.
             torch.testing.assert_close(
@@ -179,8 +182,7 @@ def test_zero1_with_groups(rank: int, tmp_path: Path) -> None:
             assert checkpoint.load(tmp_path / "saved", model, optimizer) == 3
         step(model, optimizer, seed)
         step(one, single, seed)
-    for found, wanted in zip(model.module.parameters(), one.parameters(), strict=True):
-        torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close([*model.module.parameters()], [*one.parameters()])
 
 
 # --- Estimates ------------------------------------------------------------------------------------
@@ -205,23 +207,7 @@ def _measured(rank: int, strategy: memory.Strategy, kind: Any, settings: Any) ->
     expected = memory.memory_estimate(
         bare, kind(bare.parameters(), lr=1e-2, **settings), strategy, 2, rank=rank
     )
-    mesh = init_device_mesh("cpu", (2,))
-    trained: Any = model
-    optimizer: Any
-    if strategy == "zero1":
-        trained = zero.zero1(model, mesh)
-        optimizer = zero.zero1_optimizer(trained, kind, lr=1e-2, **settings)
-    elif strategy in ("zero2", "zero3"):
-        trained = getattr(zero, strategy)(model, mesh)
-        optimizer = kind(model.parameters(), lr=1e-2, **settings)
-    else:
-        trained = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        if strategy == "ddp":
-            optimizer = kind(model.parameters(), lr=1e-2, **settings)
-        else:
-            optimizer = zero.RowSharded(
-                model.parameters(), lambda shards: kind(shards, lr=1e-2, **settings), mesh
-            )
+    trained, optimizer = _divide(strategy, model, kind, lr=1e-2, **settings)
     for step in range(2):
         trained(_batch(bare, step)).float().square().mean().backward()
         if step == 0:
@@ -303,7 +289,6 @@ def test_gradients_that_are_only_added_up(rank: int) -> None:
 
 @on(2)
 def test_tensor_parallel_estimate(rank: int) -> None:
-
     model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
     optimizer = optim.AdamW(model.parameters())
     with pytest.raises(ArgumentError, match="parallelize_module"):
@@ -382,10 +367,7 @@ def _activations_under(rank: int, strategy: memory.Strategy) -> None:
     optimizer = optim.AdamW(model.parameters())
     x = torch.randn(1024, WIDTH)
     expected = memory.memory_estimate(model, optimizer, strategy, 2, example=(x,)).activations
-    if strategy in ("zero2", "zero3"):
-        trained = getattr(zero, strategy)(model, init_device_mesh("cpu", (2,)))
-    else:
-        trained = DistributedDataParallel(model)
+    trained, _ = _divide(strategy, model, optim.AdamW)
     trained(x).square().mean().backward()  # makes buffers
     with _Alive() as alive:
         y = trained(x)
@@ -457,19 +439,70 @@ def test_errors() -> None:
         memory.memory_estimate(model, optimizer, "zero4", 2)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="rank"):
         memory.memory_estimate(model, optimizer, "ddp", 2, rank=2)
-
-
-@pytest.mark.parametrize(
-    ("make", "kind"),
-    [(lambda m: [{"params": [*m.parameters()]}], "dict"), (nn.Module.named_parameters, "tuple")],
-)
-def test_rows_take_parameters_without_groups(make: Any, kind: str) -> None:
     mesh: Any = None  # it is not asked: the error comes first
-    with pytest.raises(ArgumentError, match=f"parameters is with a {kind}; accepted: .*groups"):
-        zero.RowSharded(make(nn.Linear(4, 4)), optim.AdamW, mesh)
+    for given, kind in (
+        ([{"params": [*model.parameters()]}], "dict"),
+        (model.named_parameters(), "tuple"),
+    ):
+        with pytest.raises(ArgumentError, match=f"parameters is with a {kind}; accepted: .*groups"):
+            zero.RowSharded(given, optim.AdamW, mesh)
 
 
 def test_layers_in_lists_of_lists() -> None:
     """As in Funnel: a list cannot be sharded by itself, since nobody calls it."""
     model = nn.Sequential(nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2)]))
     assert list(find_named_blocks(model)) == ["0.0.0", "0.1"]
+
+
+# --- Dynamic loss scaling: one rank's infinite gradient -------------------------------------------
+
+SCALED, BROKEN = 32, 2
+GIVEN: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}
+# The norm too: torch's scaler takes either only DTensors or none.
+PLAN = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ActivationParallel(Replicate())}
+
+
+def _scaled_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(SCALED, SCALED), nn.Linear(SCALED, SCALED)]
+    return nn.Sequential(*layers, torchweld.nn.LayerNorm(SCALED))
+
+
+def _compute_loss(model: Any, number: int, part: slice) -> torch.Tensor:
+    x = torch.randn(ROWS, SCALED, generator=torch.Generator().manual_seed(number))
+    return model(x[part]).square().mul(torch.arange(float(SCALED))).mean()
+
+
+@on(2)
+def test_a_step_is_left_out_on_all_ranks(rank: int) -> None:
+    """One rank's shard is infinite, or rows of DDP's average that belong to one rank."""
+    plain = _scaled_model()
+    optimizer: Any = optim.AdamW(plain.parameters(), **GIVEN)
+    for number in (n for n in range(4) if n != BROKEN):  # without a scaler, and without the step
+        _compute_loss(plain, number, slice(None)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for strategy in ("zero1", "zero1_rows", "zero2", "zero3", "tp"):
+        model: Any = _scaled_model()
+        if strategy == "tp":
+            trained = parallelize_module(model, init_device_mesh("cpu", (2,)), PLAN)
+            optimizer = optim.AdamW(model.parameters(), **GIVEN)
+        else:
+            trained, optimizer = _divide(strategy, model, optim.AdamW, **GIVEN)
+        poison = model[2].bias if strategy in ("zero1", "zero1_rows") else model[0].weight
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        for number in range(4):
+            part = slice(None) if strategy == "tp" else _half(rank)
+            scaler.scale(_compute_loss(trained, number, part)).backward()
+            if number == BROKEN and (poison is not model[0].weight or rank == 1):
+                grad = poison.grad.to_local() if isinstance(poison.grad, DTensor) else poison.grad
+                grad[..., -1] = torch.inf
+            if strategy == "zero1_rows":
+                optimizer.step(scaler)
+            else:
+                scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert scaler.get_scale() == 128.0, strategy
+        for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole_of(found.detach()), wanted, rtol=0, atol=1e-5)

@@ -383,7 +383,7 @@ class Strategy:
     run: Callable[[str, torch.dtype], Run]
     # Whether every sum has the order of one process, so that results are bitwise equal.
     same_order: bool = False
-    in_ci: bool = True  # test_compiled_blocks.py compiles blocks after a plan
+    in_ci: bool = True  # test_plan_unknown.py compiles blocks after a plan
 
 
 STRATEGIES = {

@@ -13,8 +13,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+import offloading
 import torchweld
-from offloading import SimulatedTransfers, adamw, assert_same_run
+from offloading import SimulatedTransfers, adamw
 from torchweld import optim
 from torchweld.optim.offload import _activations
 from torchweld.optim.offload._policy import MARGIN
@@ -92,21 +93,15 @@ def train(model: Deep, optimizer: Any, micro: int = 1) -> None:
         optimizer.zero_grad()
 
 
-def assert_alike(
-    go: Callable[[Deep, Any], Any], clip: float | None = None, **arguments: Any
-) -> Any:
+def assert_alike(go: Callable[[Any, Any], Any], clip: float | None = None, **arguments: Any) -> Any:
     """The same calls with the optimizer and with its offloaded version, which is returned."""
-    runs = []
-    for make in (
-        lambda model: adamw(model.parameters(), max_grad_norm=clip),
-        lambda model: offload_of(model, clip_norm=clip, **arguments),
-    ):
-        model = Deep()
-        optimizer = make(model)
+
+    def run(model: Any, optimizer: Any) -> Any:
         go(model, optimizer)
-        runs.append((model, optimizer))
-    assert_same_run(runs[1], runs[0])
-    return runs[1][1]
+        return optimizer
+
+    settings = {"bucket_bytes": ONE, "clip_norm": clip} | arguments
+    return offloading.assert_alike(partial(adamw, max_grad_norm=clip), run, Deep, **settings)
 
 
 def take_steps(model: Any, optimizer: Any, *seeds: int) -> None:
@@ -198,10 +193,7 @@ def test_activations_come_back_ahead_of_their_use() -> None:
 
 
 def test_auto_follows_the_pressure() -> None:
-    """The device would raise an error on a lack of memory: it never does, and bits are equal.
-
-    "cpu" needs the parameters, the gradients and two activations; others use the rest, then less.
-    """
+    """Others use all but what "cpu" needs, then less: no lack of memory, and bits are equal."""
     fixed = 2 * sum(p.nbytes for p in Deep().parameters())
     most = sum(SAVED)
     capacity = int((fixed + 2 * ONE + most) / MARGIN)

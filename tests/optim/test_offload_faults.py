@@ -1,18 +1,21 @@
-"""Failures leave everything unchanged, and any order of calls has the effects of the optimizer."""
+"""Offload: failures change nothing, any order of calls, and the order of a GPU's copies."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import mmap
 import os
 import pickle
 import signal
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from offloading import (
@@ -32,11 +35,17 @@ from offloading import (
 from torchweld import optim
 from torchweld.errors import ArgumentError
 from torchweld.optim._codecs import Codec
+from torchweld.optim.offload._activations import Activations
 from torchweld.optim.offload._buckets import Bucket
 from torchweld.optim.offload._machine import (
+    CudaTransfers,
     Worker,
+    allocate_pages,
     count_default_threads,
 )
+
+# Varying numbers of backward passes before a step: gradients are sent again.
+MANY = [call for micro in (1, 3, 3, 2, 1) for call in (*["backward"] * micro, "step")]
 
 
 @settings(max_examples=15, deadline=None)
@@ -49,11 +58,12 @@ from torchweld.optim.offload._machine import (
     st.booleans(),
     st.sampled_from(["cpu", "auto"]),
 )
+@example(["break", "backward", "step"], False, "cpu")
+@example(["fail", "backward", "step"], False, "auto")
+@example(MANY, False, "cpu")
+@example(MANY, True, "cpu")
 def test_any_order_of_calls(calls: list[str], release: bool, placement: str) -> None:
-    """Actions between steps have the same effect as without offloading.
-
-    With "auto" the device has room for a part of the states.
-    """
+    """The effect is that without offloading; with "auto" there is room for a part of the states."""
     if release:  # others cannot write a gradient that has left
         calls = [call for call in calls if call != "clip"]
 
@@ -72,6 +82,9 @@ def test_any_order_of_calls(calls: list[str], release: bool, placement: str) -> 
             elif call == "fail":
                 _fail(model, 10 + at)
                 optimizer.zero_grad()
+            elif call == "break" and not release:  # the gradients before it stay
+                _fail(model, 10 + at)
+                assert not isinstance(optimizer, optim.Offload) or count_sent(optimizer)
             elif call == "skip":
                 model[0].requires_grad_(not model[0].weight.requires_grad)
             elif call == "save":
@@ -110,25 +123,8 @@ def _fail(model: torch.nn.Module, seed: int) -> None:
             loss.backward()
 
 
-@pytest.mark.parametrize("clears", [True, False])
-def test_an_exception_in_the_backward(clears: bool) -> None:
-    """zero_grad forgets gradients on the host; without it they stay."""
-
-    def go(model: Any, optimizer: Any) -> int:
-        take_steps(model, optimizer, 0, 1, 2, 3)
-        _fail(model, 8)
-        sent = count_sent(optimizer)
-        if clears:
-            optimizer.zero_grad()
-        take_steps(model, optimizer, 9)
-        return sent
-
-    assert assert_alike(adamw, go) > 0
-
-
 def test_no_room_for_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first step, after some states: nothing has stepped, and the step can be repeated."""
-
     model = small_model()
     optimizer = offloaded(adamw, release_gradients=True)(list(model.parameters()))
     backward(model, 0)
@@ -262,7 +258,6 @@ def test_a_forked_process_has_no_thread(has_gradients: bool) -> None:
 @pytest.mark.parametrize("whole", [False, True], ids=["step", "step in a function"])
 def test_a_compiled_step_is_left_out_of_graphs(whole: bool) -> None:
     """The numbers equal the step's own, and gradients leave as early."""
-
     torch.compiler.reset()
     model = small_model()
     optimizer = offloaded(adamw)(list(model.parameters()))
@@ -292,3 +287,213 @@ def test_a_compiled_step_is_left_out_of_graphs(whole: bool) -> None:
     expected = train(offloaded(adamw))
     assert_same_run((model, optimizer), expected[:2])
     assert sent == expected[2] > 0
+
+
+# --- The order of a GPU's copies relative to other work, without a GPU ----------------------------
+
+
+class Machine:
+    """Streams, events and page-locked memory that only record calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.locked: dict[int, int] = {}
+        self.status = 0
+        self.last_error = False
+        machine = self
+
+        class Stream:
+            count = 0
+
+            def __init__(self, device: Any = None) -> None:
+                Stream.count += device is not None
+                self.name = f"stream {Stream.count}" if device is not None else "training"
+
+            def wait_stream(self, other: Stream) -> None:
+                machine.log.append(f"{self.name} waits for {other.name}")
+
+            def wait_event(self, event: Event) -> None:
+                machine.log.append(f"{self.name} waits for {event.name}")
+
+            def synchronize(self) -> None:
+                machine.log.append(f"host waits for {self.name}")
+
+        class Event:
+            count = 0
+
+            def __init__(self, blocking: bool = False) -> None:
+                assert blocking
+
+            def record(self, stream: Stream) -> None:
+                Event.count += 1
+                self.name = f"event {Event.count} on {stream.name}"
+                machine.log.append(self.name)
+
+            def synchronize(self) -> None:
+                machine.log.append(f"host waits for {self.name}")
+
+        training = Stream()
+        running = [training]
+
+        @contextlib.contextmanager
+        def on(stream: Stream) -> Iterator[None]:
+            running.append(stream)
+            yield
+            running.pop()
+
+        def copy(target: Any, source: Any, non_blocking: bool = False) -> None:
+            assert non_blocking
+            machine.log.append(f"copy on {running[-1].name}")
+
+        def record(tensor: Any, stream: Stream) -> None:
+            machine.log.append(f"memory stays for {stream.name}")
+
+        class Runtime:
+            @staticmethod
+            def cudaHostRegister(address: int, count: int, flags: int) -> int:  # noqa: N802
+                if machine.status == 0:
+                    machine.locked[address] = count
+                machine.last_error |= machine.status != 0
+                return machine.status
+
+            @staticmethod
+            def cudaHostUnregister(address: int) -> int:  # noqa: N802
+                del machine.locked[address]
+                machine.log.append("unlocked")
+                return 0
+
+        real_empty = torch.empty
+
+        def empty(*size: Any, device: Any = None, **options: Any) -> Any:
+            return real_empty(*size, **options)
+
+        def fill(tensor: Any, value: float) -> None:
+            if machine.last_error:  # as a launch of torch's does
+                machine.last_error = False
+                raise RuntimeError("CUDA error: invalid argument")
+
+        self.on = on
+        self.training, self.other = training, Stream()
+        self.other.name = "other"
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "stream", on)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: running[-1])
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
+        monkeypatch.setattr(torch, "empty", empty)
+        monkeypatch.setattr(torch.Tensor, "fill_", fill)
+        monkeypatch.setattr(torch.Tensor, "copy_", copy)
+        monkeypatch.setattr(torch.Tensor, "record_stream", record)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+def transfers(pins: bool = True) -> CudaTransfers:
+    return CudaTransfers(torch.device("cuda", 0), pins)
+
+
+@pytest.mark.parametrize("way", ["fetch", "give"])
+def test_the_order_of_copies(machine: Machine, way: str) -> None:
+    """After what made or reads the tensors; their memory stays; only asked, the host waits."""
+    ours, copies = transfers(), [(torch.ones(2), torch.empty(2))]
+    own, others = ("stream 1", "stream 2") if way == "fetch" else ("stream 2", "stream 1")
+    first = getattr(ours, way)(copies * 2)
+    copied = [f"copy on {own}", f"memory stays for {own}"]
+    assert machine.log == [f"{own} waits for training", *copied * 2, f"event 1 on {own}"]
+    machine.log.clear()
+    first.synchronize()
+    ours.join()  # what reads parameters comes after they have returned
+    assert machine.log == [f"host waits for event 1 on {own}", "training waits for stream 2"]
+    machine.log.clear()
+    (ours.give if way == "fetch" else ours.fetch)([], first)
+    waits = [f"{others} waits for training", f"{others} waits for event 1 on {own}"]
+    assert machine.log == [*waits, f"event 2 on {others}"]
+
+
+def test_memory_is_locked_as_it_is(machine: Machine) -> None:
+    """Not rounded to powers of two; unlocked before it is freed, or when everything is."""
+    ours = transfers()
+    buffers = [torch.empty(100, dtype=torch.uint8), torch.empty(3, dtype=torch.uint8)]
+    for buffer in [*buffers, torch.empty(0)]:
+        ours.pin(buffer)
+    assert sorted(machine.locked.values()) == [3, 100]
+    ours.unpin(buffers[0])
+    assert list(machine.locked.values()) == [3]
+    waits = ["host waits for stream 1", "host waits for stream 2"]
+    assert machine.log == [*waits, "unlocked"]
+    ours.unpin(buffers[0])
+    machine.log.clear()
+    ours.fetch([(torch.ones(3), torch.ones(3))])
+    del ours
+    assert not machine.locked
+    # What goes with a copy under way waits for it first.
+    assert machine.log[-3:] == [*waits, "unlocked"]
+
+
+def test_locked_memory_begins_on_a_page() -> None:
+    """Two locked buffers share no page, whatever their sizes."""
+    buffers = [allocate_pages(nbytes) for nbytes in (0, 1, 64, 4097, 100_000) * 3]
+    assert [b.nbytes for b in buffers] == [0, 1, 64, 4097, 100_000] * 3
+    pages: set[int] = set()
+    for buffer in buffers:
+        first, last = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
+        assert buffer.nbytes == 0 or first % mmap.PAGESIZE == 0
+        covered = set(range(first // mmap.PAGESIZE, -(-last // mmap.PAGESIZE)))
+        assert not covered & pages
+        pages |= covered if buffer.nbytes else set()
+        # The page may be shared with memory that is not locked.
+        assert buffer.untyped_storage().nbytes() - buffer.nbytes < mmap.PAGESIZE
+
+
+def _offloaded(count: int) -> tuple[Activations, list[Any]]:
+    """Saved tensors that left, as the calls that return them, and who keeps them."""
+    ours = Activations(transfers(), torch.device("cpu"), around=8)
+    saved: list[Any] = []
+    with ours.intercept(1):
+        saved = [ours._pack(torch.ones(2)) for _ in range(count)]
+    return ours, saved
+
+
+def test_a_piece_waits_for_its_own_copy(machine: Machine) -> None:
+    """Not for the piece that is prefetched behind it, and the host waits for nothing."""
+    _, saved = _offloaded(3)
+    machine.log.clear()
+    saved[2]()
+    device_waits = [line for line in machine.log if line.startswith("training waits")]
+    assert device_waits == ["training waits for event 4 on stream 2"]
+    machine.log.clear()
+    saved[1]()  # prefetched, as event 5
+    device_waits = [line for line in machine.log if line.startswith("training waits")]
+    assert device_waits == ["training waits for event 5 on stream 2"]
+    assert not any("host waits" in line for line in machine.log)
+    machine.log.clear()
+    with machine.on(machine.other):  # two streams read one tensor: its memory stays for both
+        saved[1]()
+    assert machine.log == ["other waits for event 5 on stream 2", "memory stays for other"]
+
+
+def test_a_chunk_is_filled_again_after_it_was_read(machine: Machine) -> None:
+    """A copy from the host that nobody waited for, as after a failed backward pass."""
+    ours, saved = _offloaded(2)
+    saved[1]()  # prefetches the other one, which is never read
+    saved.clear()
+    machine.log.clear()
+    again = [ours._pack(torch.ones(2)) for _ in range(2)]
+    waits = sorted(line for line in machine.log if line.startswith("stream 1 waits for event"))
+    assert waits == [f"stream 1 waits for event {at} on stream 2" for at in (3, 4)]
+    del again
+
+
+def test_memory_that_cannot_be_locked(machine: Machine) -> None:
+    """Nor does the failure come up again in the next kernel's check."""
+    machine.status = 2
+    with pytest.raises(MemoryError, match=r"100 bytes .* pin_memory=False"):
+        transfers().pin(torch.empty(100, dtype=torch.uint8))
+    assert not machine.last_error
+    assert not machine.locked
+    without = transfers(pins=False)
+    without.pin(torch.empty(100, dtype=torch.uint8))
+    assert not machine.locked

@@ -261,10 +261,7 @@ def test_an_8_bit_step_is_a_float32_step_between_codes() -> None:
 
 @pytest.mark.parametrize("loaded", [False, True])
 def test_an_8_bit_second_moment_stays_where_the_first_does(loaded: bool, backend: str) -> None:
-    """Small gradients among large ones, then none: no moment is divided by a root of zero.
-
-    `loaded`: after a first step with float32 states.
-    """
+    """Small gradients among large ones, then none: no moment is divided by a root of zero."""
     moved = {}
     for state_dtype in (torch.float32, "8bit"):
         p = torch.zeros(16, 256, requires_grad=True)

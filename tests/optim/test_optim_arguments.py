@@ -1,17 +1,21 @@
-"""Optimizers' arguments: signatures, errors that name what is wrong, and kernels' own checks."""
+"""Arguments and settings of optimizers: signatures, errors that name what is wrong, and C++."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+import re
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 
 import torchweld
-from optimizers import draw, draw_grads, run, run_bits, same, snapshot
+from optimizers import BY_RULE, U, draw, draw_grads, run, run_bits, same, snapshot
 from torchweld import optim
+from torchweld.ops.optimizer import passes
 from torchweld.ops.optimizer.orthogonal import QUINTIC
+from torchweld.ops.optimizer.rule import RULES, Rule
 from torchweld.optim import lr_scheduler
 
 CLASSES: dict[str, type[Any]] = {
@@ -140,6 +144,14 @@ AS_ARGUMENTS: list[Refused] = [
     (optim.TransformersAdafactor, FIXED | {"warmup_init": True}, "warmup_init", "relative_step"),
     (optim.TransformersAdafactor, {"eps": (-1.0, 1e-3)}, "eps", ">= 0"),
     (optim.Muon, {"differentiable": True}, "differentiable", "False"),
+    *(
+        (kind, {"freeze_step": 2} | {name: value}, name, str(value))
+        for kind in (optim.OneBitAdam, optim.OneBitLAMB)
+        for name, value in (
+            *(("freeze_step", 0), ("state_dtype", "8bit"), ("max_grad_norm", 1.0)),
+            ("error_dtype", torch.float16),
+        )
+    ),
     # The optimizer's, which no group has.
     (_group, {"max_grad_norm": 1.0}, "max_grad_norm", "the optimizer's"),
     (_group, {"ema_decay": 0.9}, "ema_decay", "optimizer"),
@@ -251,14 +263,25 @@ def test_a_step_that_cannot_be_taken_writes_nothing(backend: str) -> None:
     assert same(snapshot(params, optimizer), before)
 
 
-def test_complex_parameters_of_adafactor() -> None:
-    z = torch.zeros(4, 4, dtype=torch.complex64, requires_grad=True)
-    z.grad = torch.ones_like(z)
-    with pytest.raises(torchweld.ArgumentError, match="complex"):
-        optim.Adafactor([z]).step()
-
-
 # --- Kernels' own checks ----------------------------------------------------------------------
+
+
+def _call(op: Any, settings: tuple[Any, ...], **changed: Any) -> None:
+    """A step of a parameter of [4, 300] by this op, which may refuse it before it writes."""
+    x = torch.zeros(4, 300)
+    given: dict[str, Any] = {
+        **{"params": [x], "grads": [torch.ones_like(x)], "masters": []},
+        "moments": [x.to(torch.uint8) for _ in range(2)],
+        "absmaxes": [torch.zeros(4, 2) for _ in range(2)],
+        **{"new_absmaxes": [], "steps": [torch.tensor(0.0)], "edges": []},
+        **{"rounding_offsets": [], "companions": [], "lr": torch.tensor(1.0)},
+        **dict.fromkeys(("ratios", "grad_scale", "clip", "found_inf", "sums", "each")),
+        "wholes": [],
+    }
+    try:
+        op(*(given | changed).values(), *settings)
+    finally:
+        assert changed.get("params") or not x.any()
 
 
 def test_kernels_refuse_by_themselves() -> None:
@@ -266,26 +289,7 @@ def test_kernels_refuse_by_themselves() -> None:
     adam, absmaxes = torch.ops.torchweld.adam.cpu, torch.ops.torchweld.adam_absmaxes.cpu
 
     def call(of: Any = adam, **changed: Any) -> None:
-        given: dict[str, Any] = {
-            "params": [torch.zeros(4, 300)],
-            "grads": [torch.ones(4, 300)],
-            "masters": [],
-            "moments": [torch.zeros(4, 300, dtype=torch.uint8) for _ in range(2)],
-            "absmaxes": [torch.zeros(4, 2) for _ in range(2)],
-            "new_absmaxes": [],
-            "steps": [torch.tensor(0.0)],
-            "edges": [],
-            "rounding_offsets": [],
-            "companions": [],
-            "lr": torch.tensor(1.0),
-            "ratios": None,
-        }
-        given |= changed
-        try:
-            numbers: tuple[Any, ...] = (None, None, None, None, given.pop("each", None), [])
-            of(*given.values(), *numbers, 0.9, 0.999, 1e-8, 0.0, True, False, False)
-        finally:
-            assert changed.get("params") or not given["params"][0].any()
+        _call(of, (0.9, 0.999, 1e-8, 0.0, True, False, False), **changed)
 
     def cut(*edges: int, pieces: int = 2, dtype: torch.dtype = torch.int64) -> dict[str, Any]:
         both = ([torch.zeros(4, pieces) for _ in range(2)] for _ in range(2))
@@ -352,47 +356,110 @@ def test_kernels_refuse_by_themselves() -> None:
 
 def test_adafactors_kernels_refuse_by_themselves() -> None:
     """Averages that do not fit, called past Python's checks."""
-    x = torch.zeros(4, 6)
-    settings = (-0.8, 0.0, 1e-7, 1e-3, 1.0, 0.0, 0.0, True, False, True, False)
-    step = torch.ops.torchweld.adafactor.cpu
-    squares = torch.ops.torchweld.adafactor_squares.cpu
+    step, squares = torch.ops.torchweld.adafactor.cpu, torch.ops.torchweld.adafactor_squares.cpu
 
-    def call(
-        moments: list[torch.Tensor],
-        params: Any = None,
-        sums: Any = None,
-        wholes: Any = (),
-        of: Any = step,
-    ) -> None:
-        given = [x.clone()] if params is None else params
-        steps, grads = [torch.tensor(0.0) for _ in given], [torch.ones_like(p) for p in given]
-        lists: tuple[list[torch.Tensor], ...] = (
-            given,
-            grads,
-            [],
-            moments,
-            [],
-            [],
-            steps,
-            [],
-            [],
-            [],
-        )
-        of(*lists, torch.tensor(1.0), None, None, None, None, sums, None, wholes, *settings)
+    def call(of: Any = step, sizes: tuple[int, ...] = (4, 300), **changed: Any) -> None:
+        settings = (-0.8, 0.0, 1e-7, 1e-3, 1.0, 0.0, 0.0, True, False, True, False)
+        moments = [torch.zeros(size) for size in sizes]
+        _call(of, settings, **{"moments": moments, "absmaxes": []} | changed)
 
-    call([torch.zeros(4), torch.zeros(6)])
-    sums, wholes = torch.zeros(13, dtype=torch.float64), [8, 6, 48]
-    call([torch.zeros(4), torch.zeros(6)], None, sums, wholes, squares)
-    assert sums.tolist() == [6.0] * 4 + [4.0] * 6 + [0.0] * 3
-    for of_pass in ((sums[1:], wholes), (sums.float(), wholes), (sums, wholes[1:]), (None, wholes)):
-        with pytest.raises(RuntimeError):
-            call([torch.zeros(4), torch.zeros(6)], None, of_pass[0], of_pass[1], squares)
+    call(lr=torch.tensor(0.0))
+    sums, wholes = torch.zeros(307, dtype=torch.float64), [8, 300, 2400]
+    call(squares, sums=sums, wholes=wholes)
+    assert sums.tolist() == [300.0] * 4 + [4.0] * 300 + [0.0] * 3
+    params = [torch.zeros(4, 300), torch.zeros(4)]
+    lists = {"params": params, "grads": [torch.ones_like(p) for p in params]}
     for wrong in (
-        [torch.zeros(4)],
-        [torch.zeros(6), torch.zeros(4)],
-        [torch.zeros(4).double(), torch.zeros(6)],
+        {"of": squares, "sums": sums[1:], "wholes": wholes},
+        {"of": squares, "sums": sums.float(), "wholes": wholes},
+        {"of": squares, "sums": sums, "wholes": wholes[1:]},
+        {"of": squares, "sums": None, "wholes": wholes},
+        {"sizes": (4,)},
+        {"sizes": (300, 4)},
+        {"moments": [torch.zeros(4).double(), torch.zeros(300)]},
+        {**lists, "steps": [torch.tensor(0.0) for _ in params], "sizes": (4, 4, 4, 4)},
     ):
         with pytest.raises(RuntimeError):
-            call(wrong)
-    with pytest.raises(RuntimeError):
-        call([torch.zeros(4)] * 4, [x.clone(), torch.zeros(4)])
+            call(**wrong)  # type: ignore[arg-type]
+
+
+# --- Settings that C++ and Python agree on --------------------------------------------------------
+
+
+CORE = Path(__file__).resolve().parents[2] / "csrc" / "core"
+IN_PYTHON = {"double": float, "bool": bool}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_the_struct_of_settings_is_the_schema(rule: Rule) -> None:
+    """Field by field, in every op of the rule: the stable ABI checks neither names nor types."""
+    text = re.sub(r"//[^\n]*", "", next(CORE.rglob(f"{rule.name}.h")).read_text())
+    found = re.search(rf"struct {rule.settings.__name__} {{(.*?)}};", text, re.DOTALL)
+    assert found
+    fields = [
+        (field.strip(), IN_PYTHON[kind])
+        for kind, names in re.findall(r"(\w+) ([^;]+);", found[1])
+        for field in names.split(",")
+    ]
+    assert fields == list(get_type_hints(rule.settings).items())
+    ops = [name for name in torch._C._dispatch_get_all_op_names() if _is_of(rule, name)]
+    assert f"torchweld::{rule.name}.cpu" in ops
+    for name in ops:
+        schema = torch._C._get_schema(*name.split("."))
+        found_last = [(a.name, str(a.type)) for a in schema.arguments[-len(fields) :]]
+        assert found_last == [(field, kind.__name__) for field, kind in fields], name
+
+
+def _is_of(rule: Rule, op: str) -> bool:
+    return re.fullmatch(rf"torchweld::{rule.name}(_\w+)?\.\w+", op) is not None
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_every_setting_arrives_where_it_belongs(rule: Rule, backend: str) -> None:
+    """Change each in turn: the kernel's step changes as the reference's does.
+
+    Sums in another order make ratios that differ by a rounding, and steps of a few roundings more.
+    """
+
+    def stepped(name: str | None = None) -> list[torch.Tensor]:
+        params, optimizer = run(BY_RULE[rule.name], 2, shapes=[(8, 40)])
+        draw_grads(params, 2)
+        (task,) = optimizer._tasks()  # type: ignore[attr-defined]
+        if name is not None:
+            before = getattr(task.settings, name)
+            after = not before if isinstance(before, bool) else before * 0.5 + 0.125
+            task.settings = task.settings._replace(**{name: after})
+        with torch.no_grad():
+            passes.run(rule.passes, [task], lambda *_: None)
+        return snapshot(params, optimizer)
+
+    base = stepped()
+    for name in get_type_hints(rule.settings):
+        found = stepped(name)
+        with torchweld.use_backend("eager"):
+            expected = stepped(name)
+        assert not same(found, base), name
+        for a, b in zip(found, expected, strict=True):
+            assert ((a - b).abs() <= 8 * U * b.abs().max()).all(), name
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_missing_entries_are_added_and_others_kept(name: str, backend: str) -> None:
+    """One parameter lacks the entry, and has one that no step needs."""
+    params, optimizer = run(optim.AdamW, 2, shapes=[(8, 40)] * 3)
+    expected = draw(shapes=[(8, 40)] * 3)
+    reference = optim.AdamW(expected)
+    for p, e in zip(params, expected, strict=True):
+        reference.state[e] = {key: v.clone() for key, v in optimizer.state[p].items()}
+        e.data.copy_(p.detach())
+    reference.state[expected[1]][name].zero_()
+    del optimizer.state[params[1]][name]
+    optimizer.state[params[1]]["note"] = torch.ones(3)
+    for some, one in ((params, optimizer), (expected, reference)):
+        draw_grads(some, 5)
+        one.step()
+    for p, e in zip(params, expected, strict=True):
+        assert torch.equal(p, e)
+        for key, value in reference.state[e].items():
+            assert torch.equal(optimizer.state[p][key], value)
+    assert optimizer.state[params[1]]["note"].tolist() == [1.0] * 3

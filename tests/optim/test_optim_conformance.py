@@ -254,8 +254,7 @@ def test_schedulers_copies_and_checkpoints(name: str, given: Any) -> None:
                     scheduler.step(1.0) if late else scheduler.step()
             rates = [float(o.param_groups[0]["lr"]) for o in (mine, peer)]
             assert rates[0] == pytest.approx(rates[1], rel=1e-6)
-        for p, q in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(p, q, rtol=0, atol=4 * 20 * U * 10)
+        torch.testing.assert_close([*ours], [*theirs], rtol=0, atol=4 * 20 * U * 10)
     others = [copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -273,8 +272,7 @@ def test_schedulers_copies_and_checkpoints(name: str, given: Any) -> None:
         for p, s in zip(ours, start, strict=True):
             p.copy_(s)
     _step(ours, again, 9)
-    for p, e in zip(ours, expected, strict=True):
-        torch.testing.assert_close(p, e, rtol=0, atol=20 * U)
+    torch.testing.assert_close([*ours], [*expected], rtol=0, atol=20 * U)
 
 
 # --- Muon ---

@@ -37,8 +37,10 @@ from optimizers import (
 from torchweld import optim
 from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
 
-STATES = pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, "8bit"], ids=str)
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+STATE_DTYPES: list[Any] = [torch.float32, torch.bfloat16, "8bit"]
+PARAM_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+STATES = pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=str)
+DTYPES = pytest.mark.parametrize("dtype", PARAM_DTYPES, ids=str)
 # More columns than a warp has, in part and as a whole; more rows than chunks have 16 of.
 FACTORED = (*MATRICES, (40, 1100), (3, 7, 512), (1, 2052), (4500, 3))
 
@@ -125,49 +127,39 @@ def test_narrow_rows_that_a_warp_takes_together(
 # --- Memory -----------------------------------------------------------------------------------
 
 
-@STATES
-@DTYPES
-@pytest.mark.parametrize("offset", [0, 1, 2, 4])
+ANYWHERE: list[tuple[Any, Any, torch.dtype]] = [
+    *((optim.AdamW, of, dtype) for of in STATE_DTYPES for dtype in PARAM_DTYPES),
+    *((optim.TransformersAdafactor, torch.float32, dtype) for dtype in PARAM_DTYPES[:2]),
+]
+
+
+@pytest.mark.parametrize(("kind", "state_dtype", "dtype"), ANYWHERE, ids=str)
 def test_tensors_that_lie_anywhere(
-    dtype: torch.dtype, state_dtype: Any, offset: int, cuda_device: str
+    kind: Any, state_dtype: Any, dtype: torch.dtype, cuda_device: str
 ) -> None:
-    """Offset by some elements, of odd sizes; surrounding memory does not change."""
+    """Offset by some elements, of odd sizes: the same bits; surrounding memory does not change."""
     shapes = [(1,), (3,), (255,), (256,), (257,), (5, 300), (3, 255), (7, 514), (2, 1024)]
+    shapes += [(5000,), (4, 6, 8)]
+    places = [("cuda", offset) for offset in (0, 1, 2, 4)]
+    if kind is optim.AdamW:  # Adafactor's sums have another order than the reference's
+        places.insert(0, ("eager", 0))
     results = []
-    for backend in ("cuda", "eager"):
+    for backend, offset in places:
         room, others = Room(offset), Room(3 - offset % 4)
         params = [room.place(p).requires_grad_() for p in draw(dtype, shapes, cuda_device)]
-        optimizer = maker(optim.AdamW, {}, state_dtype)(params)
+        settings = {"beta1": 0.9, "lr": None} if kind is optim.TransformersAdafactor else {}
+        optimizer = maker(kind, settings, state_dtype)(params)
         for seed in range(2):
             draw_grads(params, seed)
             for p in params:
                 p.grad = others.place(p.grad)  # type: ignore[arg-type]
             with torchweld.use_backend(backend):
                 optimizer.step()
-        results.append(snapshot(params, optimizer))
-        room.assert_untouched()
-    assert same(*results)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_adafactors_tensors_lie_anywhere(dtype: torch.dtype, cuda_device: str) -> None:
-    """Offset by some elements: the same bits, and surrounding memory does not change."""
-    shapes = [(1,), (255,), (5000,), (5, 300), (3, 255), (7, 514), (2, 1024), (4, 6, 8)]
-    results = []
-    for offset in (0, 1, 2, 4):
-        room = Room(offset)
-        params = [room.place(p).requires_grad_() for p in draw(dtype, shapes, cuda_device)]
-        optimizer = optim.TransformersAdafactor(params, beta1=0.9)
-        for seed in range(2):
-            draw_grads(params, seed)
-            for p in params:
-                p.grad = room.place(p.grad)  # type: ignore[arg-type]
-            optimizer.step()
             for p in params if seed == 0 else ():
                 state = optimizer.state[p]
                 state |= {name: room.place(v) for name, v in state.items() if v.dim() > 0}
-        room.assert_untouched()
         results.append(snapshot(params, optimizer))
+        room.assert_untouched()
     assert all(same(found, results[0]) for found in results)
 
 
@@ -242,10 +234,7 @@ def _launches(call: Callable[[], Any], device: str) -> int:
 @pytest.mark.usefixtures("alone_on_the_gpu")
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, "8bit"], ids=str)
 def test_more_elements_than_31_bits_count(state_dtype: Any, cuda_device: str) -> None:
-    """Many repeated blocks of rows: each steps as it would by itself.
-
-    Without a GPU there are too few rows for that: then it only shows that the test is right.
-    """
+    """Repeated blocks of rows, each as by itself; without a GPU too few: the test is right."""
     (rows, width), copies = ((4096, 1024), 513) if cuda_device == "cuda" else ((8, 600), 5)
     generator = torch.Generator(cuda_device).manual_seed(0)
     values = [

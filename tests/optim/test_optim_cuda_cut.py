@@ -42,10 +42,7 @@ def _cut(
     bad: float = 0.0,
     rows: Any = CUT,
 ) -> tuple[Any, Any, list[torch.Tensor]]:
-    """An optimizer after a step, its batch as if rows were cut, and the underlying memory.
-
-    Tensors are offset by some elements; one gradient in 7 is bad. New absmaxes are still unknown.
-    """
+    """An optimizer after a step, its batch as if rows were cut, and the underlying memory."""
     shapes = [shape for shape, _ in rows]
     params, optimizer = run(make, 1, dtype, shapes, device, backend="eager")
     draw_grads(params, 1)

@@ -1,14 +1,19 @@
-"""Muon: its rule in float64, torch's class, orthogonality against the SVD, and its groups."""
+"""Muon, stacked experts, and 1-bit optimizers in one process."""
 
 from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
+import one_bit
 import selection
 import torchweld
 from optimizers import U, draw, draw_grads, draw_steps, in_float64, run, run_bits, same
@@ -89,10 +94,7 @@ def test_orthogonality(
     shape: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Singular values, by a float64 SVD, are no worse than from torch's iteration.
-
-    64 rows are multiplied in blocks.
-    """
+    """Singular values are no worse than from torch's iteration; 64 rows go in blocks."""
     monkeypatch.setattr(orthogonal, "_ON_CPU", orthogonal._ON_CPU._replace(blocks_from=64))
     generator = torch.Generator().manual_seed(3)
     n = min(shape)
@@ -127,10 +129,7 @@ def test_orthogonality(
 def test_bits_do_not_depend_on_the_batch(
     dtype: torch.dtype, gram: bool, is_filled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What makes every number of devices agree: a matrix's bits are its own.
-
-    A GPU's batches are filled with zeros, here to four of the smaller matrices.
-    """
+    """A matrix's bits are its own on any number of devices, also where zeros fill a GPU's batch."""
     limits = orthogonal._ON_CPU
     if is_filled:
         limits = orthogonal._ON_GPU._replace(batch=4 * 24 * 40)
@@ -234,22 +233,6 @@ def test_groups_of_a_model(rest: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert any(name == "lm_head.weight" for name, _ in asked[0]["params"])
 
 
-def test_offloaded_steps_have_the_same_bits() -> None:
-    results = []
-    for offloads in (False, True):
-        torch.manual_seed(0)
-        model = _Model()
-        optimizer: Any = optim.Muon(optim.muon_groups(model, verbose=False), lr=0.02)
-        if offloads:
-            optimizer = optim.Offload(optimizer, bucket_bytes=512)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.arange(11)).square().sum().backward()
-            optimizer.step()
-        results.append([p.detach() for p in model.parameters()])
-    assert same(*results)
-
-
 def test_regions_and_iterations_of_empty_matrices() -> None:
     group = optim.Muon(draw(shapes=[(4, 4)])).param_groups[0]
     iteration = find_iteration("Muon", group)
@@ -260,3 +243,216 @@ def test_regions_and_iterations_of_empty_matrices() -> None:
     zeros = torch.zeros(3, 5)
     orthogonalize_all([Matrix(zeros, iteration)])
     assert not zeros.any()
+
+
+# --- Stacked experts ------------------------------------------------------------------------------
+
+
+E, H, F, STEPS = 4, 24, 40, 6
+
+
+def _experts() -> torchweld.nn.ExpertsMLP:
+    torch.manual_seed(0)
+    return torchweld.nn.ExpertsMLP(E, H, F)
+
+
+def _train(
+    stacked: torchweld.nn.ExpertsMLP,
+    others: list[torch.Tensor],
+    read: Callable[[torch.Tensor], list[torch.Tensor]],
+    optimizers: list[Any],
+) -> None:
+    """Step both with the gradients of the stacked experts, whose last one gets no rows."""
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(30, H, generator=generator)
+        indices = torch.randint(0, E - 1, (30, 2), generator=generator)
+        optimizers[0].zero_grad()
+        stacked(x, indices, torch.rand(30, 2, generator=generator)).square().sum().backward()
+        grads = [part for p in stacked.parameters() for part in read(p.grad)]  # type: ignore[arg-type]
+        for other, grad in zip(others, grads, strict=True):
+            other.grad = grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def _make_rows(p: torch.Tensor) -> list[torch.Tensor]:
+    return [p.detach().flatten(1)]
+
+
+RULES: dict[str, Callable[[Any], Any]] = {
+    "8 bits": lambda params: optim.AdamW(params, 0.01, state_dtype="8bit", min_quantized_size=0),
+    "AdamW8bit": lambda params: optim.AdamW8bit(params, 0.01),
+    "Lion, 8 bits": lambda params: optim.Lion(
+        params, 1e-3, state_dtype="8bit", min_quantized_size=0
+    ),
+    "1 bit": lambda params: optim.OneBitAdam(params, 1e-4, freeze_step=2),
+    "1 bit, LAMB": lambda params: optim.OneBitLAMB(params, 0.01, freeze_step=2),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_stack_steps_as_a_matrix_with_a_row_an_expert(rule: str) -> None:
+    """So blocks of 8-bit states end with an expert, and shards of experts have the same bits."""
+    stacked = _experts()
+    before = [p.detach().clone() for p in stacked.parameters()]
+    others = [rows.clone().requires_grad_() for p in before for rows in _make_rows(p)]
+    optimizers = [RULES[rule](params) for params in ([*stacked.parameters()], others)]
+    _train(stacked, others, _make_rows, optimizers)
+    for p, q, old in zip(stacked.parameters(), others, before, strict=True):
+        assert not torch.equal(p[:-1], old[:-1])
+        if "1 bit" in rule:  # bits have no zero
+            assert torch.equal(p[-1], old[-1])
+        assert torch.equal(p.flatten(1), q)
+        state, other = (o.state[t] for o, t in zip(optimizers, (p, q), strict=True))
+        assert state.keys() == other.keys()
+        for name, entry in state.items():
+            if isinstance(entry, torch.Tensor):
+                assert torch.equal(entry.flatten(), other[name].flatten()), name
+
+
+def test_muon_takes_each_expert_as_a_matrix() -> None:
+    """An expert without rows has a gradient of zeros, and does not move."""
+    stacked, how = _experts(), {"lr": 0.02, "weight_decay": 0.0, "ns_dtype": torch.float32}
+    before = [p.detach().clone() for p in stacked.parameters()]
+    others = [matrix.clone().requires_grad_() for p in before for matrix in p]
+    groups = optim.muon_groups(stacked, verbose=False)
+    assert [name for name, _ in groups[0]["params"]] == ["gate_up", "down"]
+    optimizers: list[Any] = [optim.Muon(groups, **how), optim.Muon(others, **how)]
+    _train(stacked, others, lambda grad: [*grad.detach()], optimizers)
+    assert torch.equal(
+        torch.cat([p.flatten() for p in stacked.parameters()]),
+        torch.cat([p.flatten() for p in others]),
+    )
+    for p, old in zip(stacked.parameters(), before, strict=True):
+        assert torch.equal(p[-1], old[-1])
+        moved = (p[:-1] - old[:-1]).flatten(1).norm(dim=1)
+        # STEPS updates whose singular values are about one, times 0.02 and torch's factor.
+        least = 0.02 * min(p.shape[1:]) ** 0.5
+        assert bool((moved > least).all())
+
+
+# --- 1-bit optimizers in one process --------------------------------------------------------------
+
+
+KINDS = {"OneBitAdam": one_bit.Adam, "OneBitLAMB": one_bit.Lamb}
+BOTH = pytest.mark.parametrize("kind", KINDS)
+FREEZE = 4
+USED, EMPTY, UNUSED, FROZEN = "used", "empty", "unused", "frozen"
+
+
+def _drawn(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _params(sorts: list[str]) -> list[torch.Tensor]:
+    """Parameters of some sorts; used ones are of different shapes."""
+    found = []
+    for i, sort in enumerate(sorts):
+        shape = (0, 5) if sort == EMPTY else (3 + i, 5)
+        found.append(_drawn(i, shape).requires_grad_(sort != FROZEN))
+    return found
+
+
+def _step_used(params: list[torch.Tensor], sorts: list[str], optimizer: Any, step: int) -> None:
+    for i, (p, sort) in enumerate(zip(params, sorts, strict=True)):
+        if sort in (USED, EMPTY):
+            p.grad = _drawn(100 * step + i, tuple(p.shape))
+    optimizer.step()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    kind=st.sampled_from(list(KINDS)),
+    sorts=st.lists(st.sampled_from([USED, EMPTY, UNUSED, FROZEN]), min_size=1, max_size=5),
+)
+@example(kind="OneBitLAMB", sorts=[UNUSED])
+def test_parameters_without_elements_or_gradients(kind: str, sorts: list[str]) -> None:
+    """Those with gradients step as the published algorithm does without the others."""
+    params = _params(sorts)
+    optimizer = getattr(optim, kind)(params, lr=1e-2, freeze_step=FREEZE, weight_decay=0.01)
+    used = [i for i, sort in enumerate(sorts) if sort == USED]
+    arrays = [params[i].detach().numpy().copy() for i in used]
+    expected = KINDS[kind](arrays, 1, lr=1e-2, freeze_step=FREEZE, weight_decay=0.01)
+    before = [p.detach().clone() for p in params]
+    for step in range(FREEZE + 5):
+        _step_used(params, sorts, optimizer, step)
+        if used:
+            expected.step([[_drawn(100 * step + i, tuple(params[i].shape)).numpy() for i in used]])
+    for i, array in zip(used, arrays, strict=True):
+        np.testing.assert_allclose(params[i].detach().numpy(), array, rtol=1e-5, atol=1e-5)
+    others = [i for i in range(len(params)) if i not in used]
+    assert all(torch.equal(params[i].detach(), before[i]) for i in others)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"lr": 1e-2, "weight_decay": 0.1, "coeff_beta": 0.9},
+    {"lr": 3e-2, "betas": (0.8, 0.99), "coeff_beta": 0.5, "factor_clip": (0.9, 1.1)},
+    {"lr": 1e-2, "eps": 1e-3, "factor_threshold": 0.01, "trust_clip": (0.1, 0.7)},
+    {"lr": 2e-2, "factor_clip": (0.3, 0.6), "factor_threshold": 0.5},
+]
+
+
+def test_every_group_has_its_own_options() -> None:
+    """Every option differs in some group; also where a later group comes first."""
+    for options in (OPTIONS, OPTIONS[::-1]):
+        params = _params([USED] * len(options))
+        groups = [{"params": [p]} | each for p, each in zip(params, options, strict=True)]
+        optimizer = optim.OneBitLAMB(groups, freeze_step=FREEZE)
+        arrays = [p.detach().numpy().copy() for p in params]
+        expected = one_bit.Lamb(arrays, 1, options, freeze_step=FREEZE)
+        for step in range(FREEZE + 12):
+            _step_used(params, [USED] * len(params), optimizer, step)
+            expected.step([[p.grad.numpy() for p in params]])  # type: ignore[union-attr]
+            for p, array in zip(params, arrays, strict=True):
+                np.testing.assert_allclose(p.detach().numpy(), array, rtol=1e-5, atol=1e-5)
+
+
+@BOTH
+def test_new_parameters_after_the_warm_up(kind: str) -> None:
+    """They are refused where they come, and nothing changes; without a gradient they may stay."""
+    sorts = [USED, UNUSED]
+    params = _params(sorts)
+    optimizer = getattr(optim, kind)(params, freeze_step=FREEZE)
+    for step in range(FREEZE + 1):
+        _step_used(params, sorts, optimizer, step)
+    with pytest.raises(torchweld.ArgumentError, match="a new one"):
+        optimizer.add_param_group({"params": [torch.zeros(3, requires_grad=True)]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [torch.zeros(3)]})
+    params[1].grad = torch.ones_like(params[1])
+    with pytest.raises(torchweld.ArgumentError, match="a new one"):
+        optimizer.step()
+    assert params[1] not in optimizer.state or not optimizer.state[params[1]]
+    params[1].grad = None
+    _step_used(params, sorts, optimizer, FREEZE + 1)
+
+
+@BOTH
+def test_one_device(kind: str) -> None:
+    """Momenta of several devices could not be joined after the warm-up: said at once."""
+    params = [torch.zeros(3, requires_grad=True), torch.zeros(3, device="meta", requires_grad=True)]
+    with pytest.raises(torchweld.ArgumentError, match="on cpu, meta"):
+        getattr(optim, kind)(params, freeze_step=FREEZE)
+
+
+@BOTH
+def test_a_group_without_parameters(kind: str) -> None:
+    params = _params([USED])
+    optimizer = getattr(optim, kind)([{"params": []}, {"params": params}], freeze_step=FREEZE)
+    for step in range(FREEZE + 2):
+        _step_used(params, [USED], optimizer, step)
+    params[0].grad = torch.ones(3, 5).to_sparse()
+    with pytest.raises(torchweld.ArgumentError, match="a sparse"):
+        optimizer.step()
+    assert params[0].isfinite().all()
+
+
+def test_phases_of_groups_agree() -> None:
+    params = _params([USED, USED])
+    optimizer = optim.OneBitAdam([{"params": [p]} for p in params], freeze_step=FREEZE)
+    _step_used(params, [USED, USED], optimizer, 0)
+    state = optimizer.state_dict()
+    state["param_groups"][1]["steps_taken"] = FREEZE
+    with pytest.raises(torchweld.ArgumentError, match="as many in all groups"):
+        optimizer.load_state_dict(state)

@@ -1,7 +1,8 @@
-"""Rules that torch lacks, and those it has with other options: their papers in float64."""
+"""Rules that torch lacks, or options of them: papers in float64, averages, and cautious steps."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import torchweld
 from optimizers import (
     MATRICES,
     SHAPES,
@@ -18,12 +21,16 @@ from optimizers import (
     ScheduleFreeAdamW,
     U,
     draw,
+    draw_grads,
     draw_steps,
     in_float64,
     lamb,
     run,
+    same,
+    snapshot,
 )
 from torchweld import optim
+from torchweld.ops.optimizer.reference import read_param
 
 Params = list[torch.Tensor]
 FEW = ((7,), (33, 70), (16, 256), (40, 30))
@@ -281,3 +288,283 @@ def test_zeros_have_no_scale(make: Any, backend: str) -> None:
     make([zero, still], 0.5).step()
     assert zero.tolist() == pytest.approx([-0.5, 0.5, 0.0], rel=1e-5)
     assert still.tolist() == [2.0] * 3
+
+
+# --- Schedule-free --------------------------------------------------------------------------------
+
+
+THREE = ((7,), (33, 70), (16, 256))
+
+
+@pytest.mark.parametrize("masters", [False, True, "remainder", "remainder8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_modes_return_bit_for_bit(dtype: torch.dtype, masters: Any) -> None:
+    def make(p: Params) -> optim.ScheduleFreeAdamW:
+        return ScheduleFreeAdamW(p, lr=1e-2, master_weights=masters)
+
+    (params, optimizer), (others, twin) = (run(make, 5, dtype, THREE) for _ in range(2))
+    assert isinstance(optimizer, optim.ScheduleFreeAdamW)
+    before = snapshot(params, optimizer)
+    optimizer.eval()
+    optimizer.eval()
+    state = optimizer.state[params[1]]
+    y = before[1].double() if not masters or dtype == torch.float32 else None
+    if y is not None:  # x lies beyond y, seen from z
+        x = y + (y - state["z"].double()) / 9
+        unit = U if dtype == torch.float32 else 2.0**-8
+        assert ((params[1].double() - x).abs() <= 4 * unit * x.abs() + 4 * U).all()
+    assert not torch.equal(params[1], before[1])
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.train()
+    assert same(snapshot(params, optimizer), before)
+    optimizer.eval()
+    with pytest.raises(torchweld.ArgumentError, match=r"train\(\)"):
+        optimizer.step()
+    optimizer.train()
+    for some, one in ((params, optimizer), (others, twin)):
+        draw_grads(some, 7)
+        one.step()
+    assert same(snapshot(params, optimizer), snapshot(others, twin))
+    # A checkpoint of eval mode: the points of gradients return within their roundings.
+    optimizer.eval()
+    again = optim.ScheduleFreeAdamW([p.detach().clone() for p in params], master_weights=masters)
+    again.load_state_dict(saved)
+    assert not again.param_groups[0]["train_mode"]
+    assert again.param_groups[0]["k"] == 5
+
+
+def test_a_write_in_eval_mode_is_kept() -> None:
+    params, optimizer = run(ScheduleFreeAdamW, 3, shapes=THREE)
+    assert isinstance(optimizer, optim.ScheduleFreeAdamW)
+    optimizer.eval()
+    with torch.no_grad():
+        params[0].fill_(2.0)
+    z = optimizer.state[params[0]]["z"]
+    optimizer.train()
+    torch.testing.assert_close(params[0].detach(), 2 + (z - 2) * (1 - 0.9))
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_group_that_is_added_later_is_in_the_mode_of_the_others(mode: str) -> None:
+    """Each group's trajectory equals a separate optimizer's."""
+    first, second = torch.linspace(-1, 1, 12), torch.linspace(2, 3, 8)
+    together = [first.clone().requires_grad_(), second.clone().requires_grad_()]
+    apart = [first.clone().requires_grad_(), second.clone().requires_grad_()]
+    optimizer = optim.ScheduleFreeAdamW(together[:1], lr=0.1)
+    alone = [optim.ScheduleFreeAdamW([p], lr=0.1) for p in apart]
+    for each in (optimizer, *alone):
+        each.train()
+    for step in range(4):
+        if step == 2:
+            getattr(optimizer, mode)()
+            optimizer.add_param_group({"params": together[1:]})
+            if mode == "eval":
+                optimizer.train()
+        for i, (p, own) in enumerate(zip(together, apart, strict=True)):
+            p.grad = own.grad = torch.full_like(p, 0.3 - step)
+            if i == 0 or step >= 2:
+                alone[i].step()
+        optimizer.step()
+    for each in (optimizer, *alone):
+        each.eval()
+    assert same(together, apart)  # type: ignore[arg-type]
+
+
+def test_the_iterate_completes_sixteen_bits() -> None:
+    """z is float32 for bfloat16 parameters, with codes for the second moment."""
+    params, optimizer = run(
+        lambda p: ScheduleFreeAdamW(
+            p, state_dtype="8bit", master_weights="remainder8", min_quantized_size=0
+        ),
+        3,
+        torch.bfloat16,
+        THREE,
+    )
+    state = optimizer.state[params[1]]
+    assert state["z"].dtype == torch.float32
+    assert state["exp_avg_sq_codes"].dtype == torch.uint8
+    assert state["remainder"].dtype == torch.int8
+    assert (read_param(params[1].detach(), state["remainder"]) != params[1]).any()
+
+
+# --- Averages -------------------------------------------------------------------------------------
+
+
+MAKERS: dict[str, Any] = {
+    "AdamW": optim.AdamW,
+    "SGD": lambda p, **s: optim.SGD(p, momentum=0.9, **s),
+    "Lion": optim.Lion,
+    "LAMB": optim.LAMB,
+    "LARS": lambda p, **s: optim.LARS(p, trust_coefficient=1.0, **s),
+    "AdEMAMix": optim.AdEMAMix,
+    "Muon": lambda p, **s: optim.Muon([{"params": p[1:]}, {"params": p[:1], "rule": "lion"}], **s),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_average_of_torchs_model(name: str, dtype: torch.dtype, backend: str) -> None:
+    """AveragedModel's, which copies first and is updated after each step; training is unchanged."""
+    make = MAKERS[name]
+    params = draw(dtype, THREE)
+    model = torch.nn.ParameterList([p.detach().float() for p in params])
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    averaged.update_parameters(model)
+    optimizer = make(params, lr=1e-2, ema_decay=0.9)
+    for seed in range(5):
+        draw_grads(params, seed)
+        optimizer.step()
+        with torch.no_grad():
+            for copied, p in zip(model, params, strict=True):
+                copied.copy_(p)
+        averaged.update_parameters(model)
+    for p, expected in zip(params, averaged.module.parameters(), strict=True):
+        assert optimizer.state[p]["ema"].dtype == torch.float32
+        # torch's lerp rounds a product and a sum together.
+        torch.testing.assert_close(
+            optimizer.state[p]["ema"], expected.detach(), rtol=0, atol=5 * 2 * U * 5
+        )
+        assert not torch.equal(optimizer.state[p]["ema"], p.float())
+    plain, _ = run(lambda p: make(p, lr=1e-2), 5, dtype, THREE)
+    assert same([p.detach() for p in plain], [p.detach() for p in params])
+
+
+@pytest.mark.parametrize("masters", [True, "remainder", "remainder8"])
+def test_masters_are_averaged(masters: Any, backend: str) -> None:
+    params, optimizer = run(
+        lambda p: optim.AdamW(p, lr=1e-4, master_weights=masters, ema_decay=0.5),
+        1,
+        torch.bfloat16,
+        THREE,
+    )
+    for p, start in zip(params, draw(torch.bfloat16, THREE), strict=True):
+        state = optimizer.state[p]
+        full = read_param(p.detach(), state["master" if masters is True else "remainder"])
+        expected = (start.float() + full) / 2
+        torch.testing.assert_close(state["ema"], expected.detach(), rtol=2 * U, atol=0)
+        assert (full != start).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_averages_are_shown_and_parameters_return(dtype: torch.dtype) -> None:
+    params, optimizer = run(lambda p: optim.AdamW(p, ema_decay=0.9), 3, dtype, THREE)
+    assert isinstance(optimizer, optim.AdamW)
+    before = snapshot(params, optimizer)
+    with optimizer.ema_weights():
+        for p in params:
+            assert torch.equal(p, optimizer.state[p]["ema"].to(dtype))
+        with pytest.raises(torchweld.ArgumentError, match="ema_weights"):
+            optimizer.step()
+        with pytest.raises(torchweld.ArgumentError, match="twice"), optimizer.ema_weights():
+            pass
+    assert same(before, snapshot(params, optimizer))
+    optimizer.step()
+    with pytest.raises(ZeroDivisionError), optimizer.ema_weights():
+        _ = 1 // 0
+    optimizer.step()
+    with (
+        pytest.raises(torchweld.ArgumentError, match="ema_decay"),
+        optim.AdamW(draw()).ema_weights(),
+    ):
+        pass
+
+
+def test_averages_of_muon_begin_with_loaded_weights() -> None:
+    """Its states are made with the optimizer, before a model may be loaded."""
+    params = draw(shapes=THREE[1:])
+    optimizer = optim.Muon(params, ema_decay=0.5)
+    with torch.no_grad():
+        for p in params:
+            p.fill_(3.0)
+    optimizer.refresh_masters()
+    for _ in range(2):
+        assert all((optimizer.state[p]["ema"] == 3).all() for p in params)
+        optimizer.refresh_masters()
+    draw_grads(params, 0)
+    optimizer.step()
+    averages = [optimizer.state[p]["ema"].clone() for p in params]
+    optimizer.refresh_masters()
+    assert same(averages, [optimizer.state[p]["ema"] for p in params])
+
+
+# --- Cautious steps and cautious weight decay -----------------------------------------------------
+
+
+def test_signs_of_tiny_numbers() -> None:
+    """Products of the authors' code underflow; here every element moves."""
+    p = torch.zeros(4, 4).requires_grad_()
+    p.grad = torch.full((4, 4), 1e-30)
+    optim.AdamW([p], lr=1.0, cautious=True, eps=1e-38).step()
+    assert (p < 0).all()
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, "8bit"], ids=str)
+def test_muon_moves_where_the_gradient_agrees(state_dtype: Any) -> None:
+    """Compared with a step without the mask: zeros, and the rest divided by its share."""
+    settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0, "ns_dtype": torch.float32}
+    settings |= {"state_dtype": state_dtype, "min_quantized_size": 0}
+    shapes = FEW[1:]
+    for steps in (0, 2):
+        moved = []
+        for masks in (False, True):
+            params, optimizer = run(lambda p: optim.Muon(p, **settings), steps, shapes=shapes)
+            before = [p.detach().clone() for p in params]
+            optimizer.param_groups[0]["cautious"] = masks
+            draw_grads(params, 5)
+            optimizer.step()
+            moved.append([q - p.detach() for p, q in zip(params, before, strict=True)])
+        grads = [p.grad for p in params if p.grad is not None]
+        for plain, masked, g in zip(*moved, grads, strict=True):
+            mask = plain * g > 0
+            expected = plain * mask / mask.double().mean()
+            torch.testing.assert_close(masked, expected.float(), rtol=1e-4, atol=4 * 2.0**-22)
+            assert 0.5 < mask.float().mean() < 1
+
+
+def test_muon_spares_what_its_step_moves_away_from_zero() -> None:
+    shapes, results = FEW[1:], []
+    for settings in ({}, {"cautious_decay": True}, {"weight_decay": 0.0}):
+        make: dict[str, Any] = {"lr": 0.5, "weight_decay": 0.5, "ns_dtype": torch.float32}
+        params, _ = run(lambda p, s=make | settings: optim.Muon(p, **s), 1, shapes=shapes)
+        results.append([p.detach() for p in params])
+    for start, decayed, spared, plain in zip(draw(shapes=shapes), *results, strict=True):
+        u = start.detach() - plain
+        assert torch.equal(spared, torch.where(u * start < 0, plain, decayed))
+
+
+def test_groups_have_their_own(backend: str) -> None:
+    """Groups that differ share no batch, and the keys of a plain group are torch's."""
+    shapes = [(16, 32)] * 4
+    params, apart = draw(shapes=shapes), draw(shapes=shapes)
+    flags: list[dict[str, Any]] = [{}, {"cautious": True}, {"cautious_decay": True}, {}]
+    both = zip(params, flags, strict=True)
+    together = optim.AdamW([{"params": [p], **flag} for p, flag in both], weight_decay=0.1)
+    single = [
+        optim.AdamW([p], weight_decay=0.1, **flag) for p, flag in zip(apart, flags, strict=True)
+    ]
+    for seed in range(4):
+        for some in (params, apart):
+            draw_grads(some, seed)
+        for optimizer in (together, *single):
+            optimizer.step()
+    assert same([p.detach() for p in params], [p.detach() for p in apart])
+    assert "cautious" not in together.param_groups[0]
+    assert together.param_groups[1]["cautious"] is True
+    again = optim.AdamW(draw(shapes=shapes), cautious=True)
+    again.load_state_dict(torch.optim.AdamW(draw(shapes=shapes)).state_dict())
+    assert again.param_groups[0]["cautious"] is True
+
+
+def test_nothing_agrees() -> None:
+    """The share counts as at least 1/1000: no division by zero."""
+    p = torch.ones(100, 20).requires_grad_()
+    optimizer = optim.Lion([p], lr=1.0, cautious=True)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    p.grad = torch.full_like(p, -0.05)  # the momentum of 0.01 outweighs a tenth of it
+    before = p.detach().clone()
+    optimizer.step()
+    assert torch.equal(p, before)
+    p.grad[0, 0] = 1.0
+    optimizer.step()
+    assert math.isclose((before - p.detach())[0, 0].item(), 1000.0)

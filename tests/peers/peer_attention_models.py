@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from models import make
 
 import torchweld
 from torchweld import huggingface
@@ -20,154 +21,87 @@ STEPS = 20
 DENSE = functools.partial(BlockLayout.dense, block=16)
 
 
-def _t5(kind: str) -> tuple[Any, Callable[[int], dict[str, Any]]]:
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=100,
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        relative_attention_max_distance=20,
-        decoder_start_token_id=0,
-    )
-    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
-
-    def draw(step: int) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(step)
-        padding = torch.ones(2, 50, dtype=torch.long)
-        padding[1, 40:] = 0
-        length = 30 if step % 2 else 50  # the decoder's queries are then fewer than the keys
-        return {
-            "input_ids": torch.randint(1, 100, (2, 50), generator=generator),
-            "attention_mask": padding,
-            "labels": torch.randint(1, 100, (2, length), generator=generator),
-        }
-
-    return model, draw
+_TINY = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64}
+_T5: dict[str, Any] = {"vocab_size": 100, "d_model": 32, "d_kv": 8, "d_ff": 64}
+_T5 |= {"dropout_rate": 0.0, "relative_attention_max_distance": 20}
+_LATENT: dict[str, Any] = {"moe_intermediate_size": 16, "num_key_value_heads": 4, "q_lora_rank": 16}
+_LATENT |= {"qk_nope_head_dim": 16, "v_head_dim": 12, "head_dim": 8}
+_LATENT |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 
 
-def _long_t5(attends: str) -> tuple[Any, Callable[[int], dict[str, Any]]]:
-    config = transformers.LongT5Config(
-        vocab_size=100,
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        local_radius=7,
-        global_block_size=4,
-        relative_attention_max_distance=20,
-        encoder_attention_type=attends,
-        decoder_start_token_id=0,
-    )
-
-    def draw(step: int) -> dict[str, Any]:
-        """Lengths that no block divides, with padding of two sizes."""
-        generator = torch.Generator().manual_seed(step)
-        padding = torch.ones(3, 50, dtype=torch.long)
-        padding[1, 41:] = padding[2, 3:] = 0
-        return {
-            "input_ids": torch.randint(1, 100, (3, 50), generator=generator),
-            "attention_mask": padding,
-            "labels": torch.randint(1, 100, (3, 20), generator=generator),
-        }
-
-    return transformers.LongT5ForConditionalGeneration(config), draw
+def _draw_tokens(step: int, *shape: int) -> torch.Tensor:
+    return torch.randint(1, 100, shape, generator=torch.Generator().manual_seed(step))
 
 
-def _packed_llama() -> tuple[Any, Callable[[int], dict[str, Any]]]:
-    config = transformers.LlamaConfig(
-        vocab_size=100,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-
-    def draw(step: int) -> dict[str, Any]:
-        """Two rows of documents whose lengths differ by step, told by position ids only."""
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randint(1, 100, (2, 60), generator=generator)
-        places = []
-        for row in range(2):
-            cut = int(torch.randint(5, 50, (), generator=generator))
-            lengths = (cut, 60 - cut) if row else (cut, 4, 56 - cut)
-            places.append(torch.cat([torch.arange(n) for n in lengths]))
-        return {"input_ids": x, "labels": x, "position_ids": torch.stack(places)}
-
-    return transformers.LlamaForCausalLM(config), draw
+def _draw_pairs(step: int) -> dict[str, Any]:
+    padding = torch.ones(2, 50, dtype=torch.long)
+    padding[1, 40:] = 0
+    length = 30 if step % 2 else 50  # the decoder's queries are then fewer than the keys
+    labels = _draw_tokens(1000 + step, 2, length)
+    return {"input_ids": _draw_tokens(step, 2, 50), "attention_mask": padding, "labels": labels}
 
 
-def _deepseek() -> tuple[Any, Callable[[int], dict[str, Any]]]:
-    config = transformers.DeepseekV3Config(
-        vocab_size=100,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=12,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=2,
-        first_k_dense_replace=1,
-    )
-
-    def draw(step: int) -> dict[str, Any]:
-        x = torch.randint(1, 100, (2, 40), generator=torch.Generator().manual_seed(step))
-        return {"input_ids": x, "labels": x, "attention_mask": torch.ones_like(x)}
-
-    return transformers.DeepseekV3ForCausalLM(config), draw
+def _draw_long(step: int) -> dict[str, Any]:
+    """Lengths that no block divides, with padding of two sizes."""
+    padding = torch.ones(3, 50, dtype=torch.long)
+    padding[1, 41:] = padding[2, 3:] = 0
+    labels = _draw_tokens(1000 + step, 3, 20)
+    return {"input_ids": _draw_tokens(step, 3, 50), "attention_mask": padding, "labels": labels}
 
 
-def _swin() -> tuple[Any, Callable[[int], dict[str, Any]]]:
+def _draw_packed(step: int) -> dict[str, Any]:
+    """Two rows of documents whose lengths differ by step, told by position ids only."""
+    x, cuts, places = _draw_tokens(step, 2, 60), _draw_tokens(1000 + step, 2) % 45 + 5, []
+    for row, cut in enumerate(cuts.tolist()):
+        lengths = (cut, 60 - cut) if row else (cut, 4, 56 - cut)
+        places.append(torch.cat([torch.arange(n) for n in lengths]))
+    return {"input_ids": x, "labels": x, "position_ids": torch.stack(places)}
+
+
+def _draw_causal(step: int) -> dict[str, Any]:
+    x = _draw_tokens(step, 2, 40)
+    return {"input_ids": x, "labels": x, "attention_mask": torch.ones_like(x)}
+
+
+def _draw_images(step: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    labels = torch.randint(0, 5, (2,), generator=generator)
+    return {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator), "labels": labels}
+
+
+def _make_pairs(kind: str) -> Any:
+    return make(kind, "ForConditionalGeneration", **_T5)
+
+
+def _make_long(attends: str) -> Any:
+    long = {"local_radius": 7, "global_block_size": 4, "encoder_attention_type": attends}
+    return make("LongT5", "ForConditionalGeneration", **_T5, **long)
+
+
+def _make_swin() -> Any:
+    torch.manual_seed(0)
     config = transformers.SwinConfig(
-        image_size=32,
-        patch_size=2,
-        embed_dim=16,
-        depths=[2, 2],
-        num_heads=[2, 4],
-        window_size=4,
-        num_labels=5,
-        drop_path_rate=0.0,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        **{"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_labels": 5},
+        **{"num_heads": [2, 4], "window_size": 4, "drop_path_rate": 0.0},
+        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
     )
-
-    def draw(step: int) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(step)
-        labels = torch.randint(0, 5, (2,), generator=generator)
-        return {"pixel_values": torch.randn(2, 3, 32, 32, generator=generator), "labels": labels}
-
-    return transformers.SwinForImageClassification(config), draw
+    return transformers.SwinForImageClassification(config)
 
 
-MODELS: dict[str, Callable[[], Any]] = {
-    "T5": functools.partial(_t5, "T5"),
-    "MT5": functools.partial(_t5, "MT5"),
-    "UMT5": functools.partial(_t5, "UMT5"),
-    "LongT5": functools.partial(_long_t5, "local"),
-    "LongT5 with globals": functools.partial(_long_t5, "transient-global"),
-    "DeepSeek-V3": _deepseek,
-    "packed Llama": _packed_llama,
-    "Swin": _swin,
+MODELS: dict[str, tuple[Callable[[], Any], Callable[[int], dict[str, Any]]]] = {
+    **{kind: (functools.partial(_make_pairs, kind), _draw_pairs) for kind in ("T5", "MT5", "UMT5")},
+    "LongT5": (functools.partial(_make_long, "local"), _draw_long),
+    "LongT5 with globals": (functools.partial(_make_long, "transient-global"), _draw_long),
+    "DeepSeek-V3": (lambda: make("DeepseekV3", **_TINY, **_LATENT), _draw_causal),
+    "packed Llama": (lambda: make("Llama", **_TINY, head_dim=8), _draw_packed),
+    "Swin": (_make_swin, _draw_images),
 }
 
 
 def _make(name: str, how: str) -> tuple[Any, Callable[[int], dict[str, Any]]]:
     """A model that runs eager attention, ours over dense layouts or windows, or is fused."""
-    torch.manual_seed(0)
-    model, draw = MODELS[name]()
+    build, draw = MODELS[name]
+    model = build()
     is_long = name.startswith("LongT5")  # which transformers gives no attention but eager's
     own = {"eager": "eager", "layout": huggingface.NAME, "fused": "eager" if is_long else "sdpa"}
     model.set_attn_implementation(own[how])
@@ -251,9 +185,7 @@ def test_every_layer_teaches_the_table_under_checkpoints(name: str, reentrant: b
 def test_long_t5s_encoder(attends: str, length: int) -> None:
     """Its own window equals its own code where a token counts, also with fewer than a block."""
     huggingface.register()
-    torch.manual_seed(0)
-    model, _ = _long_t5(attends)
-    encoder = model.encoder
+    encoder = _make_long(attends).encoder
     with torch.no_grad():
         for name, parameter in encoder.named_parameters():
             if "relative" in name:
@@ -279,9 +211,8 @@ def test_long_t5s_encoder(attends: str, length: int) -> None:
 
 def test_long_t5_over_another_layout() -> None:
     """A window of its radius in tokens is its own; arguments without an effect are refused."""
-    torch.manual_seed(0)
-    model, draw = _long_t5("local")
-    x = {key: draw(0)[key] for key in ("input_ids", "attention_mask")}
+    model = _make_long("local")
+    x = {key: _draw_long(0)[key] for key in ("input_ids", "attention_mask")}
     results = []
     for layout in (None, functools.partial(BlockLayout.sliding_window, window_size=(7, 7))):
         huggingface.set_layout(model.encoder, layout)
@@ -290,12 +221,11 @@ def test_long_t5_over_another_layout() -> None:
     with pytest.raises(ArgumentError, match="output_attentions"):
         model.encoder(**x, output_attentions=True)
     with pytest.raises(ArgumentError, match="no attention of this model has a window"):
-        huggingface.set_layout(_t5("T5")[0].encoder, None)
+        huggingface.set_layout(_make_pairs("T5").encoder, None)
 
 
 def test_a_copy_has_a_table_of_its_own() -> None:
     huggingface.register()
-    torch.manual_seed(0)
     model, draw = _make("T5", "layout")
     model.eval()
     copied = copy.deepcopy(model)
@@ -314,8 +244,7 @@ def test_a_copy_has_a_table_of_its_own() -> None:
 
 def test_t5s_table_is_not_expanded() -> None:
     """Over a window, an encoder's peak grows with its length, and its bias stays a table."""
-    torch.manual_seed(0)
-    model, _ = _t5("T5")
+    model = _make_pairs("T5")
     huggingface.register()
     model.set_attn_implementation(huggingface.NAME)
     window = functools.partial(BlockLayout.sliding_window, window_size=(20, 20), block=16)
@@ -343,9 +272,8 @@ def test_t5s_table_is_not_expanded() -> None:
 @pytest.mark.parametrize("name", ["T5", "DeepSeek-V3"])
 def test_a_fused_attention_with_padding(name: str, left: bool) -> None:
     """Logits of unpadded tokens, gradients and generated tokens match torch's SDPA."""
-    torch.manual_seed(0)
-    model, draw = MODELS[name]()
-    given = draw(0)
+    build, draw = MODELS[name]
+    model, given = build(), draw(0)
     length = given["input_ids"].shape[1]
     keep = torch.ones(2, length, dtype=torch.long)
     padded = torch.arange(length) < 9 if left else torch.arange(length) >= length - 9

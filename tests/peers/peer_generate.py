@@ -7,11 +7,11 @@ import functools
 import warnings
 from typing import Any
 
-import named_models
+import models
 import pytest
 import torch
 import transformers
-from small_models import CACHE, IS_TESTED_RELEASE
+from models import CACHE, IS_TESTED_RELEASE
 from transformers import DynamicCache
 
 from torchweld import huggingface
@@ -19,7 +19,7 @@ from torchweld.sparse import BlockLayout
 
 # A window of 16 tokens in blocks; the models' own are of 4.
 WINDOW = functools.partial(BlockLayout.sliding_window, num_sliding_window_blocks=1, block=16)
-NAMES = ["Llama", "Mistral", "Gemma2", "Gemma3", "GptOss", "Qwen3", "Bart"]
+NAMES = ["Llama", "Mistral", "Gemma2", "Gemma3", "GptOss", "Qwen3", "Bart", "OPT", "GPT2"]
 if IS_TESTED_RELEASE:  # `set_layout` refuses T5 of older releases: its attention cannot be replaced
     NAMES.append("T5")
 GIVEN: dict[str, Any] = {
@@ -31,11 +31,11 @@ huggingface.register()
 
 def _make(name: str, layout: Any = WINDOW) -> list[Any]:
     """A model with eager attention, and the same one with a layout."""
-    model = named_models.build(name)
+    model = models.build(name)
     text = model.config.get_text_config(decoder=True)
     if getattr(text, "sliding_window", None):
         text.sliding_window = 4
-    models = []
+    pair = []
     for kind in ("eager", huggingface.NAME):
         torch.manual_seed(0)
         made = type(model)._from_config(copy.deepcopy(model.config), attn_implementation=kind)
@@ -43,9 +43,9 @@ def _make(name: str, layout: Any = WINDOW) -> list[Any]:
             for key, parameter in made.named_parameters():
                 # Attention is then not nearly the mean of all values.
                 parameter.mul_(3 if parameter.ndim == 2 and "embed" not in key else 1)
-        models.append(made.eval())
-    huggingface.set_layout(models[1], layout)
-    return models
+        pair.append(made.eval())
+    huggingface.set_layout(pair[1], layout)
+    return pair
 
 
 def _draw(count: int = 40) -> torch.Tensor:

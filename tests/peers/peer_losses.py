@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_models import build, tokens
+from models import build, make, tokens
 from transformers.trainer_pt_utils import LabelSmoother
 
 import torchweld
@@ -17,22 +17,7 @@ from torchweld.fusion.patterns.logits import Logits
 from torchweld.fusion.patterns.loss import LanguageLoss
 
 WORDS = 32000
-SIZES = {
-    "vocab_size": WORDS,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
-
-
-def _make(name: str) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SIZES, head_dim=8)
-    return getattr(transformers, f"{name}ForCausalLM")(config)
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
 
 
 def _batch() -> dict[str, torch.Tensor]:
@@ -58,7 +43,7 @@ def _train(model: Any, steps: int = 20) -> list[float]:
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
 def test_losses_of_20_steps_are_eagers(name: str) -> None:
     """With 32000 words, and labels that are ignored."""
-    model = _make(name)
+    model = make(name, vocab_size=WORDS, **SIZES)
     fused: Any = torchweld.fuse(copy.deepcopy(model))
     assert LanguageLoss in type(fused).__mro__
     assert isinstance(fused(**_batch()).logits, Logits)
@@ -75,7 +60,7 @@ def _differentiate(model: Any, reads_logits: bool = False, **given: Any) -> list
     return [loss, *torch.autograd.grad(loss, [*model.parameters()])]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
 @pytest.mark.parametrize(
     "more",
     [
@@ -96,7 +81,7 @@ def test_options_are_eagers(name: str, more: dict[str, Any]) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "bert", "t5", "gpt2"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "Bert", "T5", "GPT2"])
 def test_a_loss_of_the_logits_beside_the_models(name: str) -> None:
     """A z-loss, in float64; these models compute parts of the loss in float32."""
     model = build(name).double()
@@ -108,21 +93,18 @@ def test_a_loss_of_the_logits_beside_the_models(name: str) -> None:
 
 
 def test_a_soft_cap_is_taken_along() -> None:
-    torch.manual_seed(0)
-    config = transformers.Gemma2Config(**{**SIZES, "vocab_size": 101}, head_dim=8)
-    model = transformers.Gemma2ForCausalLM(config)
-    assert config.final_logit_softcapping
+    model = make("Gemma2", vocab_size=101, **SIZES)
+    assert model.config.final_logit_softcapping
     given = {key: value % 101 for key, value in _batch().items()}
     expected = _differentiate(model, **given)
     fused = torchweld.fuse(model)
     assert isinstance(fused(**given).logits, Logits)
-    for mine, theirs in zip(_differentiate(fused, **given), expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close([*_differentiate(fused, **given)], [*expected], rtol=1e-4, atol=1e-6)
 
 
 def test_logits_where_they_are_wanted() -> None:
     """In evaluation, without labels and without gradients; the Trainer's smoothing needs them."""
-    model = build("llama")
+    model = build("Llama")
     fused = torchweld.fuse(copy.deepcopy(model))
     labels = tokens()["labels"]
     ids = {"input_ids": tokens()["input_ids"]}
@@ -138,16 +120,16 @@ def test_logits_where_they_are_wanted() -> None:
 
 
 def test_bfloat16_has_a_float32_loss() -> None:
-    model = build("llama").bfloat16()
+    model = build("Llama").bfloat16()
     fused = torchweld.fuse(copy.deepcopy(model))
-    exact = build("llama").double()(**tokens()).loss
+    exact = build("Llama").double()(**tokens()).loss
     plain, ours = model(**tokens()).loss, fused(**tokens()).loss
     assert plain.dtype == ours.dtype == torch.float32
     assert abs(ours - exact) <= 2 * abs(plain - exact) + 1e-3
 
 
 def test_it_compiles_whole() -> None:
-    model = build("llama")
+    model = build("Llama")
     expected = _differentiate(model, **tokens())
     compiled = torch.compile(torchweld.fuse(model), fullgraph=True, backend="aot_eager")
     for mine, theirs in zip(_differentiate(compiled, **tokens()), expected, strict=True):
@@ -168,7 +150,7 @@ def test_a_forward_wrapped_by_somebody_is_left_alone(monkeypatch: pytest.MonkeyP
         return wrapped
 
     monkeypatch.setattr(kind, "forward", doubled(kind.forward))
-    model = build("llama")
+    model = build("Llama")
     expected = model(**tokens()).loss
     torch.testing.assert_close(torchweld.fuse(model)(**tokens()).loss, expected)
     (row,) = [row for row in torchweld.explain_fusion(model) if row.what == "LlamaForCausalLM"]
@@ -177,41 +159,19 @@ def test_a_forward_wrapped_by_somebody_is_left_alone(monkeypatch: pytest.MonkeyP
 
 # --- Losses by torch's CrossEntropyLoss: masked words, and encoders with decoders ----------------
 
-_ENCODER = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "max_position_embeddings": 80,
+# The parts of a model's name, and dropouts that its configuration has.
+OTHERS = {
+    **dict.fromkeys(("Bert", "Roberta", "Albert", "MPNet", "Deberta"), "ForMaskedLM"),
+    **dict.fromkeys(("T5", "MT5"), "ForConditionalGeneration"),
 }
-_T5 = {
-    "vocab_size": 101,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 64,
-    "num_layers": 1,
-    "num_heads": 4,
-    "dropout_rate": 0.0,
-    "decoder_start_token_id": 0,
-}
-OTHERS: dict[str, dict[str, Any]] = {
-    "BertForMaskedLM": _ENCODER,
-    "RobertaForMaskedLM": _ENCODER,
-    "AlbertForMaskedLM": _ENCODER | {"embedding_size": 16},
-    "MPNetForMaskedLM": _ENCODER,
-    "DebertaForMaskedLM": _ENCODER,
-    "T5ForConditionalGeneration": _T5,
-    "MT5ForConditionalGeneration": _T5,
-}
+WITHOUT_DROPOUT = dict.fromkeys(
+    ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout_rate"), 0.0
+)
 
 
 def _make_other(name: str) -> Any:
-    torch.manual_seed(0)
-    kind = getattr(transformers, name)
-    return kind(kind.config_class(**OTHERS[name]))
+    sizes = {"vocab_size": 101, "d_model": 32, "d_kv": 8, "d_ff": 64, "embedding_size": 16}
+    return make(name, OTHERS[name], **sizes, **SIZES, num_layers=1, **WITHOUT_DROPOUT)
 
 
 def _small_batch() -> dict[str, torch.Tensor]:
@@ -220,10 +180,7 @@ def _small_batch() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_losses_of_torchs_module(name: str) -> None:
-    """Loss and gradients in float64, and logits where they are wanted.
-
-    DeBERTa and T5 compute in float32 inside.
-    """
+    """In float64, and logits where they are wanted; DeBERTa and T5 compute in float32 inside."""
     model = _make_other(name).double()
     fused: Any = torchweld.fuse(copy.deepcopy(model))
     assert LanguageLoss in type(fused).__mro__
@@ -246,7 +203,7 @@ def test_losses_of_torchs_module(name: str) -> None:
     assert "weld_defers" not in vars(fused.get_output_embeddings())
 
 
-@pytest.mark.parametrize("name", ["BertForMaskedLM", "T5ForConditionalGeneration"])
+@pytest.mark.parametrize("name", ["Bert", "T5"])
 def test_the_loss_has_the_logits_dtype(name: str) -> None:
     """As CrossEntropyLoss gives it: float32 under autocast."""
     model = _make_other(name).bfloat16()
@@ -260,7 +217,7 @@ def test_the_loss_has_the_logits_dtype(name: str) -> None:
         assert model(**_small_batch()).loss.dtype == fused(**_small_batch()).loss.dtype
 
 
-@pytest.mark.parametrize("name", ["BertForMaskedLM", "T5ForConditionalGeneration"])
+@pytest.mark.parametrize("name", ["Bert", "T5"])
 def test_losses_of_torchs_module_compile(name: str) -> None:
     model = _make_other(name)
     expected = _differentiate(model, **_small_batch())
@@ -271,7 +228,7 @@ def test_losses_of_torchs_module_compile(name: str) -> None:
 
 @pytest.mark.parametrize("inside", ["cls", "cls.predictions", "cls.predictions.decoder"])
 def test_a_hook_in_a_head_sees_logits(inside: str) -> None:
-    fused = torchweld.fuse(_make_other("BertForMaskedLM"))
+    fused = torchweld.fuse(_make_other("Bert"))
     seen: list[Any] = []
     fused.get_submodule(inside).register_forward_hook(lambda *given: seen.append(given[2].shape))
     assert fused(**_small_batch()).logits is not None
@@ -279,17 +236,11 @@ def test_a_hook_in_a_head_sees_logits(inside: str) -> None:
 
 
 def test_a_head_that_adds_to_its_logits_is_left_with_the_reason() -> None:
-    torch.manual_seed(0)
-    config = transformers.BartConfig(
-        **{"vocab_size": 101, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1},
-        **{"encoder_attention_heads": 4, "decoder_attention_heads": 4},
-        **{"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64},
-    )
-    model = transformers.BartForConditionalGeneration(config)
+    model = make("Bart", "ForConditionalGeneration")
     rows = torchweld.explain_fusion(model)
     (row,) = [row for row in rows if row.what == "BartForConditionalGeneration"]
     assert "it did not run: AttributeError in forward (modeling_bart.py" in row.reason
-    assert torchweld.fuse(model)(**_small_batch()).logits is not None
+    assert torchweld.fuse(model)(**tokens()).logits is not None
 
 
 def _other_loss(logits: Any, labels: Any, vocab_size: int, **more: Any) -> Any:
@@ -298,7 +249,7 @@ def _other_loss(logits: Any, labels: Any, vocab_size: int, **more: Any) -> Any:
 
 def test_another_loss_is_left_alone_with_the_reason() -> None:
     """Before fuse() as after it."""
-    model = build("llama")
+    model = build("Llama")
     fused = torchweld.fuse(copy.deepcopy(model))
     for each in (model, fused):
         each.loss_function = _other_loss
@@ -309,7 +260,7 @@ def test_another_loss_is_left_alone_with_the_reason() -> None:
 
 def test_a_hooked_head_is_left_alone_with_the_reason() -> None:
     """A hook would see a loss in place of logits."""
-    model = build("llama")
+    model = build("Llama")
     fused = torchweld.fuse(copy.deepcopy(model))
     seen: list[Any] = []
     for each in (model, fused):

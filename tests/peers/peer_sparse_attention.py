@@ -6,42 +6,15 @@ import ast
 import copy
 import functools
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
 import transformers
-from small_models import CACHE
-from transformers import (
-    BartConfig,
-    BartModel,
-    BertConfig,
-    BertModel,
-    BloomConfig,
-    BloomForCausalLM,
-    DynamicCache,
-    EncoderDecoderCache,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    RobertaConfig,
-    RobertaModel,
-    StaticCache,
-    T5Config,
-    T5EncoderModel,
-    T5ForConditionalGeneration,
-)
+from models import CACHE
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
@@ -54,56 +27,46 @@ from torchweld import ArgumentError, huggingface
 from torchweld.sparse import BlockLayout
 
 LENGTH, VOCABULARY = 96, 128
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
+NO_DROPOUT = dict.fromkeys(
+    (
+        *("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"),
+        *("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate"),
+    ),
+    0.0,
+)
+_WINDOW = {"sliding_window": 40}
+# The end of a model's name, and sizes of its own.
+MADE: dict[str, tuple[str, dict[str, Any]]] = {
+    **dict.fromkeys(("Bert", "Roberta"), ("Model", {})),
+    "Bart": ("Model", {"init_std": 0.2}),
+    "OPT": ("ForCausalLM", {"word_embed_proj_dim": 64}),
+    "GPT2": ("LMHeadModel", {}),
+    "Llama": ("ForCausalLM", {}),
+    "Mistral": ("ForCausalLM", _WINDOW),
+    "Gemma2": (
+        "ForCausalLM",
+        {**_WINDOW, "attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 16},
+    ),
+    "GptOss": ("ForCausalLM", {**_WINDOW, "num_local_experts": 2, "num_experts_per_tok": 1}),
 }
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def _bert(**more: Any) -> torch.nn.Module:
-    return BertModel(BertConfig(**SMALL, **NO_DROPOUT, intermediate_size=128, **more))
-
-
-def _roberta(**more: Any) -> torch.nn.Module:
-    return RobertaModel(RobertaConfig(**SMALL, **NO_DROPOUT, intermediate_size=128, **more))
-
-
-def _opt(**more: Any) -> torch.nn.Module:
-    own = {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0}
-    return OPTForCausalLM(OPTConfig(**SMALL, **own, **more))
-
-
-def _gpt2(**more: Any) -> torch.nn.Module:
-    own = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    sizes = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **own, **more))
-
-
-def _llama(**more: Any) -> torch.nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=128, **more))
-
-
-def _bart(**more: Any) -> torch.nn.Module:
-    own = {"d_model": 64, "vocab_size": VOCABULARY, "dropout": 0.0, "max_position_embeddings": 256}
-    for side in ("encoder", "decoder"):
-        own |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 128}
-    return BartModel(BartConfig(**own, init_std=0.2, **more))
+def _make(name: str, kind: str, **more: Any) -> Any:
+    """A model with this implementation of attention."""
+    end, own = MADE[name]
+    positions = {"max_position_embeddings": 256, "n_positions": 256}
+    model = models.make(name, end, **positions, **NO_DROPOUT, **own | more)
+    model.set_attn_implementation(kind)
+    return model
 
 
 huggingface.register()
 WINDOW = functools.partial(BlockLayout.sliding_window, num_sliding_window_blocks=3, block=16)
 
 
-def _pair(make: Callable[..., torch.nn.Module], layout: Any) -> list[torch.nn.Module]:
+def _pair(name: str, layout: Any) -> list[Any]:
     """A model with sdpa, and the same model with a layout."""
-    torch.manual_seed(0)
-    plain = make(attn_implementation="sdpa")
-    sparse = make(attn_implementation=huggingface.NAME)
-    sparse.load_state_dict(plain.state_dict())
+    plain, sparse = (_make(name, kind) for kind in ("sdpa", huggingface.NAME))
     huggingface.set_layout(sparse, layout)
     return [plain, sparse]
 
@@ -116,17 +79,17 @@ def _tokens() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(2, VOCABULARY, (2, LENGTH)), keep
 
 
-def _assert_alike(models: list[torch.nn.Module], arguments: list[dict[str, Any]]) -> None:
+def _assert_alike(pair: list[Any], arguments: list[dict[str, Any]]) -> None:
     """Outputs and gradients are the same, except at padding."""
     _, keep = _tokens()
     found = []
-    for model, given in zip(models, arguments, strict=True):
+    for model, given in zip(pair, arguments, strict=True):
         y = model(**given)[0]
         y[keep.bool()].square().mean().backward()
         found.append(y[keep.bool()].detach())
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-    expected = dict(models[0].named_parameters())
-    for name, parameter in models[1].named_parameters():
+    expected = dict(pair[0].named_parameters())
+    for name, parameter in pair[1].named_parameters():
         wanted = expected[name].grad
         if wanted is None:
             assert parameter.grad is None
@@ -138,34 +101,34 @@ def _assert_alike(models: list[torch.nn.Module], arguments: list[dict[str, Any]]
         assert error <= 1e-3 * wanted.abs().max() + floor, name
 
 
-@pytest.mark.parametrize("make", [_bert, _roberta, _opt, _gpt2])
-def test_a_dense_layout_is_sdpa(make: Callable[..., torch.nn.Module]) -> None:
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "OPT", "GPT2"])
+def test_a_dense_layout_is_sdpa(name: str) -> None:
     """Padding, the causal mask and scales arrive as transformers means them."""
     tokens, keep = _tokens()
     given = {"input_ids": tokens, "attention_mask": keep}
-    models = _pair(make, functools.partial(BlockLayout.dense, block=16))
-    _assert_alike(models, [given, given])
+    pair = _pair(name, functools.partial(BlockLayout.dense, block=16))
+    _assert_alike(pair, [given, given])
 
 
-@pytest.mark.parametrize("make", [_bert, _gpt2])
-def test_a_layout_is_its_mask(make: Callable[..., torch.nn.Module]) -> None:
+@pytest.mark.parametrize("name", ["Bert", "GPT2"])
+def test_a_layout_is_its_mask(name: str) -> None:
     """A model with a layout trains like one with sdpa and the layout's token mask."""
     tokens, keep = _tokens()
-    models = _pair(make, WINDOW)
+    pair = _pair(name, WINDOW)
     seen = WINDOW((LENGTH, LENGTH)).to_mask() & keep.bool()[:, None, None]
-    if make is _gpt2:
+    if name == "GPT2":
         seen = seen & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     seen = seen.expand(2, 1, LENGTH, LENGTH) | torch.eye(LENGTH, dtype=torch.bool)
     plain = {"input_ids": tokens, "attention_mask": seen}
     sparse = {"input_ids": tokens, "attention_mask": keep}
-    if make is _gpt2:
+    if name == "GPT2":
         plain["position_ids"] = sparse["position_ids"] = torch.arange(LENGTH)[None]
-    _assert_alike(models, [plain, sparse])
+    _assert_alike(pair, [plain, sparse])
 
 
 def test_layers_have_layouts_of_their_own() -> None:
     tokens, _ = _tokens()
-    _, model = _pair(_gpt2, WINDOW)
+    _, model = _pair("GPT2", WINDOW)
     whole = copy.deepcopy(model)(tokens)[0]
     huggingface.set_layout(model, functools.partial(BlockLayout.dense, block=16), layers=[1])
     mixed = model(tokens)[0]
@@ -176,31 +139,11 @@ def test_layers_have_layouts_of_their_own() -> None:
         huggingface.set_layout(model, WINDOW, layers=[7])
 
 
-@pytest.mark.parametrize("make", [_opt, _gpt2])
-def test_generate_is_dense(make: Callable[..., torch.nn.Module]) -> None:
-    """The prompt and every token after it see all keys, whatever the layout."""
-    tokens, keep = _tokens()
-    plain: Any
-    sparse: Any
-    plain, sparse = (model.eval() for model in _pair(make, WINDOW))
-    keep = keep.flip(1)  # prompts are padded on the left
-    given = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    features = sparse.base_model(tokens)[0]
-    wanted, found = (m.generate(tokens, attention_mask=keep, **given) for m in (plain, sparse))
-    assert torch.equal(found, wanted)
-    # A later pass of a part of the model is not, nor the prompt's pass of training.
-    assert torch.equal(sparse.base_model(tokens)[0], features)
-    assert not torch.allclose(sparse(tokens)[0], plain(tokens)[0], atol=1e-3)
-
-
 @pytest.mark.parametrize("length", [LENGTH, 80])
 def test_attention_to_an_encoder_is_dense(length: int) -> None:
     """Only the decoder's attention to itself has a layout, though the lengths may be equal."""
     tokens, keep = _tokens()
-    torch.manual_seed(0)
-    plain = _bart(attn_implementation="sdpa").eval()
-    sparse = _bart(attn_implementation=huggingface.NAME).eval()
-    sparse.load_state_dict(plain.state_dict())
+    plain, sparse = (_make("Bart", kind).eval() for kind in ("sdpa", huggingface.NAME))
     huggingface.set_layout(sparse.encoder, functools.partial(BlockLayout.dense, block=16))
     huggingface.set_layout(sparse.decoder, WINDOW)
     seen = WINDOW((length, length)).to_mask() & torch.ones(length, length).tril().bool()
@@ -216,19 +159,15 @@ def test_attention_to_an_encoder_is_dense(length: int) -> None:
 def test_a_model_that_would_ignore_its_layout_is_refused() -> None:
     """One with another implementation, and one whose attention transformers cannot replace."""
     with pytest.raises(ArgumentError, match="a OPTForCausalLM with 'sdpa'; accepted: one with"):
-        huggingface.set_layout(_opt(attn_implementation="sdpa"), WINDOW)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 2, "n_head": 4}
-    model = BloomForCausalLM(BloomConfig(**sizes))
+        huggingface.set_layout(_make("OPT", "sdpa"), WINDOW)
+    model = models.make("Bloom")
     model.set_attn_implementation(huggingface.NAME)  # a line in a log is all that this does
     with pytest.raises(ArgumentError, match="whose attention transformers cannot replace"):
         huggingface.set_layout(model, WINDOW)
 
 
 def _find_mask_calls() -> dict[str, str]:
-    """Find the attentions of transformers that hand their mask to another method of their own.
-
-    Returns the source of each class.
-    """
+    """The sources of attentions of transformers that hand their mask to a method of their own."""
     found = {}
     for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         source = path.read_text()
@@ -256,37 +195,34 @@ def test_attentions_that_choose_keys_by_content_are_known() -> None:
 
 @pytest.mark.parametrize("name", ["Doge", "DeepseekV32", "AXK2", "DeepseekV4"])
 def test_an_attention_that_chooses_keys_by_content_is_refused(name: str) -> None:
-    latent = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "n_group": 1}
-    latent |= {"q_lora_rank": 32, "kv_lora_rank": 32, "topk_group": 1, "n_routed_experts": 4}
+    latent = {"qk_nope_head_dim": 16, "v_head_dim": 16, "n_group": 1, "topk_group": 1}
     own = {} if name in ("Doge", "DeepseekV4") else latent
-    sizes = {"intermediate_size": 128, "num_key_value_heads": 1 if name == "DeepseekV4" else 4}
+    heads = {"num_key_value_heads": 1 if name == "DeepseekV4" else 4}
     with torch.device("meta"):
-        config = getattr(transformers, f"{name}Config")(**SMALL, **sizes, **own)
-        config._attn_implementation = huggingface.NAME
-        model = getattr(transformers, f"{name}Model")(config)
+        model = models.make(name, "Model", **heads, **own)
+        model.config._attn_implementation = huggingface.NAME
     with pytest.raises(ArgumentError, match="chooses keys by content; accepted: one whose"):
         huggingface.set_layout(model, WINDOW)
 
 
 def test_an_attention_that_indexes_its_mask() -> None:
     """Pix2Struct takes the last of four dimensions of a mask of keys."""
-    own = {"d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
-
-    def make(**more: Any) -> torch.nn.Module:
-        sizes = {**own, "vocab_size": VOCABULARY, "hidden_size": 64, "is_decoder": True}
-        config = transformers.Pix2StructTextConfig(**sizes, **more)
-        config._attn_implementation, config.initializer_range = more["attn_implementation"], 0.02
-        return transformers.Pix2StructTextModel(config)
-
     tokens, keep = _tokens()
     given = {"input_ids": tokens, "attention_mask": keep, "use_cache": False}
-    pair = _pair(make, functools.partial(BlockLayout.dense, block=16))
+    pair = []
+    for kind in ("sdpa", huggingface.NAME):
+        kind_of = transformers.Pix2StructTextConfig
+        config = models.make_config(kind_of, is_decoder=True, dropout_rate=0.0)
+        config._attn_implementation, config.initializer_range = kind, 0.02
+        torch.manual_seed(0)
+        pair.append(transformers.Pix2StructTextModel(config))
+    huggingface.set_layout(pair[1], functools.partial(BlockLayout.dense, block=16))
     _assert_alike(pair, [given, given])
 
 
 def test_a_class_without_a_module_is_no_error() -> None:
     """As one that was made at run time may be."""
-    model = _opt(attn_implementation=huggingface.NAME)
+    model = _make("OPT", huggingface.NAME)
     model.own = type("Own", (torch.nn.Module,), {"__module__": "nowhere"})()
     huggingface.set_layout(model, WINDOW)
 
@@ -306,53 +242,28 @@ def test_attention_to_an_encoder_has_no_window() -> None:
 def test_a_model_without_a_layout_says_so() -> None:
     tokens, keep = _tokens()
     with pytest.raises(ArgumentError, match="set_layout"):
-        _bert(attn_implementation=huggingface.NAME)(tokens)
-    _, model = _pair(_bert, WINDOW)
+        _make("Bert", huggingface.NAME)(tokens)
+    _, model = _pair("Bert", WINDOW)
     with pytest.raises(ArgumentError, match="attention_mask"):
         model(tokens, attention_mask=keep[:, None, None].expand(2, 1, LENGTH, LENGTH).bool())
-
-
-def _gemma2(**more: Any) -> torch.nn.Module:
-    own = {"head_dim": 16, "num_key_value_heads": 2, "intermediate_size": 128}
-    own |= {"sliding_window": more.pop("sliding_window", 40)}
-    caps = {"attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 16}
-    return Gemma2ForCausalLM(Gemma2Config(**SMALL, **own, **caps, **more))
-
-
-def _mistral(**more: Any) -> torch.nn.Module:
-    own = {"num_key_value_heads": 2, "intermediate_size": 128, "sliding_window": 40}
-    return MistralForCausalLM(MistralConfig(**SMALL, **own | more))
-
-
-def _gpt_oss(**more: Any) -> torch.nn.Module:
-    own = {"head_dim": 16, "num_key_value_heads": 2, "intermediate_size": 64, "sliding_window": 40}
-    own |= {"num_local_experts": 2, "num_experts_per_tok": 1}
-    return GptOssForCausalLM(GptOssConfig(**SMALL, **own | more))
 
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("room", [None, 29, 64])
 @pytest.mark.parametrize("window", [8, 40])
-@pytest.mark.parametrize("make", [_llama, _mistral, _gemma2, _gpt_oss])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "GptOss"])
 def test_passes_with_a_cache_are_eagers(
-    make: Callable[..., torch.nn.Module], window: int, room: int | None, is_padded: bool
+    name: str, window: int, room: int | None, is_padded: bool
 ) -> None:
-    """A prompt, several tokens and one; the model's own window, soft cap and sinks take part.
-
-    The cache grows, or has room for more keys from the start.
-    """
-    torch.manual_seed(0)
-    own = {} if make is _llama else {"sliding_window": window}
-    models: list[Any] = [
-        make(attn_implementation=kind, **own).eval() for kind in ("eager", huggingface.NAME)
-    ]
-    models[1].load_state_dict(models[0].state_dict())
-    huggingface.set_layout(models[1], WINDOW)
+    """A prompt, several tokens, one; own windows, caps, sinks; caches that grow or have room."""
+    own = {} if name == "Llama" else {"sliding_window": window}
+    pair = [_make(name, kind, **own).eval() for kind in ("eager", huggingface.NAME)]
+    huggingface.set_layout(pair[1], WINDOW)
     tokens, _ = _tokens()
     keep = torch.ones_like(tokens)
     keep[1, :3] = 0 if is_padded else 1
     logits = []
-    for model in models:
+    for model in pair:
         sizes = {"config": model.config} | ({"max_cache_len": room} if room else {})
         cache = StaticCache(**sizes) if room else DynamicCache(**sizes)
         given = {CACHE: cache, "use_cache": True}
@@ -366,13 +277,11 @@ def test_passes_with_a_cache_are_eagers(
 
 def test_t5_in_a_cache_with_room_is_eagers() -> None:
     """The decoder's bias takes the place of a mask, which would have said that it is causal."""
-    own = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
     tokens, _ = _tokens()
     logits = []
     for kind in ("eager", huggingface.NAME):
-        torch.manual_seed(0)
-        config = T5Config(vocab_size=VOCABULARY, **own)
-        model: Any = T5ForConditionalGeneration._from_config(config, attn_implementation=kind)
+        model = models.make("T5", "ForConditionalGeneration")
+        model.set_attn_implementation(kind)
         if kind == huggingface.NAME:
             huggingface.set_layout(model.decoder, WINDOW)
             huggingface.set_layout(model.encoder, functools.partial(BlockLayout.dense, block=16))
@@ -402,7 +311,7 @@ def test_packed_sequences(layout: str, position_ids: torch.Tensor) -> None:
     """Restarting positions separate documents, independently in each sequence of the batch."""
     tokens, _ = _tokens()
     make = {"dense": functools.partial(BlockLayout.dense, block=16), "window": WINDOW}[layout]
-    plain, sparse = _pair(_llama, make)
+    plain, sparse = _pair("Llama", make)
     number = (position_ids == 0).cumsum(-1).expand(2, -1)
     seen = (number[:, :, None] == number[:, None]) & make((LENGTH, LENGTH)).to_mask()[0]
     seen = seen & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -423,7 +332,7 @@ def test_a_compiled_model(position_ids: torch.Tensor | None) -> None:
     """Tracing, transformers takes every batch for a packed one."""
     torch.compiler.reset()
     tokens, _ = _tokens()
-    _, model = _pair(_llama, WINDOW)
+    _, model = _pair("Llama", WINDOW)
     given = {"input_ids": tokens, "position_ids": position_ids, "use_cache": False}
     compiled = torch.compile(model, backend="aot_eager")
     torch.testing.assert_close(compiled(**given)[0], model(**given)[0], rtol=1e-5, atol=1e-5)
@@ -450,17 +359,10 @@ def test_other_masks_are_refused() -> None:
 
 def test_a_sliding_window_of_the_models_is_replaced() -> None:
     tokens, _ = _tokens()
-    torch.manual_seed(0)
-    models = [_gemma2(attn_implementation=huggingface.NAME, sliding_window=n) for n in (40, 999)]
-    models[1].load_state_dict(models[0].state_dict())
-    for model in models:
-        huggingface.set_layout(model.eval(), functools.partial(BlockLayout.dense, block=16))
-    torch.testing.assert_close(*(model(tokens)[0] for model in models))
-
-
-def _t5(**more: Any) -> torch.nn.Module:
-    own = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
-    return T5EncoderModel(T5Config(vocab_size=VOCABULARY, **own, **more))
+    pair = [_make("Gemma2", huggingface.NAME, sliding_window=n).eval() for n in (40, 999)]
+    for model in pair:
+        huggingface.set_layout(model, functools.partial(BlockLayout.dense, block=16))
+    torch.testing.assert_close(*(model(tokens)[0] for model in pair))
 
 
 def test_arguments_that_change_scores_are_refused() -> None:

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import architectures
+import models
 import pytest
 import torch
 import transformers
@@ -28,7 +28,7 @@ _NONE = "-"
 def _count(kind: str) -> Counter[str]:
     """The welds of an architecture, by function."""
     torch.manual_seed(0)
-    model = torchweld.fuse(architectures.make(kind))
+    model = torchweld.fuse(models.make_kind(kind))
     welded = (row.becomes for row in torchweld.explain_fusion(model) if row.welded)
     found = (_FUNCTION.search(becomes) for becomes in welded)
     return Counter(match.group() for match in found if match)
@@ -61,7 +61,7 @@ def _write(kinds: list[str]) -> None:
     releases = [RELEASE, *(release for release in RELEASES if release != RELEASE)]
     releases.sort(key=lambda release: [int(part) for part in release.split(".")], reverse=True)
     rows = {kind: dict(zip(RELEASES, cells, strict=True)) for kind, cells in ROWS.items()}
-    for kind in kinds or architectures.list_names():
+    for kind in kinds or models.list_names():
         try:
             counts = _count(kind)
         except (Exception, SystemExit) as error:  # models that cannot be made small
