@@ -369,6 +369,17 @@ def test_a_plan_is_tried_on_fake_tensors(device: str, sequence: bool) -> None:
     assert model(*[torch.zeros((1, 4), dtype=torch.int64, device=device)] * 2).shape == (1, 4, 32)
 
 
+def test_positions_are_no_tokens() -> None:
+    """Even if there are more of them than words."""
+    model: Any = _Named()
+    model.positions = torch.nn.Embedding(50, 32)
+    by_size = tp_plan(model)
+    model.get_input_embeddings = lambda: model.embed
+    named = tp_plan(model)
+    assert type(named["embed"]) is type(by_size["positions"])
+    assert type(named["positions"]) is type(by_size["embed"]) is not type(named["embed"])
+
+
 @on(2)
 def test_a_failed_trial_changes_nothing(rank: int) -> None:
     model = _Named(True)

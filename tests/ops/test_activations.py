@@ -102,6 +102,16 @@ def test_errors_from_end_to_end(place: str, kind: Any, monkeypatch: pytest.Monke
         assert torch.all((mine - true).abs() <= bound * terms + 1e-37)
 
 
+@KINDS
+def test_no_result_on_the_cpu_is_subnormal(kind: Any) -> None:
+    """A GEMM that reads such numbers takes many times as long."""
+    z = torch.linspace(-110, 0, 440_001)
+    with torchweld.use_backend("cpu"):
+        results = _found(z, torch.ones_like(z), kind)
+    for result in results:
+        assert torch.all((result == 0) | (result.abs() >= torch.finfo(z.dtype).tiny))
+
+
 @WHERE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_tanh_is_exact_near_zero(

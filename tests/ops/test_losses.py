@@ -297,6 +297,20 @@ def test_infinite_logits(backend: str) -> None:
     assert x.grad.abs().max() > 0
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 300.0}, {"temperature": 0.7}], ids=str)
+def test_no_gradient_on_the_cpu_is_subnormal(options: dict[str, Any]) -> None:
+    """A GEMM that reads such numbers takes many times as long."""
+    logits = torch.linspace(-120, 0, 48_000).repeat(2, 1).requires_grad_()
+    target = torch.tensor([47_999, 5])
+    with torchweld.use_backend("cpu"):
+        (grad,) = torch.autograd.grad(LOGITS(logits, target, **options), logits)
+    tiny = torch.finfo(torch.float32).tiny
+    assert torch.all((grad == 0) | (grad.abs() >= tiny))
+    (exact,) = torch.autograd.grad(exact_loss(logits.double(), target, options), logits)
+    # A logit of up to 171 rounds three times by at most 2^-17.
+    assert ((grad - exact).abs() <= tiny + 2**-15 * exact.abs()).all()
+
+
 @BACKENDS
 def test_an_entropy_that_nothing_depends_on(backend: str) -> None:
     """A row without a possible class has an entropy of NaN, and no gradient from it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -453,8 +454,7 @@ def _plan_outside_blocks(model: torch.nn.Module) -> _Styles:
         if isinstance(module, _ON_ROWS):
             styles[name] = ActivationParallel(Replicate())
     losses = [pair for pair in model.named_modules() if isinstance(pair[1], nn.LinearCrossEntropy)]
-    embeddings = [pair for pair in model.named_modules() if isinstance(pair[1], torch.nn.Embedding)]
-    tokens = max(embeddings, key=lambda pair: pair[1].num_embeddings, default=None)
+    tokens = _find_tokens(model)
     if tokens is not None:
         users = [m for m in model.modules() if getattr(m, "weight", None) is tokens[1].weight]
         # A head that computes the loss has the shards of the embedding.
@@ -468,3 +468,13 @@ def _plan_outside_blocks(model: torch.nn.Module) -> _Styles:
         if name in ("head", "lm_head") and isinstance(module, torch.nn.Linear):
             styles[name] = FusedColwiseParallel(output_layouts=Replicate())
     return styles
+
+
+def _find_tokens(model: torch.nn.Module) -> tuple[str, torch.nn.Embedding] | None:
+    """The tokens' embedding: that which the model names as transformers do, or the largest."""
+    found = [pair for pair in model.named_modules() if isinstance(pair[1], torch.nn.Embedding)]
+    named: Any = None
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        named = model.get_input_embeddings()  # type: ignore[operator]
+    largest = max(found, key=lambda pair: pair[1].num_embeddings, default=None)
+    return next((pair for pair in found if pair[1] is named), largest)
