@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, float32
 from torch.nn.functional import linear
 
 from torchweld import checks
@@ -91,6 +91,8 @@ def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
     running_mean, running_var, bn_weight, bn_bias = columns
     if not layers.fits(x, weight, bias) or not checks.all_dense(x, *columns):
         _check(x, *rest)
+    if any(t is not None and t.dtype not in (float32, gemm.find_dtype(x)) for t in columns):
+        return _reference(x, *rest)  # autocast to another dtype of 16 bits than the columns'
     if not training:
         if not batch_norms.are_running(x, weight.shape[:1], running_mean, running_var):
             _check(x, *rest)
