@@ -76,7 +76,10 @@ class Tried(Weld):
         if "welded_from" in vars(cls):
             cls.weld_names, cls.weld_defaults = read_parameters(cls.welded_from)
             # torch.export looks up names of inputs in the signature.
-            forward: Any = FunctionType(cls.forward.__code__, cls.forward.__globals__, "forward")
+            own: Any = cls.forward
+            code, closure = own.__code__, own.__closure__
+            forward: Any = FunctionType(code, own.__globals__, "forward", own.__defaults__, closure)
+            forward.__kwdefaults__ = own.__kwdefaults__
             forward.__signature__ = inspect.signature(cls.welded_from.forward)
             cls.forward = forward  # type: ignore[method-assign]
 
