@@ -32,6 +32,7 @@ SPECIALISED = {
     "targets": "of a row: 1, or a method's constant",
     "pairs": "a model's constant: tells how wide loads are",
     "experts": "of a router, a model's constant: tells how wide loads are",
+    "features": "of a loss's layer, likewise",
     "expert_stride": "between experts' matrices, a model's constant: tells how wide loads are",
     **{
         f"{side}_{what}": "of an expert's gradient, a model's constant: tells how wide loads are"
