@@ -156,6 +156,31 @@ def test_attention_to_an_encoder_is_dense(length: int) -> None:
     assert not torch.allclose(found[0], whole, atol=1e-3)
 
 
+_OF_SIDES = ("hidden_layers", "attention_heads")
+
+
+def test_causality_that_a_model_leaves_to_its_mask() -> None:
+    """Moonshine's decoder says that it is not causal where it has a mask of padding."""
+    sides = {f"{side}_num_{what}": 2 for side in ("encoder", "decoder") for what in _OF_SIDES}
+    config = transformers.MoonshineConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, pad_token_id=0, **sides
+    )
+    found = []
+    for kind in ("sdpa", huggingface.NAME):
+        torch.manual_seed(0)
+        kept = copy.deepcopy(config)
+        model = transformers.MoonshineForConditionalGeneration._from_config(
+            kept, attn_implementation=kind
+        ).eval()
+        if kind == huggingface.NAME:
+            huggingface.set_layout(model, functools.partial(BlockLayout.dense, block=16))
+        ids, keep = _tokens()
+        given = {"decoder_input_ids": ids, "decoder_attention_mask": keep, "use_cache": False}
+        with torch.no_grad():
+            found.append(model(input_values=torch.ones(2, 8000), **given)[0][keep.bool()])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 def test_a_model_that_would_ignore_its_layout_is_refused() -> None:
     """One with another implementation, and one whose attention transformers cannot replace."""
     with pytest.raises(ArgumentError, match="a OPTForCausalLM with 'sdpa'; accepted: one with"):

@@ -425,6 +425,9 @@ def attention(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if not is_part:
         attention_mask, bias = _separate_bias(attention_mask, bias, query)
+        # Some models leave causality to the mask if there is one; ours are of keys only.
+        if attention_mask is not None and not crosses:
+            causal = causal or getattr(module, "is_causal", False)
     elif attention_mask is None or attention_mask.ndim == 4:
         settings = (dropout, scaling, is_causal, softcap or 0.0, s_aux)
         inputs = (query, key, value, attention_mask, bias)
