@@ -76,6 +76,7 @@ SPILLED = {
     "dropout_add_norm._forward_wide of views": 88,
     "norm._forward_wide of views": 208,
     "attention_keys.attention_key_gradients": 8,
+    "loss_rows._forward on sm_80": 8,
     "attention_keys.attention_key_gradients on sm_100": 152,
     "attention_backward.attention_query_gradient on sm_100": 8,
     "route._route on sm_80": 8,
