@@ -39,7 +39,7 @@ def _check(op: Op, inputs: list[Any]) -> None:
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
 @pytest.mark.targets(composites=True)
 def test_gradcheck(op: Op, backend: str) -> None:
-    """Of the reference, and of the kernels: the baseline instruction set has some for float64.
+    """Check the reference and the kernels: the baseline instruction set has some for float64.
 
     With create_graph=True torch differentiates the reference, which test_transforms.py compares.
     """

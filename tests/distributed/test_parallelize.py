@@ -296,7 +296,7 @@ def _find_group(args: Any) -> Any:
     return None
 
 
-# Of the loss, which is computed in float32 from the bfloat16 model's logits.
+# Dtypes that loss functions return; they compute in float32, from a bfloat16 model's logits.
 DTYPES = (torch.float64, torch.bfloat16, torch.float16)
 STRATEGIES = [(name, torch.float64) for name in ("ddp", "zero1", "zero2", "zero3", "tp", "tp+sp")]
 STRATEGIES += [("pp", dtype) for dtype in DTYPES]

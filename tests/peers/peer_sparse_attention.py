@@ -156,12 +156,10 @@ def test_attention_to_an_encoder_is_dense(length: int) -> None:
     assert not torch.allclose(found[0], whole, atol=1e-3)
 
 
-_OF_SIDES = ("hidden_layers", "attention_heads")
-
-
 def test_causality_that_a_model_leaves_to_its_mask() -> None:
     """Moonshine's decoder says that it is not causal where it has a mask of padding."""
-    sides = {f"{side}_num_{what}": 2 for side in ("encoder", "decoder") for what in _OF_SIDES}
+    counted = ("num_hidden_layers", "num_attention_heads")
+    sides = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in counted}
     config = transformers.MoonshineConfig(
         vocab_size=128, hidden_size=64, intermediate_size=64, pad_token_id=0, **sides
     )

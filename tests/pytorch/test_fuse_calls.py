@@ -119,7 +119,7 @@ def test_calls_by_keyword_compile() -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_an_export_knows_the_arguments(name: str) -> None:
-    """Of a weld by itself, whose inputs may have any number of rows."""
+    """Export a weld by itself, whose inputs may have any number of rows."""
     make, calls = CALLS[name]
     model, inputs = make().eval(), calls[0][0]
     sizes = [{0: torch.export.Dim.DYNAMIC} for _ in inputs]

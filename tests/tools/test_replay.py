@@ -450,7 +450,7 @@ def test_known_launchers_start_by_address(
 
 
 def test_a_plan_gives_addresses(plans: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gives those of each call's tensors, and of the tensors that it makes."""
+    """A kernel gets the addresses of this call's tensors, and of tensors that the call makes."""
     given: list[Any] = []
 
     class Kernel:

@@ -91,9 +91,11 @@ def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
     running_mean, running_var, bn_weight, bn_bias = columns
     if not layers.fits(x, weight, bias) or not checks.all_dense(x, *columns):
         _check(x, *rest)
-    dtypes = (float32, narrow := gemm.find_dtype(x))
-    if narrow.itemsize == 2 and any(t is not None and t.dtype not in dtypes for t in columns):
-        return _reference(x, *rest)  # autocast to another dtype of 16 bits than the columns'
+    if checks.autocasts(x.device.type):
+        dtype = gemm.find_dtype(x)
+        kinds = {t.dtype for t in columns if t is not None}
+        if dtype.itemsize == 2 and not kinds <= {float32, dtype}:
+            return _reference(x, *rest)  # columns of the other 16 bits
     if not training:
         if not batch_norms.are_running(x, weight.shape[:1], running_mean, running_var):
             _check(x, *rest)

@@ -28,17 +28,24 @@ _GIVEN = (
 _TRITON = "triton_kernels/loss.py"
 
 
-def _find_reference(
-    logits: torch.Tensor, target: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The general path from the same arguments."""
-    weight, _, temperature, tokens, scale, cap, smoothing, z_loss, ignored, reduction, dtype = rest
+def _prepare(logits: torch.Tensor, target: torch.Tensor, reduction: str, *given: Any) -> Any:
+    """What the general path makes of the same arguments."""
+    weight, _, temperature, tokens, scale, cap, smoothing, z_loss, ignored = given
     kind = accumulate_type(logits.dtype)
     shared = (tuple(target.shape), logits.shape[1], ignored, 1, scale, cap, logits.dtype, kind)
     settings = Settings("cross_entropy", *shared, reduction, smoothing, z_loss)
     marked, how = arguments.read_rows(settings, target, weight, temperature)
-    factors, count = results.make_factors(settings, marked, how, tokens)
-    made = rows.forward_reference(logits, marked, *how[1:6], False, smoothing != 0, False)
+    return (settings, marked, how, *results.make_factors(settings, marked, how, tokens))
+
+
+def _find_reference(
+    logits: torch.Tensor, target: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The general path from the same arguments."""
+    *given, reduction, dtype = rest
+    settings, marked, how, factors, count = _prepare(logits, target, reduction, *given)
+    smooths = settings.label_smoothing != 0
+    made = rows.forward_reference(logits, marked, *how[1:6], False, smooths, False)
     found = results.find(made, marked, how, factors.find_wanted())
     loss = results.reduce(settings, factors, found, count).to(dtype)
     return loss, count.view(1) if reduction == "mean" else count.new_empty(0), made[1]
@@ -52,15 +59,11 @@ def _backward_reference(
     count: torch.Tensor,
     *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    weight, _, temperature, tokens, scale, cap, smoothing, z_loss, ignored, x = rest
-    kind = accumulate_type(logits.dtype)
-    shared = (tuple(target.shape), logits.shape[1], ignored, 1, scale, cap, logits.dtype, kind)
-    settings = Settings("cross_entropy", *shared, "none", smoothing, z_loss)
-    marked, how = arguments.read_rows(settings, target, weight, temperature)
-    factors, _ = results.make_factors(settings, marked, how, tokens)
-    given = factors.divide(count) if count.numel() else factors
-    given = results.Factors(*[None if factor is None else factor * grad for factor in given])
-    coefficients = given.make_coefficients(marked, how)
+    *given, x = rest
+    _, marked, how, factors, _ = _prepare(logits, target, "none", *given)
+    divided = factors.divide(count) if count.numel() else factors
+    scaled = results.Factors(*[None if factor is None else factor * grad for factor in divided])
+    coefficients = scaled.make_coefficients(marked, how)
     made = rows.backward_reference(logits, marked, statistics, *coefficients, *how[1:6])
     return made, logits.new_empty(0) if x is None else torch.where(marked == -1, 0, x)
 
@@ -224,18 +227,19 @@ def make_run(
     A layer without a weight has given logits.
     """
     leading = settings.leading
+    smoothing = settings.label_smoothing
     is_shaped = settings.reduction == "none" and len(leading) != 1
     call = _Call(
         settings._replace(leading=layer.input.shape[:1]),
         FORWARD.find_for_all(layer.input),
         BACKWARD.find_for_all(layer.input),
-        (settings.scale, settings.softcap, *settings[-2:], settings.ignored),
+        (settings.scale, settings.softcap, smoothing, settings.z_loss, settings.ignored),
         dtype,
         layer[3:],
         needs,
         plan,
     )
-    trains, smooths = wants_gradient(*layer[:3]), bool(settings.label_smoothing)
+    trains = wants_gradient(*layer[:3])
 
     def run(
         x: torch.Tensor,
@@ -249,7 +253,7 @@ def make_run(
         if arguments.is_checked(target):
             arguments.mark_ignored(settings.function, target, settings.classes, settings.ignored)
         whole = None
-        if smooths and weight is not None:
+        if smoothing and weight is not None:
             whole = weight.detach().to(settings.kind).sum()
         flat = [_flatten(t) for t in (target, temperature, token_weights)]
         given = (x, linear_weight, bias, flat[0], weight, whole, *flat[1:])
