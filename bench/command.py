@@ -69,23 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="pkg.module:build",
         help="measure your own model instead: build() returns it and a batch of arguments",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw speeds relative to eager"
-    )
-    parser.add_argument(
-        "--roofline", type=Path, metavar="FILE.png", help="draw rates against operations per byte"
-    )
-    parser.add_argument("--scaling", type=Path, metavar="FILE.png", help="draw times against sizes")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write one line per result")
-    parser.add_argument("--markdown", metavar="FILE", help="write the README's table; - prints it")
-    parser.add_argument(
-        "--from",
-        dest="source",
-        type=Path,
-        metavar="FILE",
-        help="measure nothing: show a file that --json or --record wrote",
-    )
+    _add_outputs(parser)
     parser.add_argument(
         "--record", action="store_true", help="on a GPU: test and time the kernels, as evidence"
     )
@@ -107,6 +91,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--default-allocator",
         action="store_true",
         help="keep the C allocator's settings: large CPU blocks may fault in at every call",
+    )
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw speeds relative to eager"
+    )
+    parser.add_argument(
+        "--roofline", type=Path, metavar="FILE.png", help="draw rates against operations per byte"
+    )
+    parser.add_argument("--scaling", type=Path, metavar="FILE.png", help="draw times against sizes")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write one line per result")
+    parser.add_argument("--markdown", metavar="FILE", help="write the README's table; - prints it")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: show a file that --json or --record wrote",
     )
 
 

@@ -221,19 +221,30 @@ def _update(
         yield []
     (of_direction,) = yield [(_square_sum(u), every)]
 
-    rate = 1e-6 * t if s.warmup else lr
-    if s.relative:
-        rate = torch.minimum(rate, 1 / t.sqrt())
     count = shape.numel()
-    scale = (of_param / count).sqrt().clamp(min=s.eps_scale) if s.scaled else torch.ones_like(t)
-    excess = ((of_direction / count).sqrt() / s.clip).clamp(min=1.0)
-    decay = 1 - s.weight_decay * (rate * scale if s.scaled_decay else lr)
+    rate, decay = _find_rates(s, t, lr, of_param / count, of_direction / count)
     p, _, moments = of_parameter()
-    step = u * (rate * scale / excess).to(p.dtype)
+    step = u * rate.to(p.dtype)
     if s.beta1 != 0:
         step = moments[-1] * s.beta1 + step * (1 - s.beta1)
         new.append(step)
     yield p * decay.to(p.dtype) - step, new
+
+
+def _find_rates(
+    s: AdafactorSettings,
+    t: torch.Tensor,
+    lr: torch.Tensor,
+    param_square: torch.Tensor,
+    direction_square: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors of the direction and of the parameter, whose mean squares are given."""
+    rate = 1e-6 * t if s.warmup else lr
+    if s.relative:
+        rate = torch.minimum(rate, 1 / t.sqrt())
+    scale = param_square.sqrt().clamp(min=s.eps_scale) if s.scaled else torch.ones_like(t)
+    excess = (direction_square.sqrt() / s.clip).clamp(min=1.0)
+    return rate * scale / excess, 1 - s.weight_decay * (rate * scale if s.scaled_decay else lr)
 
 
 def _torchs(task: Task) -> bool:

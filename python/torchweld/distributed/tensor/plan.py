@@ -103,8 +103,7 @@ def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False, *, ring: bo
 
     rest = _replicate_unplaced(model, styles, place_grads)
     if sequence_parallel:
-        # Includes dropout of attention's weights, which are sharded by heads.
-        for name, module in modules.items():
+        for name, module in modules.items():  # among them attention's, whose weights have heads
             if isinstance(module, torch.nn.Dropout) and name.startswith(inside):
                 styles.setdefault(name, DropoutParallel(1))
         for name in {blocks[0], blocks[-1]}:

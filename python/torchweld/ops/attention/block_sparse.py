@@ -129,14 +129,7 @@ def _inputs(
         raise ArgumentError(name, "layout", f"of {layout.queries} x {layout.keys} tokens", accepted)
     if rank == 4 and shape[0] != 1:
         k, v = (_expand_to_batch(x, shape[0]) for x in (k, v))
-    if key_padding_mask is not None and key_padding_mask.ndim == 2:
-        key_padding_mask = key_padding_mask[:, None, None]
-        if rank == 4:
-            key_padding_mask = _expand_to_batch(key_padding_mask, shape[0])
-    if alibi_slopes is not None and alibi_slopes.ndim in (1, 2):
-        alibi_slopes = alibi_slopes[..., None, None]
-    if sinks is not None and sinks.ndim == 1:
-        sinks = sinks[:, None, None]
+    sinks, *beside = _in_four_dims(shape, sinks, key_padding_mask, alibi_slopes)
     bias, row = _prepare_bias(bias, lengths, offset)
     if bias is not None and is_dtensor(bias) and not is_dtensor(q):
         raise ArgumentError(name, "bias", "a DTensor", "a plain tensor, as q is")
@@ -146,7 +139,6 @@ def _inputs(
         if layout.heads == key_heads and heads == group * key_heads:
             lists = repeat_for_query_heads(layout.lists, group)
     own = (row, layout.block, max(group, 1), float(scale), causal, float(softcap))
-    beside = (key_padding_mask, alibi_slopes)
     return (q, k, v, sinks, bias, *lists, *beside, *own, p, seed, whole, offset)
 
 
@@ -165,6 +157,19 @@ def _prepare_bias(
     if bias.ndim > 1 and any(n == 1 != m for n, m in zip(bias.shape[-2:], lengths, strict=True)):
         bias = bias.expand(*bias.shape[:-2], *lengths)
     return bias, 0
+
+
+def _in_four_dims(shape: torch.Size, sinks: Any, padding: Any, slopes: Any) -> tuple[Any, ...]:
+    """The three with q's dimensions, of which those that they do not depend on are of size 1."""
+    if sinks is not None and sinks.ndim == 1:
+        sinks = sinks[:, None, None]
+    if padding is not None and padding.ndim == 2:
+        padding = padding[:, None, None]
+        if len(shape) == 4:
+            padding = _expand_to_batch(padding, shape[0])
+    if slopes is not None and slopes.ndim in (1, 2):
+        slopes = slopes[..., None, None]
+    return sinks, padding, slopes
 
 
 def _expand_to_batch(x: Any, batch: int) -> Any:

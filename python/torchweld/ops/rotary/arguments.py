@@ -57,13 +57,7 @@ def prepare(
             raise ArgumentError(NAME, "cu_seqlens", "given for an x without tokens", "None")
         position_ids = find_positions(cu_seqlens, x, x.shape[seq_dim])
     if position_ids is not None:
-        if not isinstance(position_ids, torch.Tensor):
-            actual = f"a {type(position_ids).__name__}"
-            raise ArgumentError(NAME, "position_ids", actual, "a tensor")
-        if position_ids.ndim == x.ndim - 2:
-            position_ids = position_ids.unsqueeze(heads_at)
-        elif seq_dim == -3 and position_ids.ndim < x.ndim - 2:
-            position_ids = position_ids.unsqueeze(-1)
+        position_ids = _add_heads(position_ids, x.ndim - 2, seq_dim, heads_at)
     elif 1 < cos.ndim < x.ndim and (seq_dim == -3 or cos.ndim == x.ndim - 1):
         cos, sin = cos.unsqueeze(heads_at - 1), sin.unsqueeze(heads_at - 1)
     if is_dtensor(x) and position_ids is not None:  # a table's rows are not x's
@@ -75,6 +69,17 @@ def prepare(
     layout = (int(rotary_dim), interleaved, proportional)
     norm = (eps, norm_plus_one, norm_rounding, heads)
     return (x, None, cos, sin, position_ids, norm_weight, None, *layout, *norm)
+
+
+def _add_heads(position_ids: Any, rank: int, seq_dim: int, heads_at: int) -> torch.Tensor:
+    """Positions with a size of 1 for the heads; `rank` is the number of x's other dimensions."""
+    if not isinstance(position_ids, torch.Tensor):
+        raise ArgumentError(NAME, "position_ids", f"a {type(position_ids).__name__}", "a tensor")
+    if position_ids.ndim == rank:
+        return position_ids.unsqueeze(heads_at)
+    if seq_dim == -3 and position_ids.ndim < rank:
+        return position_ids.unsqueeze(-1)
+    return position_ids
 
 
 def check_heads(q: Any, k: Any, seq_dim: int) -> None:
