@@ -2,6 +2,7 @@
 #include "core/block_sparse.h"
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "bind/dropout.h"
@@ -15,6 +16,7 @@ TW_KERNEL(block_sparse_grad_q, BlockSparseBackward);
 TW_KERNEL(block_sparse_grad_kv, BlockSparseBackward);
 TW_KERNEL(block_sparse_grad_distances, BlockSparseBackward);
 TW_KERNEL(block_sparse_grad_sinks, BlockSparseBackward);
+TW_FUNCTION(int64_t, block_sparse_turned_pitch, const torchweld::BlockSparse&);
 
 namespace torchweld {
 namespace {
@@ -245,9 +247,28 @@ struct Arguments {
   }
 };
 
-// The number of tiles of at most 64 tokens in all blocks.
-int64_t tiles(const BlockSparse& a, int64_t count, int64_t heads) {
-  return count * (a.block > 64 ? a.block / 64 : 1) * a.batch * heads;
+// The number of tiles of at most 64 tokens in so many blocks.
+int64_t tiles_of(const BlockSparse& a, int64_t blocks) {
+  return blocks * (a.block > 64 ? a.block / 64 : 1);
+}
+int64_t tiles(const BlockSparse& a, int64_t blocks, int64_t heads) {
+  return tiles_of(a, blocks) * a.batch * heads;
+}
+
+// Room for the turned tiles of x, if kernels turn tiles and more than one of `others` may use one.
+// `owners` keeps the memory.
+TurnedTiles share_tiles(const BlockSparse& a, const Tensor& x, int64_t others,
+                        std::vector<Tensor>& owners) {
+  const int64_t pitch = others > 1 ? block_sparse_turned_pitch(a) : 0;
+  if (pitch == 0) return {};
+  const Four four(x);
+  const int64_t heads = four.size[1], each = tiles_of(a, (four.size[2] + a.block - 1) / a.block);
+  const int64_t sizes[] = {a.batch * heads * each, four.size[3], pitch};
+  const Tensor room = empty(x, Sizes(sizes, 3), x.scalar_type());
+  const Tensor state = empty(x, Sizes(sizes, 1), ScalarType::Byte);
+  std::memset(state.mutable_data_ptr(), 0, sizes[0]);
+  owners.insert(owners.end(), {room, state});
+  return {room.mutable_data_ptr(), (uint8_t*)state.mutable_data_ptr(), heads, each, pitch};
 }
 
 int64_t elements(const BlockSparse& a) {
@@ -326,6 +347,8 @@ std::tuple<Tensor, Tensor> block_sparse(
   if (args.queries <= kFewQueries) {
     attend_few(args, q);
   } else {
+    std::vector<Tensor> owners;
+    args.turned_v = share_tiles(args, v, args.rows.count * group, owners);
     launch_queue(block_sparse_forward, args, tiles(args, args.rows.count, args.heads),
                  elements(args));
   }
@@ -386,7 +409,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> block_sparse_grads(
   Tensor grad_bias = nothing(q), sums = nothing(q);
   int64_t groups = tiles(args, args.rows.count, args.heads);
   if (need_bias) grad_bias = prepare_grad_bias(args, *bias, q, wide, groups, sums);
+  std::vector<Tensor> owners;
   if (need_q || need_bias) {
+    if (need_q) args.turned_k = share_tiles(args, k, args.rows.count * group, owners);
     launch_queue(block_sparse_grad_q, args, groups, elements(args));
   }
   if (need_bias) {
@@ -397,6 +422,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> block_sparse_grads(
     grad_bias = as_type(grad_bias, bias->scalar_type());
   }
   if (need_k || need_v) {
+    args.turned_q = share_tiles(args, q, args.columns.count, owners);
+    args.turned_grad = share_tiles(args, grad, args.columns.count, owners);
     launch_queue(block_sparse_grad_kv, args, tiles(args, args.columns.count, args.key_heads),
                  elements(args));
   }

@@ -38,8 +38,17 @@ struct Lines {
   }
 };
 
+// Room for a tensor's tiles with their tokens along the rows, which work items share: the first item
+// that needs a tile makes it. Without room each item makes its own.
+struct TurnedTiles {
+  void* data = nullptr;      // [batch, heads, tiles, width, pitch], the tensor's dtype
+  uint8_t* state = nullptr;  // [batch, heads, tiles]: 0 at first
+  int64_t heads = 0, tiles = 0, pitch = 0;
+};
+
 struct BlockSparse {
   Heads q, k, v;
+  TurnedTiles turned_k, turned_v;
   const void* sinks;       // [heads], Accumulate<dtype>, or null
   const void* slopes;      // Accumulate<dtype>: [heads] or [batch, heads], or null
   int64_t slopes_batch;    // stride between batches: 0 or heads
@@ -80,6 +89,7 @@ struct BlockSparseForward : BlockSparse {
 
 struct BlockSparseBackward : BlockSparse {
   Heads grad_y;
+  TurnedTiles turned_q, turned_grad;
   const void* y;
   const void* lse;
   const void* grad_lse;  // [batch, heads, queries] or null

@@ -11,21 +11,37 @@
 
 #include <type_traits>
 
+#include "core/exp.h"
 #include "cpu/block_scores.h"
 #include "cpu/scratch.h"
+#include "cpu/tile_registers.h"
 #include "cpu/tiles.h"
-
-#if defined(__AVX512F__) && defined(__linux__)
-#define TW_TILE_REGISTERS
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 TW_NAMESPACE_BEGIN
 
+template <class A>
+void times(A* x, const A* factors, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes<A>) store(x + i, load(x + i) * load(factors + i));
+}
+
 // The next multiple of `step`.
 inline int64_t padded_to(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
+
+// The running softmax of the lanes: y is the sum of weights exp(scale * (z - base)) times values, and
+// `sum` the sum of these weights.
+template <class A>
+struct Softmax {
+  A *base, *sum, *fade;  // `fade` is scratch
+};
+
+// The part of `x` that is a tile's rows. `shared` may have it turned.
+struct TileOf {
+  const Heads& x;
+  const TurnedTiles& shared;
+  int64_t batch, head, block;
+  Span span;
+  int64_t width;
+};
 
 template <class T>
 class WideProducts {
@@ -35,6 +51,8 @@ class WideProducts {
     const A* data;
     int64_t count, width;
   };
+  // Whether weight() and attend() may take a scale other than 1.
+  static constexpr bool kScalesLate = false;
 
   WideProducts(int64_t, int64_t) {}
 
@@ -45,9 +63,9 @@ class WideProducts {
   }
 
   // `scratch` has room for a tile.
-  static Rows rows(const Heads& x, int64_t batch, int64_t head, Span span, int64_t width,
-                   A* scratch) {
-    return {rows_of<T>(x, batch, head, span, width, scratch), span.count, width};
+  static Rows rows(const TileOf& tile, A* scratch) {
+    const A* data = rows_of<T>(tile.x, tile.batch, tile.head, tile.span, tile.width, scratch);
+    return {data, tile.span.count, tile.width};
   }
 
   static void set_scores(A* z, int64_t lanes, const Rows& rows, const A* side, A) {
@@ -55,142 +73,62 @@ class WideProducts {
                                rows.width);
   }
 
-  template <Into into>
-  static void add(A* sums, int64_t lanes, const Rows& rows, const A* weights,
-                  const A* factors = nullptr) {
-    multiply<into, true>(sums, lanes, rows.data, rows.width, weights, lanes, rows.width, lanes,
-                         rows.count, factors);
+  // exp(scale * z - lse). Large scores of another product than the forward's may round to more than
+  // lse, and its error would be a factor: the weight is at most 1. NaN stays NaN.
+  static Vec<A> weight(Vec<A> z, A, Vec<A> lse) {
+    const Vec<A> below = z - lse;
+    return exp_nonpositive(below > 0 ? Vec<A>{} : below);
+  }
+
+  static void add(A* sums, int64_t lanes, const Rows& rows, const A* weights) {
+    multiply<Into::add, true>(sums, lanes, rows.data, rows.width, weights, lanes, rows.width, lanes,
+                              rows.count);
+  }
+
+  // Adds the rows to y with the weights of their scores, which become these weights. `kept` has
+  // dropout's factors, or is null.
+  static void attend(A* y, int64_t lanes, const Rows& rows, A* z, A, const A* kept,
+                     const Softmax<A>& softmax) {
+    weigh(z, rows.count, lanes, softmax);
+    if (kept) times(z, kept, rows.count * lanes);
+    multiply<Into::scaled, true>(y, lanes, rows.data, rows.width, z, lanes, rows.width, lanes,
+                                 rows.count, softmax.fade);
+  }
+
+ private:
+  // Lanes that have seen no key keep a sum of zero.
+  static void weigh(A* z, int64_t rows, int64_t lanes, const Softmax<A>& softmax) {
+    for (int64_t i = 0; i < lanes; i += kLanes<A>) {
+      const Vec<A> before = load(softmax.base + i);
+      Vec<A> most[2] = {before, before};  // two shorten the dependency chain
+      for (int64_t r = 0; r < rows; ++r)
+        most[r & 1] = maximum<A>(load(z + r * lanes + i), most[r & 1]);
+      const Vec<A> now = maximum<A>(most[0], most[1]);
+      const Vec<A> base = choose<A>(now == kExcluded<A>, Vec<A>{}, now);
+      const Vec<A> faded = exp_nonpositive(before - base);
+      Vec<A> total[2] = {};
+      for (int64_t r = 0; r < rows; ++r) {
+        const Vec<A> e = exp_nonpositive(load(z + r * lanes + i) - base);
+        store(z + r * lanes + i, e);
+        total[r & 1] += e;
+      }
+      store(softmax.base + i, now);
+      store(softmax.fade + i, faded);
+      store(softmax.sum + i, load(softmax.sum + i) * faded + (total[0] + total[1]));
+    }
   }
 };
 
 #if defined(TW_TILE_REGISTERS)
 
-#define TW_TILES __attribute__((target("amx-tile,amx-bf16,avx512bf16")))
-
-namespace detail {
-
-// A tile register has 16 rows of 64 bytes: 16 floats, or 32 bfloat16.
-constexpr int64_t kTileLines = 16, kTileInner = 32;
-
-// Whether the processor has them and the kernel lets this process use them.
-inline bool may_use_tiles() {
-  unsigned a, b, c, d, kept_low, kept_high;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  if (!(d >> 22 & 1) || !(d >> 24 & 1)) return false;  // AMX-BF16, AMX-TILE
-  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return false;  // AVX512-BF16
-  __asm__("xgetbv" : "=a"(kept_low), "=d"(kept_high) : "c"(0));
-  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return (kept_low >> 17 & 3) == 3 && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-}
-inline const bool has_tiles = may_use_tiles();
-
-// C[16 * down][16 * across] = A B, or C += A B. A has rows of bfloat16, B pairs of rows: element
-// [pair][lane] holds B[2 * pair][lane] and B[2 * pair + 1][lane].
-template <bool add, int down, int across>
-TW_TILES inline void tile_product(float* c, int64_t ldc, const BFloat16* a, int64_t lda,
-                                  const uint32_t* b, int64_t ldb, int64_t inner) {
-  constexpr int64_t kLines = kTileLines;
-  const int64_t c_bytes = ldc * 4, a_bytes = lda * 2, b_bytes = ldb * 4;
-  if constexpr (add) {
-    _tile_loadd(0, c, c_bytes);
-    if constexpr (across > 1) _tile_loadd(1, c + kLines, c_bytes);
-    if constexpr (down > 1) _tile_loadd(2, c + kLines * ldc, c_bytes);
-    if constexpr (down > 1 && across > 1) _tile_loadd(3, c + kLines * ldc + kLines, c_bytes);
-  } else {
-    _tile_zero(0);
-    if constexpr (across > 1) _tile_zero(1);
-    if constexpr (down > 1) _tile_zero(2);
-    if constexpr (down > 1 && across > 1) _tile_zero(3);
-  }
-  for (int64_t x = 0; x < inner; x += kTileInner) {
-    const uint32_t* right = b + x / 2 * ldb;
-    _tile_loadd(4, a + x, a_bytes);
-    _tile_loadd(6, right, b_bytes);
-    _tile_dpbf16ps(0, 4, 6);
-    if constexpr (across > 1) {
-      _tile_loadd(7, right + kLines, b_bytes);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    if constexpr (down > 1) {
-      _tile_loadd(5, a + kLines * lda + x, a_bytes);
-      _tile_dpbf16ps(2, 5, 6);
-      if constexpr (across > 1) _tile_dpbf16ps(3, 5, 7);
-    }
-  }
-  _tile_stored(0, c, c_bytes);
-  if constexpr (across > 1) _tile_stored(1, c + kLines, c_bytes);
-  if constexpr (down > 1) _tile_stored(2, c + kLines * ldc, c_bytes);
-  if constexpr (down > 1 && across > 1) _tile_stored(3, c + kLines * ldc + kLines, c_bytes);
-}
-
-// The same for `rows` and `lanes` that are multiples of 16, and `inner` of 32.
-template <bool add>
-TW_TILES inline void tile_products(float* c, int64_t ldc, const BFloat16* a, int64_t lda,
-                                   const uint32_t* b, int64_t ldb, int64_t rows, int64_t lanes,
-                                   int64_t inner) {
-  constexpr int64_t kPair = 2 * kTileLines;
-  // gcc 12's intrinsics do not say that they read memory.
-  __asm__ volatile("" ::: "memory");
-  for (int64_t i = 0; i < lanes; i += kPair) {
-    for (int64_t r = 0; r < rows; r += kPair) {
-      float* to = c + r * ldc + i;
-      const bool low = r + kTileLines < rows, wide = i + kTileLines < lanes;
-      const auto product = low ? (wide ? tile_product<add, 2, 2> : tile_product<add, 2, 1>)
-                               : (wide ? tile_product<add, 1, 2> : tile_product<add, 1, 1>);
-      product(to, ldc, a + r * lda, lda, b + i, ldb, inner);
-    }
-  }
-}
-
-// Rounds two vectors to bfloat16, as the low and the high halves of each lane.
-TW_TILES inline __m512i pair_of(__m512 low, __m512 high) {
-  const __m512i first = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(low));
-  const __m512i second = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(high));
-  return _mm512_or_si512(first, _mm512_slli_epi32(second, 16));
-}
-
-// Pairs of rows: to[row / 2][lane] for an even number of rows; rows from `count` on are zero.
-TW_TILES inline void pair_rows(uint32_t* to, const float* from, int64_t lanes, int64_t count,
-                               int64_t rows) {
-  for (int64_t r = 0; r < rows; r += 2) {
-    for (int64_t i = 0; i < lanes; i += kTileLines) {
-      const float* at = from + r * lanes + i;
-      const __m512 low = r < count ? _mm512_loadu_ps(at) : __m512{};
-      const __m512 high = r + 1 < count ? _mm512_loadu_ps(at + lanes) : __m512{};
-      _mm512_storeu_si512(to + r / 2 * lanes + i, pair_of(low, high));
-    }
-  }
-}
-
-// Configures the registers of this thread: all eight have their full size.
-class TileRegisters {
- public:
-  TW_TILES TileRegisters() {
-    struct alignas(64) Config {
-      uint8_t palette, start, reserved[14];
-      uint16_t bytes[16];
-      uint8_t lines[16];
-    };
-    static constexpr Config kWhole{
-        1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-    _tile_loadconfig(&kWhole);
-  }
-  TW_TILES ~TileRegisters() { _tile_release(); }
-  TileRegisters(const TileRegisters&) = delete;
-  TileRegisters& operator=(const TileRegisters&) = delete;
-};
-
-}  // namespace detail
-
 class TileProducts {
  public:
   using A = float;
-  struct Rows {
-    const BFloat16* data;  // up to a multiple of 32 rows, with zeros in those past `count`
-    int64_t count, width;
-
-    int64_t padded() const { return padded_count(count); }
+  struct Rows : TileOf {
+    const BFloat16* data;  // pitch is x.token
+    BFloat16* scratch;     // room for a tile
   };
+  static constexpr bool kScalesLate = true;
 
   static bool serves(const BlockSparse& a) {
     return detail::has_tiles && a.width > 0 && a.value_width > 0 &&
@@ -215,59 +153,165 @@ class TileProducts {
     }
   }
 
-  static Rows rows(const Heads& x, int64_t batch, int64_t head, Span span, int64_t width,
-                   A* scratch) {
-    const BFloat16* from = tokens<BFloat16>(x, batch, head, span.first);
-    const int64_t padded = padded_count(span.count), bytes = width * sizeof(BFloat16);
-    if (x.token == width && padded == span.count) return {from, span.count, width};
-    BFloat16* to = (BFloat16*)scratch;
-    for (int64_t r = 0; r < span.count; ++r) std::memcpy(to + r * width, from + r * x.token, bytes);
-    std::memset(to + span.count * width, 0, (padded - span.count) * bytes);
-    return {to, span.count, width};
+  static Rows rows(const TileOf& tile, A* scratch) {
+    return {tile, tokens<BFloat16>(tile.x, tile.batch, tile.head, tile.span.first),
+            (BFloat16*)scratch};
   }
 
   static void set_scores(A* z, int64_t lanes, const Rows& rows, const A* side, A scale) {
-    const int64_t count = padded_to(rows.count, detail::kTileLines);
-    detail::tile_products<false>(z, lanes, rows.data, rows.width, (const uint32_t*)side, lanes,
-                                 count, lanes, rows.width);
+    const int64_t count = rows.span.count, width = rows.width;
+    const int64_t padded = padded_to(count, detail::kTileLines);
+    const BFloat16* data = rows.data;
+    if (rows.x.token != width || padded != count) {  // rows at a large stride share cache sets
+      for (int64_t r = 0; r < count; ++r) {
+        std::memcpy(rows.scratch + r * width, data + r * rows.x.token, width * sizeof *data);
+      }
+      std::memset((void*)(rows.scratch + count * width), 0,
+                  (padded - count) * width * sizeof *data);
+      data = rows.scratch;
+    }
+    detail::tile_products<false>(z, lanes, data, width, (const uint32_t*)side, lanes, padded, lanes,
+                                 width);
     if (scale == 1) return;
-    for (int64_t i = 0; i < rows.count * lanes; i += kLanes<A>) store(z + i, load(z + i) * scale);
+    for (int64_t i = 0; i < count * lanes; i += kLanes<A>) store(z + i, load(z + i) * scale);
   }
 
-  template <Into into>
-  void add(A* sums, int64_t lanes, const Rows& rows, const A* weights, const A* factors = nullptr) {
-    if constexpr (into == Into::scaled) {
-      for (int64_t x = 0; x < rows.width; ++x) {
-        for (int64_t i = 0; i < lanes; i += kLanes<A>) {
-          store(sums + x * lanes + i, load(sums + x * lanes + i) * load(factors + i));
-        }
-      }
-    }
-    turn(rows);
+  static Vec<A> weight(Vec<A> z, A scale, Vec<A> lse) {
+    z *= scale;
+    __asm__("" : "+v"(z));  // rounded, as in lse: the difference of large numbers may be 0
+    const Vec<A> below = z - lse;
+    return (Vec<A>)detail::power_of_two((__m512)(below > 0 ? Vec<A>{} : below) * (A)kLog2E);
+  }
+
+  void add(A* sums, int64_t lanes, const Rows& rows, const A* weights) {
     uint32_t* pairs = (uint32_t*)(A*)pairs_;
-    detail::pair_rows(pairs, weights, lanes, rows.count, rows.padded());
-    detail::tile_products<true>(sums, lanes, turned(), rows.padded(), pairs, lanes, rows.width,
-                                lanes, rows.padded());
+    detail::pair_rows(pairs, weights, lanes, rows.span.count, padded_count(rows));
+    add_pairs(sums, lanes, rows, pairs);
+  }
+
+  void attend(A* y, int64_t lanes, const Rows& rows, A* z, A scale, const A* kept,
+              const Softmax<A>& softmax) {
+    for (int64_t i = 0; i < lanes; i += kLanes<A>) {
+      weigh(y, lanes, rows, z, scale, kept, softmax, i);
+    }
+    add_pairs(y, lanes, rows, (const uint32_t*)z);
   }
 
  private:
-  static int64_t padded_count(int64_t count) { return padded_to(count, detail::kTileInner); }
+  // The base may stay below the largest score by so much: then y is scaled rarely.
+  static constexpr A kSlack = 8;
 
-  BFloat16* turned() { return (BFloat16*)(A*)turned_; }
+  static int64_t padded_count(const Rows& rows) {
+    return padded_to(rows.span.count, detail::kTileInner);
+  }
 
-  // turned[x][row] = rows[row][x].
-  void turn(const Rows& rows) {
-    const int64_t width = rows.width;
-    for (int64_t r = 0; r < rows.padded(); r += detail::kTileInner) {
-      for (int64_t x = 0; x < width; x += kLanes<A>) {
+  // Replaces a vector's scores by pairs of weights.
+  TW_TILES static void weigh(A* y, int64_t lanes, const Rows& rows, A* z, A scale, const A* kept,
+                             const Softmax<A>& softmax, int64_t i) {
+    const int64_t count = rows.span.count, padded = padded_count(rows);
+    const __m512 before = _mm512_loadu_ps(softmax.base + i);
+    const __m512 none = _mm512_set1_ps(kExcluded<A>);
+    __m512 most = none, odd = none;  // two shorten the dependency chain
+    const A* at = z + i;
+    for (int64_t r = 0; r + 1 < count; r += 2, at += 2 * lanes) {
+      most = _mm512_max_ps(_mm512_loadu_ps(at), most);
+      odd = _mm512_max_ps(_mm512_loadu_ps(at + lanes), odd);
+    }
+    if (count % 2) most = _mm512_max_ps(_mm512_loadu_ps(at), most);
+    const __m512 now = _mm512_max_ps(most, odd), factor = _mm512_set1_ps(scale * (A)kLog2E);
+    const __mmask16 moves =
+        _mm512_cmp_ps_mask((now - before) * scale, _mm512_set1_ps(kSlack), _CMP_GT_OQ);
+    __m512 base = before, sum = _mm512_loadu_ps(softmax.sum + i);
+    if (moves) {
+      base = _mm512_mask_mov_ps(before, moves, now);
+      const __m512 fade = _mm512_mask_mov_ps(_mm512_set1_ps(1), moves,
+                                             detail::power_of_two((before - base) * factor));
+      for (int64_t x = 0; x < rows.width; ++x) {
+        A* at = y + x * lanes + i;
+        _mm512_storeu_ps(at, _mm512_loadu_ps(at) * fade);
+      }
+      sum *= fade;
+      _mm512_storeu_ps(softmax.base + i, base);
+    }
+    base = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(base, none, _CMP_NEQ_UQ), base);
+    const auto weight = [&](int64_t row) TW_TILES {
+      const __m512 score = _mm512_loadu_ps(z + row * lanes + i);
+      return detail::power_of_two((score - base) * factor);
+    };
+    const auto keep = [&](__m512 e, int64_t row) TW_TILES {
+      return kept ? e * _mm512_loadu_ps(kept + row * lanes + i) : e;
+    };
+    __m512 odd_sum = {};
+    uint32_t* pairs = (uint32_t*)z + i;
+    int64_t r = 0;
+    for (; r + 1 < count; r += 2, pairs += lanes) {
+      const __m512 low = weight(r), high = weight(r + 1);
+      sum += low, odd_sum += high;
+      _mm512_storeu_si512(pairs, detail::pair_of(keep(low, r), keep(high, r + 1)));
+    }
+    if (r < count) {
+      const __m512 low = weight(r);
+      sum += low;
+      _mm512_storeu_si512(pairs, detail::pair_of(keep(low, r), __m512{}));
+      r += 2, pairs += lanes;
+    }
+    for (; r < padded; r += 2, pairs += lanes) _mm512_storeu_si512(pairs, __m512i{});
+    _mm512_storeu_ps(softmax.sum + i, sum + odd_sum);
+  }
+
+  void add_pairs(A* sums, int64_t lanes, const Rows& rows, const uint32_t* pairs) {
+    int64_t pitch = padded_count(rows);
+    const BFloat16* data = turn(rows, pitch);
+    detail::tile_products<true>(sums, lanes, data, pitch, pairs, lanes, rows.width, lanes,
+                                padded_count(rows));
+  }
+
+  // The rows as [x][row]: the shared tile, or one of this item if another thread is about it.
+  const BFloat16* turn(const Rows& rows, int64_t& pitch) {
+    enum : uint8_t { kNone, kBegun, kDone };
+    const TurnedTiles& shared = rows.shared;
+    BFloat16* to = (BFloat16*)(A*)turned_;
+    if (!shared.data) {
+      turn_rows(to, pitch, rows);
+      return to;
+    }
+    const int64_t tile =
+        rows.span.first / rows.block * parts_of(rows.block) + rows.span.first % rows.block / kTile;
+    const int64_t at = (rows.batch * shared.heads + rows.head) * shared.tiles + tile;
+    BFloat16* const kept = (BFloat16*)shared.data + at * rows.width * shared.pitch;
+    uint8_t state = __atomic_load_n(shared.state + at, __ATOMIC_ACQUIRE);
+    if (state == kDone) {
+      pitch = shared.pitch;
+      return kept;
+    }
+    const bool is_first =
+        state == kNone && __atomic_compare_exchange_n(shared.state + at, &state, kBegun, false,
+                                                      __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+    if (!is_first) {
+      turn_rows(to, pitch, rows);
+      return to;
+    }
+    pitch = shared.pitch;
+    turn_rows(kept, pitch, rows);
+    __atomic_store_n(shared.state + at, kDone, __ATOMIC_RELEASE);
+    return kept;
+  }
+
+  // to[x][row] = rows[row][x], and zeros for rows past the last.
+  static void turn_rows(BFloat16* to, int64_t pitch, const Rows& rows) {
+    const int64_t count = rows.span.count, padded = padded_count(rows);
+    const auto row = [&](int64_t r, int64_t x) {
+      return r < count ? detail::widen(&rows.data[r * rows.x.token + x].bits) : detail::U32{};
+    };
+    for (int64_t r = 0; r < padded; r += detail::kTileInner) {
+      for (int64_t x = 0; x < rows.width; x += kLanes<A>) {
         Vec<A> tile[kLanes<A>];  // pairs of rows
         for (int64_t k = 0; k < kLanes<A>; ++k) {
-          const BFloat16* at = rows.data + (r + 2 * k) * width + x;
-          tile[k] = (Vec<A>)(detail::widen(&at->bits) | detail::widen(&at[width].bits) << 16);
+          tile[k] = (Vec<A>)(row(r + 2 * k, x) | row(r + 2 * k + 1, x) << 16);
         }
         detail::transpose_tile<A>(tile);
         for (int64_t k = 0; k < kLanes<A>; ++k) {
-          std::memcpy(turned() + (x + k) * rows.padded() + r, &tile[k], sizeof tile[k]);
+          std::memcpy((void*)(to + (x + k) * pitch + r), &tile[k], sizeof tile[k]);
         }
       }
     }
@@ -287,9 +331,19 @@ inline bool has_tiles() {
 #endif
 }
 
+// The pitch of TurnedTiles, or 0 if these tensors need none.
+inline int64_t turned_pitch([[maybe_unused]] const BlockSparse& a) {
+#if defined(TW_TILE_REGISTERS)
+  if (a.dtype == DType::bf16 && TileProducts::serves(a)) {
+    return padded_to(std::min(a.block, kTile), detail::kTileInner);
+  }
+#endif
+  return 0;
+}
+
 // Calls call(Products) with what serves these tensors best.
 template <class T, class Call>
-void with_products(const BlockSparse& a, Call&& call) {
+void with_products([[maybe_unused]] const BlockSparse& a, Call&& call) {
 #if defined(TW_TILE_REGISTERS)
   if constexpr (std::is_same_v<T, BFloat16>) {
     if (TileProducts::serves(a)) return call(Type<TileProducts>{});

@@ -11,6 +11,7 @@
 #include "core/block_sparse.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/dispatch.h"
 #include "core/exp.h"
@@ -23,33 +24,12 @@ using namespace torchweld;
 
 // --- Forward ---
 
-// The online softmax: updates the maximum, replaces z by exp(z - maximum) and rescales the previous
-// sum by `fade`. Lanes that have seen no key keep a sum of zero.
-template <class A>
-void online(A* z, int64_t rows, int64_t lanes, A* highest, A* sum, A* fade) {
-  for (int64_t i = 0; i < lanes; i += kLanes<A>) {
-    const Vec<A> before = load(highest + i);
-    Vec<A> most[2] = {before, before};  // two shorten the dependency chain
-    for (int64_t r = 0; r < rows; ++r)
-      most[r & 1] = maximum<A>(load(z + r * lanes + i), most[r & 1]);
-    const Vec<A> now = maximum<A>(most[0], most[1]);
-    const Vec<A> base = choose<A>(now == kExcluded<A>, Vec<A>{}, now);
-    const Vec<A> faded = exp_nonpositive(before - base);
-    Vec<A> total[2] = {};
-    for (int64_t r = 0; r < rows; ++r) {
-      const Vec<A> e = exp_nonpositive(load(z + r * lanes + i) - base);
-      store(z + r * lanes + i, e);
-      total[r & 1] += e;
-    }
-    store(highest + i, now);
-    store(fade + i, faded);
-    store(sum + i, load(sum + i) * faded + (total[0] + total[1]));
-  }
-}
-
-template <class A>
-void times(A* x, const A* factors, int64_t count) {
-  for (int64_t i = 0; i < count; i += kLanes<A>) store(x + i, load(x + i) * load(factors + i));
+// The scale's two factors: one for set_scores, the other for the weights. They take it if all that
+// happens to scores in between is that some are excluded.
+template <class Products, class A, class Scores>
+std::pair<A, A> split_scale(const Scores& scores, A scale) {
+  const bool is_late = Products::kScalesLate && scores.only_excludes() && scale > 0;
+  return is_late ? std::pair<A, A>{1, scale} : std::pair<A, A>{scale, 1};
 }
 
 template <class T, class Products>
@@ -68,27 +48,27 @@ void forward_item(const BlockSparseForward& a, int64_t index) {
   Products::turn_side(q, lanes, tokens<T>(a.q, item.batch, item.head, lane.first), a.q.token,
                       lane.count, width, (A)a.scale);
   std::fill_n(y, deep * lanes, (A)0);
-  std::fill_n(highest, lanes, a.sinks ? ((const A*)a.sinks)[item.head] : kExcluded<A>);
-  std::fill_n(sum, lanes, (A)(a.sinks ? 1 : 0));
+  const A sink = a.sinks ? ((const A*)a.sinks)[item.head] : kExcluded<A>;
+  std::fill_n(highest, lanes, sink);
+  std::fill_n(sum, lanes, a.sinks ? 1 + 0 * std::max<A>(sink, 0) : (A)0);  // an infinite sink: NaN
+  const Softmax<A> softmax{highest, sum, fade};
   Scores<T, false> scores(a, item.batch, item.head);
+  const auto [early, late] = split_scale<Products>(scores, (A)a.scale);
   for_tiles(a, a.rows, item.line, lane, a.keys, [&](const Tile& tile) {
     if (!scores.any(tile)) return;
-    const int64_t rows = tile.row.count;
-    const auto k = Products::rows(a.k, item.batch, key_head, tile.row, width, keys);
-    const auto v = Products::rows(a.v, item.batch, key_head, tile.row, deep, values);
-    Products::set_scores(z, lanes, k, q, (A)a.scale);
+    const auto k =
+        Products::rows({a.k, a.turned_k, item.batch, key_head, a.block, tile.row, width}, keys);
+    const auto v =
+        Products::rows({a.v, a.turned_v, item.batch, key_head, a.block, tile.row, deep}, values);
+    Products::set_scores(z, lanes, k, q, early);
     scores.finish(z, (A*)nullptr, kept, lanes, tile);
-    online(z, rows, lanes, highest, sum, fade);
-    if (a.dropout.seed) {
-      scores.factors(kept, lanes, tile);
-      times(z, kept, rows * lanes);
-    }
-    products.template add<Into::scaled>(y, lanes, v, z, fade);
+    if (a.dropout.seed) scores.factors(kept, lanes, tile);
+    products.attend(y, lanes, v, z, late, a.dropout.seed ? kept : nullptr, softmax);
   });
   A* lse = (A*)a.lse + (item.batch * a.heads + item.head) * a.queries + lane.first;
   for (int64_t i = 0; i < lanes; ++i) {
     const bool none = sum[i] == 0;
-    if (i < lane.count) lse[i] = none ? kExcluded<A> : highest[i] + (A)log_positive(sum[i]);
+    if (i < lane.count) lse[i] = none ? kExcluded<A> : highest[i] * late + (A)log_positive(sum[i]);
     fade[i] = none ? 0 : 1 / sum[i];
   }
   T* to = (T*)a.y + ((item.batch * a.heads + item.head) * a.queries + lane.first) * deep;
@@ -108,13 +88,6 @@ void delta_row(const BlockSparseBackward& a, int64_t row) {
     acc[0] += load(grad + i, at) * load(y + i, at);
   });
   ((A*)a.delta)[row] = dot[0] - (a.grad_lse ? ((const A*)a.grad_lse)[row] : 0);
-}
-
-// exp(z - lse). Large scores of another product than the forward's may round to more than lse, and
-// its error would be a factor: the weight is at most 1. NaN stays NaN.
-template <class V>
-V attention_weight(V z_minus_lse) {
-  return exp_nonpositive(z_minus_lse > 0 ? V{} : z_minus_lse);
 }
 
 // Statistics of a head's queries: delta, and lse, with 0 for a query that sees no key.
@@ -158,12 +131,15 @@ void grad_q_item(const BlockSparseBackward& a, const RowItem& item, Accumulate<T
     scale[i] = (A)a.scale;
   }
   Scores<T, false> scores(a, item.batch, item.head);
+  const auto [early, late] = split_scale<Products>(scores, (A)a.scale);
   for_tiles(a, a.rows, item.line, lane, a.keys, [&](const Tile& tile) {
     if (!scores.any(tile)) return;
     const int64_t rows = tile.row.count;
-    const auto k = Products::rows(a.k, item.batch, key_head, tile.row, width, keys);
-    const auto v = Products::rows(a.v, item.batch, key_head, tile.row, deep, values);
-    Products::set_scores(z, lanes, k, q, (A)a.scale);
+    const auto k =
+        Products::rows({a.k, a.turned_k, item.batch, key_head, a.block, tile.row, width}, keys);
+    const auto v =
+        Products::rows({a.v, a.turned_v, item.batch, key_head, a.block, tile.row, deep}, values);
+    Products::set_scores(z, lanes, k, q, early);
     scores.finish(z, slopes, kept, lanes, tile);
     Products::set_scores(g, lanes, v, grad, 1);
     if (a.dropout.seed) {
@@ -173,14 +149,14 @@ void grad_q_item(const BlockSparseBackward& a, const RowItem& item, Accumulate<T
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t i = 0; i < lanes; i += kLanes<A>) {
         const int64_t at = r * lanes + i;
-        const Vec<A> weight = attention_weight(load(z + at) - load(base + i));
+        const Vec<A> weight = Products::weight(load(z + at), late, load(base + i));
         store(g + at, weight * (load(g + at) - load(delta + i)));
       }
     }
     if (sums) bias.add(g, turned, lanes, tile);
     if (!a.grad_q) return;
     if (a.softcap != 0) times(g, slopes, rows * lanes);
-    products.template add<Into::add>(grad_q, lanes, k, g);
+    products.add(grad_q, lanes, k, g);
   });
   if (!a.grad_q) return;
   T* to = (T*)a.grad_q + ((item.batch * a.heads + item.head) * a.queries + lane.first) * width;
@@ -264,12 +240,15 @@ void grad_kv_item(const BlockSparseBackward& a, int64_t index) {
         a.columns.lines ? line_of(a.columns, item.batch, head, item.slot, which) : nullptr;
     const Statistics<A> statistics(a, item.batch, head);
     Scores<T, true> scores(a, item.batch, head);
+    const auto [early, late] = split_scale<Products>(scores, (A)a.scale);
     for_tiles(a, a.columns, line, lane, a.queries, [&](const Tile& tile) {
       if (!scores.any(tile)) return;
       const int64_t rows = tile.row.count;
-      const auto q = Products::rows(a.q, item.batch, head, tile.row, width, queries);
-      const auto grad = Products::rows(a.grad_y, item.batch, head, tile.row, deep, grads);
-      Products::set_scores(z, lanes, q, k, (A)a.scale);
+      const auto q =
+          Products::rows({a.q, a.turned_q, item.batch, head, a.block, tile.row, width}, queries);
+      const auto grad = Products::rows(
+          {a.grad_y, a.turned_grad, item.batch, head, a.block, tile.row, deep}, grads);
+      Products::set_scores(z, lanes, q, k, early);
       scores.finish(z, slopes, kept, lanes, tile);
       Products::set_scores(g, lanes, grad, v, 1);
       if (a.dropout.seed) {
@@ -277,19 +256,19 @@ void grad_kv_item(const BlockSparseBackward& a, int64_t index) {
         times(g, kept, rows * lanes);
       }
       for (int64_t r = 0; r < rows; ++r) {
-        const A base = statistics.base(tile.row.first + r);
+        const Vec<A> base = splat(statistics.base(tile.row.first + r));
         const A delta = statistics.delta[tile.row.first + r];
         for (int64_t i = 0; i < lanes; i += kLanes<A>) {
           const int64_t at = r * lanes + i;
-          const Vec<A> weight = attention_weight(load(z + at) - base);
+          const Vec<A> weight = Products::weight(load(z + at), late, base);
           store(z + at, weight);
           store(g + at, weight * (load(g + at) - delta));
         }
       }
       if (a.softcap != 0) times(g, slopes, rows * lanes);
       if (a.dropout.seed) times(z, kept, rows * lanes);
-      products.template add<Into::add>(grad_v, lanes, grad, z);
-      products.template add<Into::add>(grad_k, lanes, q, g);
+      products.add(grad_v, lanes, grad, z);
+      products.add(grad_k, lanes, q, g);
     });
   }
   const int64_t at = (item.batch * a.key_heads + item.head) * a.keys + lane.first;
@@ -381,6 +360,9 @@ TW_EXPORT void block_sparse_grad_sinks(const BlockSparseBackward& b, int64_t beg
     ((A*)b.grad_sinks)[head] = grad_sink<A>(b, head);
   });
 }
+
+// The pitch of turned tiles, or 0 if kernels with these arguments need none.
+TW_EXPORT int64_t block_sparse_turned_pitch(const BlockSparse& a) { return turned_pitch(a); }
 
 // Whether attention in bfloat16 uses the tile registers of this processor.
 TW_EXPORT bool block_sparse_has_tiles() { return has_tiles(); }
