@@ -19,6 +19,7 @@ from fusable import (
     Normalized,
     Output,
     PlainRMSNorm,
+    Repeated,
     check_fused,
     run,
     small_inputs,  # noqa: F401
@@ -241,6 +242,23 @@ def test_another_attention_in_a_layer() -> None:
     x = torch.randn(3, 5, WIDTH)
     expected = model(x, x, tgt_mask=mask)
     torch.testing.assert_close(fused(x, x, tgt_mask=mask), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_compiled_sequence_compiles_again_after_unfuse() -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU()), torch.randn(3, WIDTH)
+    expected = model(x)
+    compiled = torch.compile(torchweld.fuse(model), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), expected)
+    torchweld.unfuse(model)
+    torch.testing.assert_close(compiled(x), expected)
+
+
+def test_a_trace_has_fused_attention_as_a_leaf() -> None:
+    model = Repeated(nn.MultiheadAttention(WIDTH, 4), 3)
+    x = torch.randn(3, 5, WIDTH)
+    expected = model.module(x, x, x)
+    traced = torch.fx.symbolic_trace(torchweld.fuse(model))
+    torch.testing.assert_close(traced(x), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's future
