@@ -10,6 +10,7 @@ import torch
 import torchweld
 from conftest import Target
 from oracle import incoming, is_floating, run, total
+from torchweld import functional
 from torchweld.bench.cases import CASES
 from torchweld.dispatch.call import call
 from torchweld.registry import Op, materialize
@@ -101,3 +102,51 @@ def test_changing_a_saved_tensor_is_noticed(target: Target) -> None:
         saved[0].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.backward()
+
+
+_ROWS = torch.arange(6) % 5
+_EXPERTS = torch.stack([_ROWS % 3, (_ROWS + 1) % 3], 1)
+# Calls with some of their inputs computed from others, as in models with a gate of the input, a
+# router, a predicted weight or a tied embedding; t is a matrix [6, 8].
+_RELATED: dict[str, Any] = {
+    "bias_act": lambda t: functional.bias_act(t, t.sum(0)),
+    "gated_act": lambda t: functional.gated_act(t, t * t),
+    "gated_act of one": lambda t: functional.gated_act(t, t),
+    "layer_norm": lambda t: functional.layer_norm(t, (8,), t.mean(0), t.sum(0)),
+    "rms_norm": lambda t: functional.rms_norm(t, (8,), t.mean(0)),
+    "dropout_add_layer_norm": lambda t: functional.dropout_add_layer_norm(t * t, t, t.mean(0)),
+    "linear_act": lambda t: functional.linear_act(t * t, t, t.sum(1), activation="silu"),
+    "batch_norm_act": lambda t: functional.batch_norm_act(
+        t, None, None, t.mean(0), t.sum(0), True, activation="silu"
+    ),
+    "softmax_dropout": lambda t: functional.softmax_dropout(t[None, None], (t * t)[None, None]),
+    "linear_cross_entropy": lambda t: functional.linear_cross_entropy(t * t, t, _ROWS),
+    "linear_cross_entropy of rows": lambda t: functional.linear_cross_entropy(
+        t * t, t, _ROWS, reduction="none"
+    ),
+    "experts_mlp": lambda t: functional.experts_mlp(
+        t, *(t.new_ones(3, 8, n) * t[:1, None, :n] for n in (8, 4)), _EXPERTS, t[:, :2].sigmoid()
+    ),
+    "rotary_embedding_qk": lambda t: torch.cat(
+        functional.rotary_embedding_qk(
+            *(t[None, None],) * 2,
+            *(t.new_full((6, 4), x) for x in (0.6, 0.8)),
+            q_norm_weight=t.mean(0),
+            k_norm_weight=t.sum(0),
+            norm_eps=1e-6,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+@pytest.mark.parametrize("name", _RELATED)
+def test_inputs_computed_from_others(name: str, backend: str) -> None:
+    """A gradient with a graph is the one without."""
+    t = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    order = ("cpu", "eager") if backend == "cpu" else ("eager",)
+    with torchweld.use_backend(*order):
+        y = _RELATED[name](t).pow(3).sum()
+        (expected,) = torch.autograd.grad(y, t, retain_graph=True)
+        (found,) = torch.autograd.grad(y, t, create_graph=True)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)

@@ -145,19 +145,20 @@ def test_on_a_gpu_the_own_forward_runs_unless_a_kernel_serves(
 ) -> None:
     model, x = Router(TinyExperts()), torch.randn(50, H)
     before = model(x)
-    torchweld.fuse(model)
     calls: list[str] = []
     own = TinyExperts.forward
 
-    def record(self: Any, *inputs: torch.Tensor) -> torch.Tensor:
+    def record(self: Any, x: Any, indices: Any, weights: Any) -> torch.Tensor:
         calls.append("own")
-        return own(self, *inputs)
+        return own(self, x, indices, weights)
 
     def choose(op: Any, inputs: Any) -> str:
         op.check(*inputs)
         return "triton" if served else "eager"
 
     monkeypatch.setattr(TinyExperts, "forward", record)
+    torchweld.fuse(model)
+    calls.clear()
     monkeypatch.setattr(experts, "choose_automatically", choose)
     monkeypatch.setattr(experts, "_is_on_cpu", lambda _: False)
     torch.testing.assert_close(model(x), before)

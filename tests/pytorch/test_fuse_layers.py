@@ -6,6 +6,7 @@ import copy
 import functools
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from fusable import (
     Normalized,
     Output,
     PlainRMSNorm,
+    Repeated,
     check_fused,
     run,
     small_inputs,  # noqa: F401
@@ -102,6 +104,40 @@ class ScaledMLP(nn.Module):
         return self.factor * self.down(self.function(self.gate(x)) * self.up(x))
 
 
+class Configured(ScaledMLP):
+    """One whose forward reads attributes of many kinds; some may be missing."""
+
+    share = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(scale=1.0)
+        self._hidden, self.number, self.factors, self.more = 1.0, 1, [1.0], None
+
+    @property
+    def hidden(self) -> float:
+        return self._hidden
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.config.scale * self.factors[0]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.scale(super().forward(x)) * (self.number * self.hidden * self.share)
+        y = y if self.more is None else self.more(y)
+        return self.adapter(y) if hasattr(self, "adapter") else y * getattr(self, "gain", 1.0)
+
+
+class HiddenAct(nn.Module):
+    """QuickGELU with a private number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._factor = 1.702
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(self._factor * x)
+
+
 class Weights(nn.Module):
     """A layer, a softmax and a dropout."""
 
@@ -120,7 +156,30 @@ _SETTINGS: dict[str, tuple[Callable[[], nn.Module], str, str, Any]] = {
     "factor": (ScaledMLP, "", "factor", 3.0),
     "epsilon": (PlainRMSNorm, "", "variance_epsilon", 0.5),
     "offset": (lambda: PlainRMSNorm(1.0), "", "offset", 3.0),
+    "factor of a base class": (Configured, "", "factor", 3.0),
+    "factor of a configuration": (Configured, "config", "scale", 3.0),
+    "private factor": (Configured, "", "_hidden", 3.0),
+    "private factor of an activation": (
+        lambda: nn.Sequential(nn.Linear(WIDTH, 8), HiddenAct()),
+        *("1", "_factor", 3.0),
+    ),
+    "integer": (Configured, "", "number", 3),
+    "list": (Configured, "", "factors", [3.0]),
+    "parameter": (Configured, "", "factor", nn.Parameter(torch.tensor(3.0))),
+    "module": (Configured, "", "more", nn.Tanh()),
+    "method": (Configured, "", "scale", torch.tanh),
+    "attribute of the class": (Configured, "", "share", 3.0),
+    "new module": (Configured, "", "adapter", nn.Tanh()),
+    "new attribute": (Configured, "", "gain", 3.0),
+    "partial": (
+        Configured,
+        *("", "function", functools.partial(nn.functional.gelu, approximate="tanh")),
+    ),
 }
+
+
+def _get_part(model: Any, path: str) -> Any:
+    return model.config if path == "config" else model.get_submodule(path)
 
 
 @pytest.mark.parametrize("kind", _SETTINGS)
@@ -134,12 +193,85 @@ def test_settings_are_those_of_now(kind: str) -> None:
     for one in (fused, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
         for mine, theirs in zip(run(one, x), before, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
-        setattr(one.get_submodule(part), name, value)
-        setattr(model.get_submodule(part), name, value)
+        setattr(_get_part(one, part), name, value)
+        setattr(_get_part(model, part), name, value)
         expected = run(model, x)
         assert not torch.allclose(expected[0], before[0], rtol=1e-5, atol=1e-5)
         for mine, theirs in zip(run(one, x), expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["forward", "scale"])
+def test_methods_are_those_of_now(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A method of the class that somebody replaces after fuse()."""
+    x, fused = torch.randn(3, 5, WIDTH), torchweld.fuse(Configured())
+    assert isinstance(fused, Weld)
+    monkeypatch.setattr(Configured, name, lambda self, y: 3 * y)
+    torch.testing.assert_close(fused(x), torchweld.unfuse(copy.deepcopy(fused))(x))
+
+
+def test_a_block_of_a_layer_may_be_set() -> None:
+    """Before fuse(), which leaves the layer alone, and after it."""
+    layer: Any = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0)
+    x, fused = torch.randn(3, 5, WIDTH), torchweld.fuse(copy.deepcopy(layer))
+    for each in (layer, fused):
+        own = each._ff_block
+        each._ff_block = lambda y, own=own: 3 * own(y)
+    torch.testing.assert_close(fused(x), layer(x))
+    (row, *_) = torchweld.explain_fusion(layer)
+    assert "set on the instance" in row.reason
+
+
+class OtherAttention(nn.Module):
+    """An attention whose arguments are in another order."""
+
+    batch_first = False
+
+    def forward(
+        self, query: Any, key: Any, value: Any, *, attn_mask: Any, key_padding_mask: Any, **_: Any
+    ) -> Any:
+        assert attn_mask is not None
+        assert key_padding_mask is None
+        return query * attn_mask.sum(), None
+
+
+def test_another_attention_in_a_layer() -> None:
+    model, mask = nn.TransformerDecoderLayer(WIDTH, 2, 32, 0.0), torch.ones(3, 3)
+    fused = torchweld.fuse(copy.deepcopy(model))
+    model.self_attn, fused.self_attn = OtherAttention(), OtherAttention()
+    x = torch.randn(3, 5, WIDTH)
+    expected = model(x, x, tgt_mask=mask)
+    torch.testing.assert_close(fused(x, x, tgt_mask=mask), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_compiled_sequence_compiles_again_after_unfuse() -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU()), torch.randn(3, WIDTH)
+    expected = model(x)
+    compiled = torch.compile(torchweld.fuse(model), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), expected)
+    torchweld.unfuse(model)
+    torch.testing.assert_close(compiled(x), expected)
+
+
+def test_a_trace_has_fused_attention_as_a_leaf() -> None:
+    model = Repeated(nn.MultiheadAttention(WIDTH, 4), 3)
+    x = torch.randn(3, 5, WIDTH)
+    expected = model.module(x, x, x)
+    traced = torch.fx.symbolic_trace(torchweld.fuse(model))
+    torch.testing.assert_close(traced(x), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's future
+def test_torchs_quantisation_after_fuse() -> None:
+    """torch.ao replaces layers of exact classes, also those whose activation was welded."""
+    parts = (nn.Linear(WIDTH, 96), nn.GELU(), nn.Linear(96, WIDTH), nn.LayerNorm(WIDTH))
+    model, x = nn.Sequential(nn.Sequential(*parts)), torch.randn(3, WIDTH)
+    fused = torchweld.fuse(copy.deepcopy(model))
+    quantize = torch.ao.quantization.quantize_dynamic
+    expected, found = (quantize(each, {nn.Linear}) for each in (model, fused))
+    assert [type(part) for part in found[0]][:2] == [type(part) for part in expected[0]][:2]
+    torch.testing.assert_close(found(x), expected(x))
+    assert isinstance(fused[0][0], Weld)
 
 
 def _layer(activation: nn.Module) -> nn.Module:

@@ -270,11 +270,21 @@ def find_eager_backward(op: Differentiable) -> Callable[..., Any]:
     return derive_from_reference(op)
 
 
+def make_views(tensors: Sequence[Any]) -> list[Any]:
+    """Views of tensors that need gradients: one of them may have been computed from another.
+
+    The gradient of a view leaves out what reaches it through the others, which autograd adds.
+    """
+    return [x.view_as(x) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in tensors]
+
+
 def derive_from_reference(op: Op) -> Callable[..., tuple[torch.Tensor | None, ...]]:
     """Make a differentiable backward function from the reference (create_graph=True)."""
 
+    given = op.backward_signature.arguments
+
     def backward(*arguments: Any) -> tuple[torch.Tensor | None, ...]:
-        values = dict(zip(op.backward_signature.arguments, arguments, strict=True))
+        values = dict(zip(given, make_views(arguments), strict=True))
         inputs = [values[name] for name in op.forward_signature.arguments]
         names = [name.removeprefix("grad_") for name in op.backward_signature.results]
         needed = [

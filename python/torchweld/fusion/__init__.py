@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any, TypeVar
 
@@ -88,6 +89,7 @@ def unfuse(model: _Model) -> _Model:
         set_class(module, find_original(type(module)))
     if welds:
         _forget_compiled()
+        _wrap_again({id(module) for module in model.modules()})
     return model
 
 
@@ -115,6 +117,19 @@ def _forget_compiled() -> None:
     """Drop torch.compile's graphs: torch.compile does not guard on the class of a submodule."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+
+
+def _wrap_again(modules: set[int]) -> None:
+    """Let the wrappers that torch.compile returned see the classes of now.
+
+    A wrapper of a module with a forward of torch's, such as a Sequential, is another one.
+    """
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return
+    wrapper = torch._dynamo.eval_frame.OptimizedModule
+    for each in gc.get_objects():
+        if type(each) is wrapper and id(each._orig_mod) in modules:
+            each._initialize()
 
 
 def _check(function: str, model: Any, filter_fn: Any) -> None:

@@ -13,10 +13,11 @@ import torch
 
 from torchweld.fusion import probe
 from torchweld.fusion.patterns import PATTERNS, concerns
+from torchweld.fusion.settings import why_not_fixed
 from torchweld.fusion.trial import measure_gain, why_not_same
 from torchweld.fusion.twin import Twin
 from torchweld.fusion.view import View
-from torchweld.fusion.weld import Left, Proposal, Weld, find_welds, why_not_change
+from torchweld.fusion.weld import Left, Proposal, Tried, Weld, find_welds, why_not_change
 from torchweld.table import Table
 
 _WIDTH = 100  # of a printed line
@@ -209,8 +210,14 @@ def _choose_first(
             filter_fn(module, view.names[id(module)]) for module in changed
         ):
             return Weldable(where, entry.what, reason="the filter leaves it out")
-        reasons = (view.why_not_inner(part, part in changed) for part in entry.inner)
-        reason = next(filter(None, reasons), None) or why_not_change(entry.module)
+        skipped = [part for part in entry.inner if part not in changed]
+        reasons = itertools.chain(
+            (view.why_not_inner(part, part in changed) for part in entry.inner),
+            [why_not_change(entry.module)],
+            map(why_not_fixed, skipped),
+            (why_not_fixed(each.module) for each in entry.changes if issubclass(each.weld, Tried)),
+        )
+        reason = next(filter(None, reasons), None)
         gain = None
         wanted = measure or (not entry.known and (verify or len(entries) > 1))
         if reason is None and not entry.tried and wanted:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 from torch.nn.parameter import is_lazy
+
+from torchweld.fusion.settings import (
+    Settings,
+    has_methods,
+    has_settings,
+    list_methods,
+    read_settings,
+)
 
 
 class Weld:
@@ -46,6 +54,28 @@ class Weld:
             for name, kind in zip(self.weld_inner, self.weld_inner_kinds, strict=True)
         )
 
+    @property
+    def qconfig(self) -> Any:
+        """What torch.ao.quantization sets on each module, from the outside in.
+
+        It then looks for exact classes, so that submodules get their own back.
+        """
+        if "qconfig" in vars(self):
+            return vars(self)["qconfig"]
+        raise AttributeError("qconfig")
+
+    @qconfig.setter
+    def qconfig(self, value: Any) -> None:
+        modules: dict[str, Any] = self._modules  # type: ignore[attr-defined]
+        for module in modules.values():
+            if isinstance(module, Weld):
+                set_class(module, find_original(type(module)))  # type: ignore[arg-type]
+        vars(self)["qconfig"] = value
+
+    @qconfig.deleter
+    def qconfig(self) -> None:
+        del vars(self)["qconfig"]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Recreate the class for copies and pickles, since pickle would not find it."""
         return _make_bare, (self.weld_class, self.welded_from, self.weld_settings), dict(vars(self))
@@ -65,7 +95,9 @@ class Tried(Weld):
     # How many arguments of the class's own forward the tried call has. They are the first ones.
     weld_takes: ClassVar[int] = 1
     # The module's own settings when it was fused, which the trial took into account.
-    weld_own: ClassVar[_Settings] = ()
+    weld_own: ClassVar[Settings] = ()
+    # Methods of its class that its forward calls, and the forward, as they were then.
+    weld_methods: ClassVar[tuple[tuple[str, Any], ...]] = ()
     # Names of that forward's parameters, and all of its defaults.
     weld_names: ClassVar[tuple[str, ...]] = ()
     weld_defaults: ClassVar[dict[str, Any]] = {}
@@ -75,6 +107,7 @@ class Tried(Weld):
         super().__init_subclass__(**kwargs)
         if "welded_from" in vars(cls):
             cls.weld_names, cls.weld_defaults = read_parameters(cls.welded_from)
+            cls.weld_methods = list_methods(cls.welded_from)
             # torch.export looks up names of inputs in the signature.
             own: Any = cls.forward
             code, closure = own.__code__, own.__closure__
@@ -84,7 +117,11 @@ class Tried(Weld):
             cls.forward = forward  # type: ignore[method-assign]
 
     def weld_may_skip(self) -> bool:
-        return has_settings(self, self.weld_own) and super().weld_may_skip()
+        return (
+            has_settings(self, self.weld_own)
+            and has_methods(self, self.welded_from, self.weld_methods)
+            and super().weld_may_skip()
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.weld_arguments(args, kwargs)
@@ -138,12 +175,13 @@ _NOTHING: dict[str, Any] = {}
 
 def make_class(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...]) -> type:
     """Make the class of a welded module. It keeps the name of `was`: other code reads the name."""
-    key = (weld, was, settings)
+    key = (weld, was, settings, list_methods(was) if issubclass(weld, Tried) else ())
     if key in _CLASSES:
         return _CLASSES[key]
     body: dict[str, Any] = {"weld_class": weld, "welded_from": was, "weld_settings": settings}
     body |= {f"weld_{name}": value for name, value in settings}
-    body |= {"__module__": weld.__module__, "__doc__": weld.__doc__}
+    # torch.fx traces into modules that are not of torch.nn.
+    body |= {"__module__": was.__module__, "__doc__": weld.__doc__}
     return _CLASSES.setdefault(key, type(was.__name__, (weld, was), body))
 
 
@@ -246,50 +284,23 @@ def is_bare(module: Any) -> bool:
     )
 
 
-_Settings = tuple[tuple[str, Any], ...]
-# Settings that welds read at each call.
-_READ = {"training", "p", "inplace", "eps", "elementwise_affine"}
-_OWN = (bool, float, str, type(None), FunctionType, BuiltinFunctionType)
-_INNER = (int, *_OWN)
-
-
 class Kind(NamedTuple):
     """What a skipped module was when it was fused."""
 
     was: type
-    settings: _Settings
+    settings: Settings
 
 
 def kind_of(module: torch.nn.Module) -> Kind:
     """A module's class and settings, such as the approximation of torch's GELU."""
     cls = type(module)
-    return Kind(getattr(cls, "welded_from", cls), _read_settings(module, _INNER))
+    return Kind(getattr(cls, "welded_from", cls), read_settings(module))
 
 
 def is_of_kind(module: Any, kind: Kind) -> bool:
     """Whether a module still is what it was when it was fused."""
     cls = type(module)
     return getattr(cls, "welded_from", cls) is kind.was and has_settings(module, kind.settings)
-
-
-def has_settings(module: Any, settings: _Settings) -> bool:
-    """Whether a module's settings are the same still."""
-    for name, then in settings:
-        now = getattr(module, name, _MISSING)
-        if now is not then and now != then:
-            return False
-    return True
-
-
-def _read_settings(
-    module: torch.nn.Module, types: tuple[type, ...], besides: Collection[Any] = ()
-) -> _Settings:
-    """The attributes of these types, except those that welds read at each call."""
-    settings = []
-    for name, value in vars(module).items():
-        if type(value) in types and name[0] != "_" and name not in _READ and name not in besides:
-            settings.append((name, value))
-    return tuple(settings)
 
 
 # --- Questions about one module that need no run --------------------------------------------------
@@ -376,9 +387,8 @@ class Change(NamedTuple):
         if inner := settings.get("inner"):
             inside: Any = self.module._modules
             settings["inner_kinds"] = tuple(kind_of(inside[name]) for name in inner)
-        # Not its integers: a layer's number would give each layer a class.
         if issubclass(self.weld, Tried):
-            settings["own"] = _read_settings(self.module, _OWN, {settings.get("eps")})
+            settings["own"] = read_settings(self.module, {settings.get("eps")})
         set_class(self.module, make_class(self.weld, was, tuple(settings.items())))
 
 

@@ -12,6 +12,7 @@ from torchweld import checks
 from torchweld.dispatch.autograd import (
     autograd_function,
     exports_a_derivative,
+    make_views,
 )
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import call, run_on
@@ -512,6 +513,7 @@ def reference(op: Op, x: Tensor, *rest: Any) -> Tensor:
 
 def _backward_reference(grad_y: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     _, _, _, weight, bias, eps, group, *kind, need_input, need_weight, need_bias = rest
+    x, weight, bias = make_views((x, weight, bias))
     how = (True, 0.0, eps, group, *kind)
     y = reference(BATCH_NORM_ACT, x, None, None, weight, bias, *how)
     needs = {0: (x, need_input), 1: (weight, need_weight), 2: (bias, need_bias)}

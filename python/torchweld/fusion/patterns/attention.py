@@ -202,6 +202,7 @@ def _find_function(layer: Any) -> tuple[Any, ...]:
 # --- Layers ---------------------------------------------------------------------------------------
 
 _Block = Callable[[torch.Tensor], torch.Tensor]
+_METHODS = ("_sa_block", "_mha_block", "_ff_block")
 
 
 class _Layer(Weld):
@@ -217,6 +218,9 @@ class _Layer(Weld):
     weld_kind: Asked  # the activation
 
     def weld_may_skip(self) -> bool:
+        own = vars(self)
+        if "_sa_block" in own or "_mha_block" in own or "_ff_block" in own:
+            return False
         return _find_function(self) == self.weld_function and super().weld_may_skip()
 
     def _feed_forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -299,8 +303,8 @@ def _run(
     is_causal: bool,
 ) -> torch.Tensor:
     """The result of a layer's attention, without weights."""
-    pair = attention(x, memory, memory, key_padding_mask, False, mask, is_causal=is_causal)
-    return pair[0]  # type: ignore[no-any-return]
+    masks = {"attn_mask": mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
+    return attention(x, memory, memory, **masks, need_weights=False)[0]  # type: ignore[no-any-return]
 
 
 _LAYERS: dict[Any, tuple[type[Weld], str]] = {
@@ -317,9 +321,9 @@ _PARTS = (
 def find_transformer_layer(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
     """One of torch's layers whose methods are torch's own."""
     for cls, (weld, numbers) in _LAYERS.items():
-        methods = ("forward", "_ff_block", "_sa_block", "_mha_block")
         if isinstance(module, cls) and all(
-            getattr(type(module), name, None) is getattr(cls, name, None) for name in methods
+            getattr(type(module), name, None) is getattr(cls, name, None)
+            for name in ("forward", *_METHODS)
         ):
             yield _propose(module, weld, numbers, view)
 
@@ -327,6 +331,8 @@ def find_transformer_layer(module: torch.nn.Module, view: View) -> Iterator[Prop
 def _propose(module: Any, weld: type[Weld], numbers: str, view: View) -> Proposal | Left:
     what = type(module).__name__
     norms, dropouts = ([f"{kind}{n}" for n in numbers] for kind in ("norm", "dropout"))
+    if any(name in vars(module) for name in _METHODS):
+        return Left(module, what, "one of its methods is set on the instance")
     activation = module.activation
     kind = view.activation(activation)
     if kind is None:

@@ -54,6 +54,8 @@ class GatedMLP(Tried):
 
 def _cast_as_weight(hidden: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
     """Cast to the dtype of the layer's weight: T5 keeps the last layer in float32."""
+    if "parametrizations" in layer._modules:  # reading the weight may change it
+        return hidden
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dtype is hidden.dtype:
         return hidden

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from torchweld.dispatch.autograd import list_reached, make_unaliased
+from torchweld.dispatch.autograd import list_reached, make_unaliased, make_views
 from torchweld.dispatch.bare import BareOp
 from torchweld.ops.activation import BIAS_ACT
 from torchweld.ops.gemm import gemm
@@ -126,7 +126,7 @@ def _is_batched(x: torch.Tensor) -> bool:
 
 def _derivatives(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Differentiable gradients, for second derivatives."""
-    z, bias, *factors = saved = ctx.saved_tensors
+    z, bias, *factors = saved = make_views(ctx.saved_tensors)
     y = linear(BIAS_ACT.reference(z, bias, *ctx.kind), *factors)
     needs = [at for at, need in enumerate(ctx.needs_input_grad) if need]
     wanted = torch.autograd.grad(y, [saved[at] for at in needs], grad, create_graph=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchweld import checks
-from torchweld.dispatch.autograd import exports_a_derivative
+from torchweld.dispatch.autograd import exports_a_derivative, make_views
 from torchweld.dispatch.library import define_differentiable
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks, results, rows, sharded
@@ -168,6 +168,7 @@ class _Rows(torch.autograd.Function):
         layer = Layer(x, linear_weight, bias, *ctx.layer)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             _refuse_shared(ctx.classes)
+            layer = Layer(*make_views(layer[:3]), *ctx.layer)
             row_results = find_by_reference(layer, target, how, Wanted(*ctx.wanted))
             return (*results.differentiate(row_results, layer[:3], grads), *after)
         coefficients = results.make_coefficients(grads, target, how, statistics)
@@ -243,7 +244,7 @@ class _Total(torch.autograd.Function):
         if torch.is_grad_enabled():
             _refuse_shared(ctx.classes)
             how = How(*tensors, *ctx.numbers)
-            layer = Layer(x, linear_weight, bias, *ctx.layer)
+            layer = Layer(*make_views((x, linear_weight, bias)), *ctx.layer)
             row_results = find_by_reference(layer, target, how, ctx.factors.find_wanted())
             total = ctx.factors.add_up(row_results)
             return (*results.differentiate([total], layer[:3], [grad]), *after)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchweld.dispatch.autograd import make_views
 from torchweld.dispatch.kernels import define
 from torchweld.ops.rotary.arguments import prepare
 from torchweld.ops.rotary.checked import DTYPES, NAME, check
@@ -53,13 +54,14 @@ def _backward_reference(
         has_key = grad_k_y.ndim == grad_y.ndim and grad_k_y.shape[-1] == grad_y.shape[-1]
         return back(grad_y), back(grad_k_y) if has_key else None, None, None
     assert x is not None
+    x, key, weight, key_weight = tensors = make_views((x, key, weight, key_weight))
+    arguments[3:5] = weight, key_weight
     results = _reference(x, key, *arguments)
     pairs = [
         (y, grad)
         for y, grad in zip(results, (grad_y, grad_k_y), strict=True)
         if y.requires_grad and y.shape == grad.shape
     ]
-    tensors = (x, key, weight, key_weight)
     wanted = [t for t in tensors if t is not None and t.requires_grad]
     made, grads = zip(*pairs, strict=True)
     gradients = torch.autograd.grad(made, wanted, grads, create_graph=True, allow_unused=True)
