@@ -228,7 +228,8 @@ def test_checkpoints_of_other_masters(masters: Any, into: Any) -> None:
     )
 
     def complete(p: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:
-        return read_param(p.detach(), state["master" if "master" in state else "remainder"])
+        (entry,) = state.keys() & {"master", "remainder", "remainder8"}
+        return read_param(p.detach(), state[entry])
 
     # A tie's neighbour is one unit of its completion away.
     unit = {True: 0.0, "remainder": 2.0**-22, "remainder8": 2.0**-15}[into]
@@ -356,6 +357,7 @@ CODECS: list[dict[str, Any]] = [
     {},
     {"master_weights": True},
     {"master_weights": "remainder"},
+    {"master_weights": "remainder8"},
     {"state_dtype": "8bit", "min_quantized_size": 0},
     {"state_dtype": "8bit"},
     {"state_dtype": torch.bfloat16},
