@@ -177,6 +177,18 @@ def test_states_of_muon_are_torchs_both_ways() -> None:
     assert keys == [["momentum_buffer_codes", "momentum_buffer_absmax"]] * 2
 
 
+def test_full_states_of_muon() -> None:
+    """They have no dtype, which torch refuses in them."""
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model, how = torch.nn.Linear(80, 12, bias=False), {"ns_dtype": torch.float32}
+    saved, loaded = (optim.Muon(model.parameters(), lr, **how) for lr in (0.02, 0.1))
+    _train(model, saved, 1)
+    set_optimizer_state_dict(model, loaded, get_optimizer_state_dict(model, saved, options=full))
+    assert loaded.param_groups[0] == saved.param_groups[0]
+    assert loaded.param_groups[0]["ns_dtype"] is torch.float32
+    assert same(snapshot([*model.parameters()], saved), snapshot([*model.parameters()], loaded))
+
+
 def test_the_authors_states_of_schedule_free_load() -> None:
     """Their names, and groups that count steps; a state of theirs has no count of its own."""
     params, optimizer = run(ScheduleFreeAdamW, 4, shapes=FEW)
