@@ -57,12 +57,11 @@ forced: tuple[str, ...] | None = _read_environment()
 class _Selection:
     """What a context selects; selections of the same names are not equal."""
 
-    def __init__(self, names: tuple[str, ...] | None) -> None:
-        self.names = names
+    names = forced  # the environment's
 
 
 # The last one is in force, the first one is the environment's.
-_in_force = [_Selection(forced)]
+_in_force = [_Selection()]
 
 
 class use_backend(ContextDecorator):  # noqa: N801 - it is used as a function
@@ -82,7 +81,8 @@ class use_backend(ContextDecorator):  # noqa: N801 - it is used as a function
 
     def __enter__(self) -> None:
         global forced
-        selection = _Selection(self.names)
+        selection = _Selection()
+        selection.names = self.names
         self._mine.append(selection)
         _in_force.append(selection)
         forced = selection.names
