@@ -310,6 +310,8 @@ def _place(t: torch.Tensor, mesh: Any, at: int | None) -> Any:
 def _losses(made: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
     some = 5 * 8 * (len(made["weight"]) + 3 * FEATURES)  # bytes of 5 rows
     return [
+        {"target": made["target"].clamp(0, 2)},
+        {"target": made["target"].clamp(0, 2), "reduction": "none"},
         {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "memory": some},
         {"weight": made["weight"], "label_smoothing": 0.2, "reduction": "sum", "memory": some},
         {"token_weights": made["token_weights"], "reduction": "none", "logit_scale": 0.5},
@@ -328,10 +330,10 @@ def _differentiate(results: Any, sources: list[torch.Tensor]) -> list[torch.Tens
 
 @pytest.mark.parametrize(
     ("count", "classes", "backend"),
-    [(2, 2050, "cpu"), (2, 13, "eager"), (4, 13, "cpu"), (4, 5, "cpu")],
+    [(2, 2050, "cpu"), (2, 13, "eager"), (4, 13, "cpu"), (4, 5, "cpu"), (4, 13, None)],
 )
 @on("count")
-def test_a_shared_vocabulary(rank: int, count: int, classes: int, backend: str) -> None:
+def test_a_shared_vocabulary(rank: int, count: int, classes: int, backend: str | None) -> None:
     """Gradients kept and recomputed, chunks, and uneven shares: of 5 words the last has none."""
     mesh, made = init_device_mesh("cpu", (count,)), _make(classes)
     names = ("input", "linear_weight", "linear_bias")
@@ -359,6 +361,9 @@ def test_a_shared_vocabulary(rank: int, count: int, classes: int, backend: str) 
                 return_lse=True,
                 return_argmax=True,
             )
+        )
+        calls.append(
+            lambda x, w, b: functional.linear_logprobs(x, w, several.clamp(0, 1), linear_bias=b)
         )
         for call in calls:
             expected = _differentiate(call(*one), one)
@@ -393,8 +398,9 @@ def test_what_travels_is_counted(rank: int) -> None:
     assert dict(backward.bytes) == {"all-reduce": ROWS * FEATURES * word}
 
 
+@pytest.mark.parametrize("backend", ["cpu", None])
 @on(4)
-def test_rows_and_vocabulary_on_a_mesh(rank: int) -> None:
+def test_rows_and_vocabulary_on_a_mesh(rank: int, backend: str | None) -> None:
     """A mesh of rows and vocabulary: the mean is of the rows of all devices."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     made = _make(13)
@@ -403,10 +409,10 @@ def test_rows_and_vocabulary_on_a_mesh(rank: int) -> None:
     w = distribute_tensor(made["linear_weight"], mesh, [Replicate(), Shard(0)])
     one = [made[name].clone().requires_grad_() for name in ("input", "linear_weight")]
     shards = [t.detach().requires_grad_() for t in (x, w)]
-    for kw in _losses(made)[:4]:
+    for kw in _losses(made)[:6]:
 
         def run(given: list[Any], kw: Any = kw) -> Any:
-            return functional.linear_cross_entropy(given[0], given[1], made["target"], **kw)
+            return functional.linear_cross_entropy(*given, **{"target": made["target"], **kw})
 
         expected, found = _differentiate(run(one), one), _differentiate(run(shards), shards)
         torch.testing.assert_close([mine.full_tensor() for mine in found], [*expected], **CLOSE)

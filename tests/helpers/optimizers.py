@@ -184,7 +184,7 @@ def assert_same_but_for_ties(
         for name in a.keys() & {"row_var", "col_var", "variance"}:
             torch.testing.assert_close(a[name], b[name], rtol=4 * U, atol=0)
         if masters and p.dtype != torch.float32:
-            entry = "master" if masters is True or p.dtype == torch.float16 else "remainder"
+            entry = "master" if masters is True or p.dtype == torch.float16 else str(masters)
             values = [read_param(t.detach(), s[entry]) for t, s in ((p, a), (e, b))]
             torch.testing.assert_close(*values, rtol=8 * U, atol=8 * U * 0.1)
         else:

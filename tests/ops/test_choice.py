@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -79,6 +80,19 @@ def test_a_context_may_be_entered_again() -> None:
         return choice.forced
 
     assert (asked(), asked(), choice.forced) == (("cpu",), ("cpu",), None)
+
+
+def test_contexts_end_in_any_order() -> None:
+    """As those of threads do."""
+    contexts = [torchweld.use_backend(*names) for names in (["cpu"], ["eager"], ["cpu", "eager"])]
+    for order in itertools.permutations(range(3)):
+        for context in contexts:
+            context.__enter__()
+        inside = [0, 1, 2]
+        for at in order:
+            contexts[at].__exit__(None, None, None)
+            inside.remove(at)
+            assert choice.forced == (contexts[inside[-1]].names if inside else None)
 
 
 def test_the_choice_is_the_processs() -> None:

@@ -177,6 +177,18 @@ def test_states_of_muon_are_torchs_both_ways() -> None:
     assert keys == [["momentum_buffer_codes", "momentum_buffer_absmax"]] * 2
 
 
+def test_full_states_of_muon() -> None:
+    """They have no dtype, which torch refuses in them."""
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model, how = torch.nn.Linear(80, 12, bias=False), {"ns_dtype": torch.float32}
+    saved, loaded = (optim.Muon(model.parameters(), lr, **how) for lr in (0.02, 0.1))
+    _train(model, saved, 1)
+    set_optimizer_state_dict(model, loaded, get_optimizer_state_dict(model, saved, options=full))
+    assert loaded.param_groups[0] == saved.param_groups[0]
+    assert loaded.param_groups[0]["ns_dtype"] is torch.float32
+    assert same(snapshot([*model.parameters()], saved), snapshot([*model.parameters()], loaded))
+
+
 def test_the_authors_states_of_schedule_free_load() -> None:
     """Their names, and groups that count steps; a state of theirs has no count of its own."""
     params, optimizer = run(ScheduleFreeAdamW, 4, shapes=FEW)
@@ -228,7 +240,8 @@ def test_checkpoints_of_other_masters(masters: Any, into: Any) -> None:
     )
 
     def complete(p: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:
-        return read_param(p.detach(), state["master" if "master" in state else "remainder"])
+        (entry,) = state.keys() & {"master", "remainder", "remainder8"}
+        return read_param(p.detach(), state[entry])
 
     # A tie's neighbour is one unit of its completion away.
     unit = {True: 0.0, "remainder": 2.0**-22, "remainder8": 2.0**-15}[into]
@@ -356,6 +369,7 @@ CODECS: list[dict[str, Any]] = [
     {},
     {"master_weights": True},
     {"master_weights": "remainder"},
+    {"master_weights": "remainder8"},
     {"state_dtype": "8bit", "min_quantized_size": 0},
     {"state_dtype": "8bit"},
     {"state_dtype": torch.bfloat16},

@@ -324,7 +324,7 @@ def test_both_caches_of_tensors_know_of_modes(function: Any) -> None:
     "rule", range(len(KINDS)), ids=[f"{i} {cls.__name__}" for i, (cls, _) in enumerate(KINDS)]
 )
 def test_states_are_those_of_the_cpu(rule: int, where: str, dtype: torch.dtype) -> None:
-    """Two steps of a matrix and a vector; states have the sizes and dtypes of real ones."""
+    """Two steps of matrices; saved states have the sizes and dtypes of real ones."""
     cls, settings = KINDS[rule]
 
     def states(device: str) -> list[Any]:
@@ -337,8 +337,8 @@ def test_states_are_those_of_the_cpu(rule: int, where: str, dtype: torch.dtype) 
             optimizer.step()
         return [
             (key, list(t.shape), t.dtype) if isinstance(t, torch.Tensor) else (key, type(t))
-            for p in params
-            for key, t in optimizer.state[p].items()
+            for state in optimizer.state_dict()["state"].values()
+            for key, t in state.items()
         ]
 
     expected = states("cpu")

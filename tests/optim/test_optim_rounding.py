@@ -294,7 +294,7 @@ def test_every_pattern_returns() -> None:
     optimizer.step()
     with torch.no_grad():
         p.copy_(half)
-    remainder = optimizer.state[p]["remainder"]
+    remainder = optimizer.state[p]["remainder8"]
     assert remainder.dtype == torch.int8
     remainder.copy_(low)
     before = read_param(half, low)
@@ -344,7 +344,7 @@ def test_a_trajectory_is_near_that_of_masters(state_dtype: Any, backend: str) ->
         for seed in range(30):
             draw_grads(params, seed, 0.25)
             optimizer.step()
-        entry = {True: "master", "remainder8": "remainder", False: None}[masters]
+        entry = {True: "master", "remainder8": "remainder8", False: None}[masters]
         found[masters] = [
             p.detach().float()
             if entry is None

@@ -54,29 +54,45 @@ def _read_environment() -> tuple[str, ...] | None:
 forced: tuple[str, ...] | None = _read_environment()
 
 
+class _Selection:
+    """What a context selects; selections of the same names are not equal."""
+
+    names = forced  # the environment's
+
+
+# The last one is in force, the first one is the environment's.
+_in_force = [_Selection()]
+
+
 class use_backend(ContextDecorator):  # noqa: N801 - it is used as a function
     """A context in which every op runs on the first of these backends that can serve it.
 
     A call that none can serve raises BackendError with every reason. Names come from
     `torchweld.backends()`; "gpu" means "cuda" and "triton", and None the automatic choice. The
-    context holds for the whole process, including other threads and asyncio tasks: only one of them
-    may enter it at a time. A backward pass runs on the backend of its forward pass.
+    context holds for the whole process, including other threads and asyncio tasks; where several
+    enter one, the last has its way. A backward pass runs on the backend of its forward pass.
     """
 
     def __init__(self, *names: BackendName | str | None) -> None:
         asked = None if names == (None,) else _expand_groups([str(name) for name in names])
         check_names("use_backend", "name", asked)
         self.names = asked
-        self._previous: list[tuple[str, ...] | None] = []
+        self._mine: list[_Selection] = []
 
     def __enter__(self) -> None:
         global forced
-        self._previous.append(forced)
-        forced = self.names
+        selection = _Selection()
+        selection.names = self.names
+        self._mine.append(selection)
+        _in_force.append(selection)
+        forced = selection.names
 
     def __exit__(self, *_: object) -> None:
         global forced
-        forced = self._previous.pop()
+        _in_force.remove(self._mine.pop())
+        # Threads leave in any order. One that leaves meanwhile does this after its removal too.
+        while forced is not (names := _in_force[-1].names):
+            forced = names
 
 
 def check_names(function: str, argument: str, names: Sequence[str] | None) -> None:

@@ -23,12 +23,12 @@ from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
 from torchweld.optim._codecs import (
     COMPANION,
     MASTER,
-    REMAINDER,
     STEP,
     Codec,
     Moment,
     Moments,
     State,
+    find_remainder,
 )
 from torchweld.optim._gather import Gathering, to_dense_part
 from torchweld.optim._kept import Kept
@@ -182,8 +182,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                     continue  # not a parameter's state; torch's optimizers keep others as well
                 if MASTER in state:
                     state[MASTER].copy_(p)
-                if REMAINDER in state:
-                    state[REMAINDER].zero_()
+                if remainder := find_remainder(state):
+                    state[remainder].zero_()
                 if EMA in state and state[STEP] == 0:
                     state[EMA].copy_(p)
 

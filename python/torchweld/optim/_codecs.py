@@ -18,6 +18,9 @@ from torchweld.optim._shards import find_placements, is_dtensor, local_part, mak
 
 EIGHT_BIT: Final = "8bit"
 REMAINDER, SHORT_REMAINDER = "remainder", "remainder8"
+# Bits that complete a bfloat16 parameter: of int16, and of int8. A distributed checkpoint is read
+# into existing tensors, which would truncate the others if both had one name.
+REMAINDERS = (REMAINDER, SHORT_REMAINDER)
 # Entries of a parameter's state; a moment in 8-bit blocks has two, codes and absmax.
 STEP, MASTER, CODES, ABSMAX = "step", "master", "_codes", "_absmax"
 
@@ -71,7 +74,7 @@ class Codec:
         is_one = dtype in (torch.float32, torch.bfloat16, EIGHT_BIT)
         fits(function, "state_dtype", dtype, is_one, names)
         names = 'False, True, "remainder" or "remainder8"'
-        is_one = masters in (False, True, REMAINDER, SHORT_REMAINDER)
+        is_one = masters in (False, True, *REMAINDERS)
         fits(function, "master_weights", masters, is_one, names)
         is_size = isinstance(size, int) and size >= 0
         fits(function, "min_quantized_size", size, is_size, "an int >= 0")
@@ -101,8 +104,8 @@ class Codec:
         """Find the entry that completes a 16-bit parameter to float32; None if it has none."""
         if self.master_weights is False or p.dtype not in (torch.bfloat16, torch.float16):
             return None
-        if self.master_weights in (REMAINDER, SHORT_REMAINDER) and p.dtype == torch.bfloat16:
-            return REMAINDER
+        if self.master_weights in REMAINDERS and p.dtype == torch.bfloat16:
+            return str(self.master_weights)
         return MASTER
 
     def has(self, state: State, p: torch.Tensor, moments: Moments) -> bool:
@@ -150,7 +153,7 @@ class Codec:
         Entries in the right form stay the same bit for bit. Raises ArgumentError if the state does
         not fit.
         """
-        known, entries = {STEP, MASTER, REMAINDER}, saved.keys()
+        known, entries = {STEP, MASTER, *REMAINDERS}, saved.keys()
         saved = drop_missing(saved)
         if not saved:
             return {}
@@ -198,8 +201,8 @@ class Codec:
         entry = self.find_master_entry(p)
         if entry == MASTER:
             state[MASTER] = value.to(p.device, torch.float32, copy=True)
-        elif entry == REMAINDER:
-            short = self.master_weights == SHORT_REMAINDER
+        elif entry is not None:
+            short = entry == SHORT_REMAINDER
             empty = torch.empty(0, dtype=torch.int8 if short else torch.int16, device="cpu")
             part = local_part(p.detach())
             high, low = split_param(local_part(value).float().to(p.device), p.dtype, empty)
@@ -208,7 +211,7 @@ class Codec:
             limits = torch.iinfo(low.dtype)
             above = high.view(torch.int16).int() - part.view(torch.int16).int()
             is_below = (above == 1) & (low == limits.min)
-            state[REMAINDER] = shard_like(p, low.masked_fill(is_below, limits.max))
+            state[entry] = shard_like(p, low.masked_fill(is_below, limits.max))
 
 
 def drop_missing(saved: State) -> State:
@@ -216,6 +219,11 @@ def drop_missing(saved: State) -> State:
     return {
         key: v for key, v in saved.items() if not (v is None or (isinstance(v, dict) and not v))
     }
+
+
+def find_remainder(state: State) -> str | None:
+    """The name of a state's remainder, if it has one."""
+    return next((name for name in REMAINDERS if name in state), None)
 
 
 def _companion_dtype(p: torch.Tensor) -> torch.dtype:
@@ -257,14 +265,14 @@ def _read_saved_param(function: str, p: torch.Tensor, saved: State) -> torch.Ten
     if MASTER in saved:
         _check(function, MASTER, saved[MASTER], p, p.shape)
         return saved[MASTER]
-    if REMAINDER in saved and p.dtype == torch.bfloat16:
-        short = getattr(saved[REMAINDER], "dtype", None) == torch.int8
-        dtype = torch.int8 if short else torch.int16
-        _check(function, REMAINDER, saved[REMAINDER], p, p.shape, dtype)
-        return shard_like(
-            p, read_param(local_part(p.detach()), local_part(saved[REMAINDER]).to(p.device))
-        )
-    return p.detach()
+    name = find_remainder(saved)
+    if name is None or p.dtype != torch.bfloat16:
+        return p.detach()
+    value = saved[name]
+    # Earlier states have both kinds under the first name.
+    short = name == SHORT_REMAINDER or getattr(value, "dtype", None) == torch.int8
+    _check(function, name, value, p, p.shape, torch.int8 if short else torch.int16)
+    return shard_like(p, read_param(local_part(p.detach()), local_part(value).to(p.device)))
 
 
 def _check(

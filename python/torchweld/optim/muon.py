@@ -227,6 +227,22 @@ class Muon(FusedOptimizer, _TorchsMuon):
     def __getstate__(self) -> State:
         return super().__getstate__() | {"_owners": Owners()}
 
+    def state_dict(self) -> State:
+        """Return a state like torch's, without dtypes: full state_dicts refuse them."""
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            if "ns_dtype" in group:
+                group["ns_dtype"] = str(group["ns_dtype"]).removeprefix("torch.")
+        return saved
+
+    def _adopt(self, state_dict: State) -> State:
+        adopted = super()._adopt(state_dict)
+        for group in adopted["param_groups"]:
+            name = group.get("ns_dtype")
+            if isinstance(name, str):
+                group["ns_dtype"] = getattr(torch, name, name)
+        return adopted
+
     def add_param_group(self, param_group: Group) -> None:
         if isinstance(param_group, dict):
             param_group = self._with_defaults(param_group)

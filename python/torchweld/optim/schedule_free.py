@@ -15,7 +15,7 @@ from torchweld.ops.optimizer.batch import Batch, Stepped, Task, Tensor, Tensors
 from torchweld.ops.optimizer.reference import read_param, split_param
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.optim._base import Group, OwnOptimizer
-from torchweld.optim._codecs import MASTER, REMAINDER, STEP, State
+from torchweld.optim._codecs import MASTER, STEP, State, find_remainder
 from torchweld.optim._options import OwnStorageOptions, takes
 from torchweld.optim._shards import local_part
 
@@ -227,14 +227,16 @@ def _advance(group: Group) -> _Now:
 
 def _copy(p: torch.Tensor, state: State) -> list[torch.Tensor]:
     """Copies of the parameter and its remainder, if it has one."""
-    return [local_part(t.detach()).clone() for t in (p, state.get(REMAINDER)) if t is not None]
+    name = find_remainder(state)
+    values = [p, state[name]] if name else [p]
+    return [local_part(t.detach()).clone() for t in values]
 
 
 def _move(p: torch.Tensor, state: State, weight: float) -> None:
     """Move the parameter by this weight towards z; a master stays."""
     z, local = local_part(state["z"]), local_part(p.detach())
-    completion = state.get(MASTER, state.get(REMAINDER))
-    completion = None if completion is None else local_part(completion)
+    name = MASTER if MASTER in state else find_remainder(state)
+    completion = local_part(state[name]) if name else None
     now = read_param(local, completion).to(z.dtype)
     moved = now + (z - now) * weight
     rounded, rest = split_param(moved, p.dtype, completion)
@@ -244,6 +246,6 @@ def _move(p: torch.Tensor, state: State, weight: float) -> None:
 def _write(p: torch.Tensor, values: list[torch.Tensor], state: State | None = None) -> None:
     """Write the parameter, and its remainder if the state has one."""
     local_part(p.detach()).copy_(values[0])
-    if state is not None and REMAINDER in state:
-        local_part(state[REMAINDER]).copy_(values[1])
+    if state is not None and (name := find_remainder(state)):
+        local_part(state[name]).copy_(values[1])
     torch.autograd.graph.increment_version([p])

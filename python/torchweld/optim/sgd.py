@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from torchweld import checks
 from torchweld.ops.optimizer.batch import Stepped, Task, Tensor, Tensors
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.ops.optimizer.torchs import take_torchs_step
@@ -126,6 +127,8 @@ class SGD(SgdStep, torch.optim.SGD):
         """As in torch.optim."""
 
     def _saves_count(self, group: Group, p: torch.Tensor, state: State) -> bool:
+        if self._codec_of(p).rounds(p):
+            return True
         # The first gradient is not dampened.
-        is_first = group["dampening"] != 0 and state.get(STEP) == 0
-        return is_first or self._codec_of(p).rounds(p)
+        step = state.get(STEP) if group["dampening"] != 0 else None
+        return step is not None and checks.can_read(step) and bool(step == 0)

@@ -296,6 +296,7 @@ def _prepare(
     logits_dtype, memory, accumulate, batch_invariant = given
     is_free = logits_dtype is None and memory is None and not batch_invariant
     is_free = is_free and accumulate != "grad"
+    is_whole = isinstance(place, _Whole)  # torch's ops exchange nothing
     kind = _Kind(
         settings,
         place,
@@ -306,7 +307,7 @@ def _prepare(
         needs=Needs(*[trains and x is not None and x.requires_grad for x in parts]),
         takes_eager=soft_trains or why_not_now() is not None,
         is_free=is_free,
-        is_plain=is_free and all(options[name] is None for name in _SCALING),
+        is_plain=is_whole and is_free and all(options[name] is None for name in _SCALING),
     )
     chunks.check_memory(function, _make_layer(kind, *parts), kind.needs)
     if kind.into_grad:
