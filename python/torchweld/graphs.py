@@ -187,7 +187,7 @@ def _describe_state() -> tuple[Any, ...]:
         choice.forced,
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cuda.matmul.fp32_precision,  # by torch's older or newer switch
-        torch.backends.cudnn.conv.fp32_precision,
+        torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
     )
 
 
