@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from torchweld.dispatch import choice
-from torchweld.dispatch.alike import PLAIN, is_constant, is_ordinary
+from torchweld.dispatch.alike import PLAIN, is_constant, is_ordinary, is_plain
 from torchweld.errors import ArgumentError
 from torchweld.fusion.patterns.logits import Logits
 from torchweld.warmup import warmup
@@ -34,10 +34,11 @@ def keep_graphs(model: _Model, kinds: int = 4) -> _Model:
     The third call of a kind is captured, by `torch.cuda.make_graphed_callables`: its forward and
     its backward pass are two graphs. Later calls of this kind replay them, with dropout that
     advances. Calls are of one kind if their arguments differ only in the numbers of tensors, and
-    if autocast, the modules, their modes and the places of their parameters are the same. All
-    other calls run the model's own forward: in evaluation, without gradients, on the CPU, before
-    the backward pass of the last call has run, under torch.compile, and of more than `kinds` kinds.
-    So do calls of a model that cannot be captured; a warning says why.
+    if autocast, torch's precision of float32, the modules, their modes and the places of their
+    parameters are the same. All other calls run the model's own forward: in evaluation, without
+    gradients, on the CPU, with sparse tensors, with hooks of all modules, before the backward pass
+    of the last call has run, under torch.compile, and of more than `kinds` kinds. So do calls of a
+    model that cannot be captured; a warning says why.
 
         torchweld.keep_graphs(torchweld.fuse(model))
 
@@ -155,9 +156,10 @@ def _may_capture(leaves: Sequence[Any]) -> bool:
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return (
         bool(tensors)
-        and all(type(t) in PLAIN and t.device.type == _DEVICE for t in tensors)
+        and all(is_plain(t) and t.device.type == _DEVICE for t in tensors)
         and all(isinstance(leaf, torch.Tensor) or is_constant(leaf) for leaf in leaves)
         and is_ordinary()
+        and not torch.nn.modules.module._has_any_global_hook()
         and not torch._C._are_functorch_transforms_active()
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and (_DEVICE != "cuda" or _is_gpu_ready(tensors))
@@ -184,7 +186,8 @@ def _describe_state() -> tuple[Any, ...]:
         enabled and torch.get_autocast_dtype(_DEVICE),
         choice.forced,
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.matmul.fp32_precision,  # by torch's older or newer switch
+        torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
     )
 
 

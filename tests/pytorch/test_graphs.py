@@ -192,9 +192,10 @@ def test_dropout_advances(make: Any, device: str) -> None:
 
 
 def test_what_is_not_captured(make: Any, device: str) -> None:
-    """Evaluation, calls without gradients, an object, a mode, a constant that always differs."""
+    """Evaluation, calls without gradients, objects, modes, a constant that always differs."""
     _, kept, _ = pair = make()
     batch = draw(0, device)
+    sparse = torch.eye(3, device=device).to_sparse()
     for at in range(4):
         with torch.no_grad():
             assert kept(**batch).loss.grad_fn is None
@@ -202,6 +203,9 @@ def test_what_is_not_captured(make: Any, device: str) -> None:
         kept(**batch)
         kept.train()
         kept(**batch, extra=object())
+        kept(**batch, extra=sparse)
+        with nn.modules.module.register_module_forward_hook(lambda *_: None):
+            kept(**batch)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             kept(**batch)
         with FlopCounterMode(display=False) as counter:
@@ -215,7 +219,7 @@ def test_what_is_not_captured(make: Any, device: str) -> None:
 
 
 def test_what_makes_another_kind(make: Any, device: str) -> None:
-    """Another module, mode, place of a parameter, and what requires a gradient."""
+    """Another module, mode, place of a parameter, precision, and what requires a gradient."""
     _, kept, _ = pair = make()
     batch = draw(0, device)
 
@@ -238,6 +242,12 @@ def test_what_makes_another_kind(make: Any, device: str) -> None:
     weight = torch.zeros_like(kept.fc.weight)
     changes[:] = [lambda: setattr(kept.fc.weight, "data", weight)]
     assert count() == 2
+    switch = torch.backends.cuda.matmul
+    changes[:] = [lambda: setattr(switch, "fp32_precision", "tf32")]
+    try:
+        assert count() == 2
+    finally:
+        switch.fp32_precision = "none"
     out = kept(**batch)
     torch.testing.assert_close(out.loss, Small.forward(kept, **batch).loss)
 

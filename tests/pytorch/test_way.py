@@ -420,6 +420,8 @@ def test_a_list_that_is_changed_later_is_another(call: Call) -> None:
     shape.insert(0, ROWS)
     with pytest.raises(ArgumentError):
         call(normalized_shape=shape)
+    with pytest.raises(ArgumentError, match="sequence of ints"):  # an equal one
+        call(normalized_shape=[float(WIDTH)])
 
 
 @pytest.mark.parametrize("call", ["bias_dropout_add"], indirect=True)

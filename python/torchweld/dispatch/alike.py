@@ -112,20 +112,34 @@ def make_comparison(
             return None
     kind = tensors[0].device.type
     autocast = torch.is_autocast_enabled(kind)
-    return _write_comparison(kinds, aligned)(
+    elements: dict[str, type] = {}
+    for i, value in enumerate(given):
+        _add_elements(elements, f"a{i}", value)
+    return _write_comparison(kinds, aligned, (*elements,))(
         make_guards(tensors),
         tuple(values),
         tuple(type(value) for value, kind in zip(given, kinds, strict=True) if kind == "v"),
+        (*elements.values(),),
         torch.is_grad_enabled(),
         (kind, torch.get_autocast_dtype(kind)) if autocast else None,
     )
 
 
+def _add_elements(to: dict[str, type], name: str, value: Any) -> None:
+    """Add the classes of a sequence's elements, by what they are called in code."""
+    if isinstance(value, (list, tuple)):
+        for at, element in enumerate(value):
+            to[f"{name}[{at}]"] = type(element)
+            _add_elements(to, f"{name}[{at}]", element)
+
+
 @functools.cache
-def _write_comparison(kinds: str, aligned: bool) -> Callable[..., IsLike]:
+def _write_comparison(
+    kinds: str, aligned: bool, elements: tuple[str, ...]
+) -> Callable[..., IsLike]:
     """Make a function that makes comparisons of calls with such arguments.
 
-    `check` is of `make_guards`.
+    `check` is of `make_guards`, and `elements` are those of sequences.
     """
     names = [f"a{i}" for i in range(len(kinds))]
 
@@ -143,11 +157,13 @@ def _write_comparison(kinds: str, aligned: bool) -> Callable[..., IsLike]:
         # True is equal to 1.0, and so is a tensor, which the whole path may refuse.
         conditions.append(f"({', '.join(f'{name}.__class__' for name in select('v'))},) == classes")
         conditions.append(f"({', '.join(select('v'))},) == values")
+    if elements:
+        conditions.append(f"({'.__class__, '.join(elements)}.__class__,) == inner")
     conditions.append("not modes() and not function_modes()")
     conditions.append("forward_ad._current_level < 0")
     conditions.append("(autocast is None or get_autocast_dtype(autocast[0]) == autocast[1])")
     made: Callable[..., IsLike] = eval(
-        f"lambda check, values, classes, train, autocast: lambda {', '.join(names)}: "
+        f"lambda check, values, classes, inner, train, autocast: lambda {', '.join(names)}: "
         + " and ".join(conditions),
         {
             "is_grad_enabled": torch.is_grad_enabled,

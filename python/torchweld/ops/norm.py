@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,8 +31,8 @@ def check(
     """Check the arguments of both ops; the parameters are the weight and the bias."""
     checks.dense(op.name, "input", x, op.dtypes, jagged=True)
     try:
-        shape = tuple(int(size) for size in normalized_shape)
-    except (TypeError, ValueError):
+        shape = tuple(map(operator.index, normalized_shape))
+    except TypeError:
         actual = repr(normalized_shape)
         raise ArgumentError(op.name, "normalized_shape", actual, "a sequence of ints") from None
     if not shape or tuple(x.shape[x.ndim - len(shape) :]) != shape:
