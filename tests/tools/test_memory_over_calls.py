@@ -219,5 +219,6 @@ def test_a_long_run_stays_bounded(threads: int) -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # collections need not search modules
     which, threads = sys.argv[1:] or ("", "")
     print(json.dumps(walk(which, int(threads)) if which else count_all()))
