@@ -7,6 +7,7 @@ itself, with environment variables of its own; torch has read its variables alre
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import subprocess
@@ -56,6 +57,7 @@ def _serve() -> None:
     import torch  # noqa: F401
 
     sys.path.pop(0)  # the helpers' folder
+    gc.freeze()  # no program searches torch's modules for garbage, nor copies their pages
     for line in sys.stdin:
         program, arguments, environment, folder, printed = json.loads(line)
         with warnings.catch_warnings():

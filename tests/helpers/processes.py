@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
 
 import torchweld
@@ -106,6 +107,7 @@ def _serve(rank: int, count: int, end: Connection, stack: Path) -> None:
     dist.distributed_c10d.ProcessGroupGloo = _OnOneDevice  # type: ignore[misc]
     _keep_groups_of_meshes()
     _keep_next_states()
+    _keep_shard_orders()
     gc.freeze()  # what has been imported need not be searched again
     while True:
         store, backend, scenario, given = end.recv()
@@ -176,6 +178,27 @@ def _keep_next_states() -> None:
         return known[key]
 
     planner.get_next_state = get_next_state
+
+
+def _keep_shard_orders() -> None:
+    """Let DTensor derive and check the order of shards only once for the same placements.
+
+    It does so for each argument of each way to place an op: 34,000 times in a test on 2 x 2 x 2.
+    """
+    spec: Any = DTensorSpec
+    make = spec.__init__
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def init(self: Any, mesh: Any, placements: Any, tensor_meta: Any = None, **order: Any) -> None:
+        if type(placements) is not tuple or any(value is not None for value in order.values()):
+            make(self, mesh, placements, tensor_meta, **order)
+            return
+        if placements not in known:
+            make(self, mesh, placements)
+            known[placements] = vars(self).copy()
+        vars(self).update(known[placements], mesh=mesh, tensor_meta=tensor_meta)
+
+    spec.__init__ = init
 
 
 def _destroy_other_groups() -> None:

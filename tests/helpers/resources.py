@@ -4,8 +4,8 @@ It also has how often their matrix products are computed, and whether by slow in
 
 A module of torchweld.triton_kernels takes part by an `aot_cases()` that yields names and launches.
 To compile them all takes minutes, so the results are kept in tests/kept, by version of Triton and
-by a hash of all that a compile depends on. `rows` compiles what is not there, and the fullest case
-of each kernel anyway. `make resources` compiles everything and keeps it; with ARGS=missing only
+by a hash of all that a compile depends on. `rows` compiles what is not there, and a small case of
+each kernel anyway. `make resources` compiles everything and keeps it; with ARGS=missing only
 what is not kept yet.
 
 The compiler runs in a process of this file, since tests set TRITON_INTERPRET=1, which disables it.
@@ -186,16 +186,18 @@ def _keep_fullest(fullest: dict[str, Compile], at: str, each: Compile, known: Kn
 def rows(capability: int, kept: Known) -> list[dict[str, Any]]:
     """What each compile takes: as it was kept, or as of now, which `now` tells.
 
-    The fullest case of each kernel is compiled in any case.
+    One case of each kernel is compiled in any case: that with the fewest registers, in least time.
     """
     known, now, found = dict(kept), dict[str, Taken](), list[Compile]()
-    fullest: dict[str, Compile] = {}
+    smallest: dict[str, Compile] = {}
     for each in compiles(capability, known):
         if each.key not in known:
             known[each.key] = now[each.key] = each.run(capability)
         found.append(each)
-        _keep_fullest(fullest, each.kernel, each, known)
-    for each in fullest.values():
+        before = smallest.setdefault(each.kernel, each)
+        if known[each.key]["registers"] < known[before.key]["registers"]:
+            smallest[each.kernel] = each
+    for each in smallest.values():
         if each.key not in now:
             now[each.key] = each.run(capability)
     return [
