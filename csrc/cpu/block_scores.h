@@ -51,7 +51,7 @@ class Scores {
     return !a_.causal || keys(tile).first <= queries(tile).first + queries(tile).count - 1 + after_;
   }
 
-  // Whether scores are products that finish() only excludes, and no sink stands beside them.
+  // Whether scores are products that finish() only excludes, and there is no sink.
   bool only_excludes() const { return a_.softcap == 0 && slope_ == 0 && !a_.bias && !a_.sinks; }
 
   // Turns products into masked scores. With a softcap `slopes` receives dz / ds. `scratch` has room

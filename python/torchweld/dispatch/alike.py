@@ -139,7 +139,7 @@ def _write_comparison(
 ) -> Callable[..., IsLike]:
     """Make a function that makes comparisons of calls with such arguments.
 
-    `check` is of `make_guards`, and `elements` are those of sequences.
+    `check` comes from `make_guards`; `elements` has the classes in sequences.
     """
     names = [f"a{i}" for i in range(len(kinds))]
 

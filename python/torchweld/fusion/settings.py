@@ -126,7 +126,7 @@ def list_methods(cls: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def _list_functions(cls: type, name: str) -> Iterator[FunctionType]:
-    """A method or a property of a class, and those of its bases that it may call by super()."""
+    """A method or a property of a class, and the versions in its bases that super() may call."""
     for base in cls.__mro__[: -2 if issubclass(cls, torch.nn.Module) else None]:
         value = vars(base).get(name)
         value = value.fget if isinstance(value, property) else value

@@ -160,7 +160,7 @@ def _prepare_bias(
 
 
 def _in_four_dims(shape: torch.Size, sinks: Any, padding: Any, slopes: Any) -> tuple[Any, ...]:
-    """The three with q's dimensions, of which those that they do not depend on are of size 1."""
+    """The three with as many dimensions as q; a dimension that does not matter has size 1."""
     if sinks is not None and sinks.ndim == 1:
         sinks = sinks[:, None, None]
     if padding is not None and padding.ndim == 2:
