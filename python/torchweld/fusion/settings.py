@@ -131,7 +131,7 @@ def _list_functions(cls: type, name: str) -> Iterator[FunctionType]:
     for base in cls.__mro__[: -2 if issubclass(cls, torch.nn.Module) else None]:
         value = vars(base).get(name)
         value = value.fget if isinstance(value, property) else value
-        function = value
+        function: Any = value
         while hasattr(function, "__wrapped__"):
             if isinstance(function, FunctionType):
                 yield function  # a decorator's, which may read attributes too
