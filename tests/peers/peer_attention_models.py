@@ -294,3 +294,15 @@ def test_a_fused_attention_with_padding(name: str, left: bool) -> None:
         results.append([logits[counted], ids, *grads])
     for found, expected in zip(*results[::-1], strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-5)
+
+
+def test_another_function_for_sdpa_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As somebody registers one after fuse()."""
+    functions = transformers.AttentionInterface._global_mapping
+    own, model = functions["sdpa"], make("T5", "ForConditionalGeneration").eval()
+    fused = torchweld.fuse(copy.deepcopy(model))
+    before = fused(**_draw_pairs(0)).logits
+    monkeypatch.setitem(functions, "sdpa", lambda *a, **more: (3 * own(*a, **more)[0], None))
+    logits = fused(**_draw_pairs(0)).logits
+    torch.testing.assert_close(logits, model(**_draw_pairs(0)).logits, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(logits, before, rtol=1e-2)

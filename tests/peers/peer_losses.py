@@ -269,3 +269,20 @@ def test_a_hooked_head_is_left_alone_with_the_reason() -> None:
     assert seen[0] == seen[1]
     (row,) = [row for row in torchweld.explain_fusion(model) if row.what == "LlamaForCausalLM"]
     assert "lm_head has forward hooks" in row.reason
+
+
+def test_arguments_of_another_releases_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An argument that only that release's function takes."""
+    from transformers.loss import loss_utils
+
+    own = loss_utils.fixed_cross_entropy
+
+    def smoothed(source: Any, target: Any, *given: Any, smooth: float = 0.0, **more: Any) -> Any:
+        return own(source, target, *given, **more) - smooth * source.log_softmax(-1).mean()
+
+    monkeypatch.setattr(loss_utils, "fixed_cross_entropy", smoothed)
+    model = make("Llama", vocab_size=WORDS, **SIZES)
+    given = {**_batch(), "smooth": 0.3}
+    expected = model(**given).loss
+    assert isinstance(torchweld.fuse(model), LanguageLoss)
+    torch.testing.assert_close(model(**given).loss, expected)

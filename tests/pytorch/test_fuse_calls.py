@@ -193,8 +193,16 @@ class Branches(nn.Module):
 class Clipped(Norm):
     """A norm that is another one for large values."""
 
+    limit = 6.0
+
     def forward(self, x: Any) -> Any:  # type: ignore[override]
-        return super().forward(x.clamp(-6, 6))
+        return super().forward(x.clamp(-self.limit, self.limit))
+
+
+class ClippedFar(Clipped):
+    """As far as the numbers of 16 bits go."""
+
+    limit = 65504.0
 
 
 @pytest.mark.parametrize(
@@ -205,6 +213,7 @@ class Clipped(Norm):
         (Squeezes, "one token"),
         (Branches, "straight to it"),
         (Clipped, "other values"),
+        (ClippedFar, "other values"),
     ],
 )
 def test_another_path_is_found(make: Callable[[], nn.Module], words: str) -> None:
@@ -213,7 +222,7 @@ def test_another_path_is_found(make: Callable[[], nn.Module], words: str) -> Non
     reasons = [row.reason for row in torchweld.explain_fusion(model)]
     assert any(reason.endswith(words) for reason in reasons), reasons
     assert not any("Error" in reason for reason in reasons)
-    inputs = [scale * torch.randn(2, n, 64) for n in (1, 5) for scale in (0.1, -1.0, 20.0)]
+    inputs = [scale * torch.randn(2, n, 64) for n in (1, 5) for scale in (0.1, -1.0, 20.0, 1e6)]
     inputs.append(torch.randn(2, 64, 3, 64))
     calls = [lambda x=x: [model(x)] for x in inputs]
     check_fused(model, *calls, rtol=1e-4, atol=1e-5)

@@ -69,6 +69,20 @@ class CappedExperts(TinyExperts):
         return super().gate(z).tanh()
 
 
+class FarClampedExperts(TinyExperts):
+    """Another form for large values only."""
+
+    def gate(self, z: torch.Tensor) -> torch.Tensor:
+        return super().gate(z).clamp(max=65504.0)
+
+
+class NoisyExperts(TinyExperts):
+    """Another form in training."""
+
+    def gate(self, z: torch.Tensor) -> torch.Tensor:
+        return super().gate(2 * z if self.training else z)
+
+
 class IdentityExperts(TinyExperts):
     """Indices from the number of experts on pass a token through."""
 
@@ -126,13 +140,13 @@ def test_settings_are_those_of_now(kind: type[torch.nn.Module]) -> None:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (CappedExperts, "computes something else"),
+        *((kind, "something else") for kind in (CappedExperts, FarClampedExperts, NoisyExperts)),
         (IdentityExperts, "does not skip"),
         (UnequalExperts, "different numbers"),
     ],
 )
 def test_other_experts_are_left_with_the_reason(kind: type[torch.nn.Module], reason: str) -> None:
-    model = Router(kind())
+    model = Router(kind()).eval()
     (row,) = [row for row in torchweld.explain_fusion(model) if row.where == "experts"]
     assert reason in row.reason
     torchweld.fuse(model)

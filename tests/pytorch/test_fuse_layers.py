@@ -104,26 +104,39 @@ class ScaledMLP(nn.Module):
         return self.factor * self.down(self.function(self.gate(x)) * self.up(x))
 
 
+def _scaled(method: Any) -> Any:
+    """A decorator that reads an attribute."""
+
+    @functools.wraps(method)
+    def scaled(self: Any, x: torch.Tensor) -> Any:
+        return method(self, x) * self._outside
+
+    return scaled
+
+
 class Configured(ScaledMLP):
     """One whose forward reads attributes of many kinds; some may be missing."""
 
     adapter: Any
-    share = 1.0
+    share = of_type = 1.0
 
     def __init__(self) -> None:
         super().__init__()
         self.config = SimpleNamespace(scale=1.0)
         self._hidden, self.number, self.factors, self.more = 1.0, 1, [1.0], None
+        self._outside, self.p = 1.0, 1.0
 
     @property
     def hidden(self) -> float:
         return self._hidden
 
+    @_scaled
     def scale(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.config.scale * self.factors[0]
+        return x * self.config.scale * self.factors[0] * getattr(self.config, "more", 1.0)
 
     def forward(self, x: torch.Tensor) -> Any:
         y = self.scale(super().forward(x)) * (self.number * self.hidden * self.share)
+        y = y * (self.p * type(self).of_type)
         y = y if self.more is None else self.more(y)
         return self.adapter(y) if hasattr(self, "adapter") else y * getattr(self, "gain", 1.0)
 
@@ -159,6 +172,9 @@ _SETTINGS: dict[str, tuple[Callable[[], nn.Module], str, str, Any]] = {
     "offset": (lambda: PlainRMSNorm(1.0), "", "offset", 3.0),
     "factor of a base class": (Configured, "", "factor", 3.0),
     "factor of a configuration": (Configured, "config", "scale", 3.0),
+    "new in a configuration": (Configured, "config", "more", 3.0),
+    "read by a decorator": (Configured, "", "_outside", 3.0),
+    "rate of its own": (Configured, "", "p", 3.0),
     "private factor": (Configured, "", "_hidden", 3.0),
     "private factor of an activation": (
         lambda: nn.Sequential(nn.Linear(WIDTH, 8), HiddenAct()),
@@ -202,12 +218,12 @@ def test_settings_are_those_of_now(kind: str) -> None:
             torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["forward", "scale"])
+@pytest.mark.parametrize("name", ["forward", "scale", "of_type"])
 def test_methods_are_those_of_now(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A method of the class that somebody replaces after fuse()."""
+    """What somebody replaces in the class after fuse()."""
     x, fused = torch.randn(3, 5, WIDTH), torchweld.fuse(Configured())
     assert isinstance(fused, Weld)
-    monkeypatch.setattr(Configured, name, lambda self, y: 3 * y)
+    monkeypatch.setattr(Configured, name, 3.0 if name == "of_type" else lambda self, y: 3 * y)
     torch.testing.assert_close(fused(x), torchweld.unfuse(copy.deepcopy(fused))(x))
 
 

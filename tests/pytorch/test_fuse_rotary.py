@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 from pathlib import Path
@@ -134,3 +135,78 @@ def test_a_rotation_backwards_is_left_alone(name: str, tmp_path: Path) -> None:
     (row,) = torchweld.explain_fusion(model)
     assert not row.becomes
     assert row.reason
+
+
+# --- What happens between a norm and the rotation -------------------------------------------------
+
+_NORMED = """
+import torch
+
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1, scale=1.0):
+    def turn(x):
+        first, second = x.chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+        return scale * (x * cos.unsqueeze(unsqueeze_dim) + turned * sin.unsqueeze(unsqueeze_dim))
+    return turn(q), turn(k)
+
+class Norm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.rand(16)), 1e-6
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head_dim, self.factor, self.flag = 16, 1.0, True
+        self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(32, 64) for _ in range(3))
+        self.q_norm, self.k_norm = Norm(), Norm()
+
+    def forward(self, x, position_embeddings, attention_mask=None, asked=True):
+        cos, sin = position_embeddings
+        q, k, v = (p(x).unflatten(-1, (4, 16)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        {norms}
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        {rotates}
+        return ((q @ k.mT / 4).softmax(-1) @ v).transpose(1, 2).flatten(2), None
+"""
+_NORMS = "q = self.q_norm(q); k = self.k_norm(k)"
+_ROTATES = "q, k = apply_rotary_pos_emb(q, k, cos, sin)"
+# The lines of the norms and of the rotation, and what changes after fuse().
+BETWEEN: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "a factor": (f"{_NORMS}; q = q * self.factor", _ROTATES, {"factor": 3.0}),
+    "a factor in place": (f"{_NORMS}; q *= self.factor", _ROTATES, {"factor": 3.0}),
+    "a factor of the call": (_NORMS, _ROTATES.replace("(q,", "(q * self.factor,"), {"factor": 3.0}),
+    "a norm of choice": (f"if self.flag: {_NORMS}", _ROTATES, {"flag": False}),
+    "a rotation of choice": (_NORMS, f"if self.flag: {_ROTATES}", {"flag": False}),
+    "an argument": (_NORMS, f"{_ROTATES} if asked else (q, k)", {"asked": False}),
+    "a function's argument": (
+        _NORMS,
+        _ROTATES.replace("sin)", "sin, scale=self.factor)"),
+        {"factor": 3.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_happens_between_norm_and_rotation(name: str, tmp_path: Path) -> None:
+    """After a change that no trial saw the results are the code's."""
+    norms, rotates, change = BETWEEN[name]
+    file = tmp_path / "normed.py"
+    file.write_text(_NORMED.format(norms=norms, rotates=rotates))
+    spec: Any = importlib.util.spec_from_file_location("normed", file)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    model = made.Attention().double()
+    fused = torchweld.fuse(copy.deepcopy(model))
+    assert "rotary_embedding_qk" in getattr(fused, "weld_becomes", "")
+    x, angles = (torch.randn(3, 6, n, dtype=torch.float64) for n in (32, 16))
+    given: dict[str, Any] = {"position_embeddings": (angles.cos(), angles.sin())}
+    for more in ({}, change):
+        for each in (model, fused):
+            vars(each).update({k: v for k, v in more.items() if k != "asked"})
+        given |= {k: v for k, v in more.items() if k == "asked"}
+        for mine, theirs in zip(run(fused, x, **given), run(model, x, **given), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)

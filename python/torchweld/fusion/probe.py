@@ -158,7 +158,9 @@ def vary(inputs: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
 
     With four dimensions, the second is as long as the last: a norm over the second would show.
     """
-    for seed, change in enumerate((torch.Tensor.abs, lambda x: -x.abs(), lambda x: 30 * x)):
+    # The largest ones reach limits, such as the largest number of 16 bits.
+    changes = (torch.Tensor.abs, lambda x: -x.abs(), lambda x: 30 * x, lambda x: 1e6 * x)
+    for seed, change in enumerate(changes):
         others = [_map_floating(x, lambda x: change(_draw_like(x, seed))) for x in inputs]  # noqa: B023
         yield "other values", others
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]

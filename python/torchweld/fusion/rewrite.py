@@ -117,17 +117,17 @@ def rewrite(
     """The forward with `self.<attribute>` where it reads `name` from its file.
 
     `methods` replaces calls of submodules by calls of methods, which may leave their work to the
-    attribute. Each submodule is called once, and no argument decides whether the name is read.
+    attribute. Each submodule is called once, for one of the first arguments of one call of the
+    name, and nothing else happens to its result in between.
     """
     tree, function = parse(forward)
-    changed = _Names(function.args.args[0].arg, name, attribute, methods or {})
+    own = function.args.args[0].arg
+    if methods:
+        _leave_work(function, own, name, methods)
+    changed = _Names(own, name, attribute)
     function.body = [changed.visit(statement) for statement in function.body]
     if not changed.count:
         raise CannotRewriteError(f"its forward does not read {name} itself")
-    if methods and changed.is_optional:
-        raise CannotRewriteError(f"its arguments decide whether it reads {name}")
-    if sorted(changed.called) != sorted(changed.methods):
-        raise CannotRewriteError(f"its forward does not call {' and '.join(changed.methods)} once")
     return compile_like(forward, tree, function)
 
 
@@ -165,21 +165,10 @@ def _drop_annotations(function: ast.FunctionDef) -> None:
 
 
 class _Names(ast.NodeTransformer):
-    """Replaces a name by an attribute and calls of submodules by methods, and counts how often."""
+    """Replaces a name by an attribute, and counts how often."""
 
-    def __init__(self, own: str, name: str, attribute: str, methods: Mapping[str, str]) -> None:
+    def __init__(self, own: str, name: str, attribute: str) -> None:
         self.own, self.name, self.attribute, self.count = own, name, attribute, 0
-        self.methods = methods
-        self.called: list[str] = []
-        self.is_optional = False
-
-    def visit_If(self, node: ast.If) -> ast.AST:
-        before = self.count
-        tested = {part.id for part in ast.walk(node.test) if isinstance(part, ast.Name)}
-        self.generic_visit(node)
-        # What the module's own attributes decide is the same in a trial.
-        self.is_optional |= self.count > before and not tested <= {self.own}
-        return node
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if node.id != self.name or not isinstance(node.ctx, ast.Load):
@@ -187,12 +176,120 @@ class _Names(ast.NodeTransformer):
         self.count += 1
         return read_own(self.own, self.attribute)
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        match node.func:
-            case ast.Attribute(value=ast.Name(id=self.own), attr=name) if name in self.methods:
-                self.called.append(name)
-                node.func.attr = self.methods[name]
-        return self.generic_visit(node)
+
+# --- Work that a call leaves to a later one -------------------------------------------------------
+
+# Methods and attributes that leave a tensor's numbers as they are.
+_SHAPES = {
+    *("transpose", "view", "reshape", "permute", "contiguous", "flatten", "unflatten", "unsqueeze"),
+    *("squeeze", "shape", "size", "dtype", "device"),
+}
+
+
+def _leave_work(function: ast.FunctionDef, own: str, name: str, methods: Mapping[str, str]) -> None:
+    """Call methods for submodules where the call of `name` will surely do their work."""
+    parents = {c: node for node in ast.walk(function) for c in ast.iter_child_nodes(node)}
+    calls: dict[str, list[ast.Call]] = {}
+    for node in ast.walk(function):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=who), attr=called)) if who == own:
+                calls.setdefault(f".{called}", []).append(node)
+            case ast.Call(func=ast.Name(id=called)):
+                calls.setdefault(called, []).append(node)
+    if any(len(calls.get(f".{submodule}", [])) != 1 for submodule in methods):
+        raise CannotRewriteError(f"its forward does not call {' and '.join(methods)} once")
+    later = calls[name][0] if len(calls.get(name, [])) == 1 else None
+    whole = None if later is None else parents[later]
+    if later is None or len(later.args) < 2 or not isinstance(whole, ast.Assign):
+        raise CannotRewriteError(f"its forward does not assign the result of {name} once")
+    left: list[list[ast.expr]] = []
+    for (submodule, method), argument in zip(methods.items(), later.args[:2], strict=True):
+        (first,) = calls[f".{submodule}"]
+        start = _find_statement(first, parents)
+        inside, around = (list(_list_around(node, parents)) for node in (whole, start))
+        if_later = _read_tests([node for node in inside if node not in around], own, name)
+        if_first = _read_tests([node for node in around if node not in inside], own, submodule)
+        variable = argument.id if isinstance(argument, ast.Name) else ""
+        targets = getattr(start, "targets", [])
+        straight = [*map(ast.unparse, targets)] == [variable] and _strip(start.value) is first  # type: ignore[attr-defined]
+        for node in ast.walk(function):
+            if isinstance(node, ast.Name) and node.id == variable:
+                statement = _find_statement(node, parents)
+                if _place(start) < _place(statement) < _place(whole):
+                    straight = straight and _keeps(node, statement, parents)
+        if not straight or variable not in _list_stored(whole):
+            raise CannotRewriteError(f"{name} does not get the result of {submodule} as it is")
+        made: ast.expr = ast.Call(read_own(own, method), first.args, first.keywords)
+        for test in if_later:
+            made = ast.IfExp(test, made, ast.Call(first.func, first.args, first.keywords))
+        _put(parents[first], first, made)
+        left.append(if_first)
+    if len({ast.dump(ast.Tuple(tests)) for tests in left}) > 1:
+        raise CannotRewriteError(f"its forward does not call {' and '.join(methods)} together")
+    if left[0]:
+        later.keywords.append(
+            ast.keyword("weld_left", ast.BoolOp(ast.And(), [*left[0], ast.Constant(True)]))
+        )
+
+
+def _read_tests(blocks: list[ast.AST], own: str, name: str) -> list[ast.expr]:
+    """What decides whether blocks run: only the module's own attributes."""
+    tests = [node.test for node in blocks if isinstance(node, ast.If)]
+    known = {part.id for test in tests for part in ast.walk(test) if isinstance(part, ast.Name)}
+    if len(tests) < len(blocks) or not known <= {own}:
+        raise CannotRewriteError(f"its arguments decide whether it reads {name}")
+    return tests
+
+
+def _find_statement(node: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> ast.stmt:
+    while not isinstance(node, ast.stmt):
+        node = parents[node]
+    return node
+
+
+def _list_around(node: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> Iterator[ast.AST]:
+    """The blocks around a statement; one in an else-branch has the branch too."""
+    while (above := parents.get(node)) is not None:
+        yield above
+        if any(node is other for other in getattr(above, "orelse", ())):
+            yield node
+        node = above
+
+
+def _place(statement: ast.stmt) -> tuple[int, int]:
+    return statement.lineno, statement.col_offset
+
+
+def _strip(value: ast.expr) -> ast.expr:
+    """What an expression shapes."""
+    while (
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Attribute)
+        and value.func.attr in _SHAPES
+    ):
+        value = value.func.value
+    return value
+
+
+def _keeps(node: ast.Name, statement: ast.stmt, parents: Mapping[ast.AST, ast.AST]) -> bool:
+    """Whether a statement reads only a variable's shape, or shapes the variable itself."""
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value) if name == node.id:
+            stripped = _strip(value)
+            return isinstance(stripped, ast.Name) and stripped.id == name
+    match parents[node]:
+        case ast.Attribute(attr=name):
+            return name in _SHAPES and name in ("shape", "size", "dtype", "device")
+    return False
+
+
+def _put(parent: ast.AST, old: ast.AST, new: ast.AST) -> None:
+    """Replace a child of a node."""
+    for field, value in ast.iter_fields(parent):
+        if value is old:
+            setattr(parent, field, new)
+        elif isinstance(value, list):
+            value[:] = [new if item is old else item for item in value]
 
 
 # --- Pairs of submodules --------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import inspect
 import operator
 from collections.abc import Collection, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType
@@ -15,7 +14,7 @@ import torch
 # Attributes, joined by dots, and their values when the module was fused; ... for a missing one.
 Settings = tuple[tuple[str, Any], ...]
 
-# Settings that welds read at each call.
+# Settings of skipped modules that welds read at each call.
 _READ = {"training", "p", "inplace", "eps", "elementwise_affine"}
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, *_FUNCTIONS)
@@ -56,27 +55,29 @@ def has_methods(module: Any, cls: Any, methods: tuple[tuple[str, Any], ...]) -> 
     return True
 
 
-def read_settings(module: Any, besides: Collection[Any] = ()) -> Settings:
-    """The settings that a module's forward reads, except those that welds read at each call."""
+def read_settings(module: Any, besides: Collection[Any] = _READ) -> Settings:
+    """The settings that a module's forward reads, except those that a weld reads at each call."""
     cls: Any = getattr(type(module), "welded_from", type(module))
     reads = _read_class(cls, cls.forward)
     own, settings = vars(module), []
     parameters, modules = module._parameters, module._modules
-    for name in reads.paths | reads.optional:
+    asked = reads.optional and _list_asked(module, reads)
+    for name in reads.paths | asked:
         if parameters.get(name) is not None or modules.get(name) is not None:
             continue
         value = _follow(module, name) if "." in name else getattr(module, name, ...)
         if type(value) not in _PLAIN:
             value = _settle(value)
-            if not (_is_plain(value) or (value is ... and name in reads.optional)):
+            if not (_is_plain(value) or (value is ... and name in asked)):
                 continue
         is_method = isinstance(value, FunctionType) and name not in own  # for has_methods()
-        if not (is_method or name in _READ or name in besides):
+        if not (is_method or name in besides):
             settings.append((name, value))
     if reads.escapes:
-        for name, value in own.items():
-            known = name[0] == "_" or name in _READ or name in besides or name in reads.paths
-            if type(value) in _PUBLIC and not known:
+        inherited = {n: v for base in cls.__mro__[-3::-1] for n, v in vars(base).items()}
+        for name, value in (inherited | own).items():
+            known = name[0] == "_" or name in besides or name in reads.paths
+            if type(value) in _PUBLIC and not known and (name in own or not callable(value)):
                 settings.append((name, value))
     return tuple(sorted(settings, key=operator.itemgetter(0)))
 
@@ -130,7 +131,11 @@ def _list_functions(cls: type, name: str) -> Iterator[FunctionType]:
     for base in cls.__mro__[: -2 if issubclass(cls, torch.nn.Module) else None]:
         value = vars(base).get(name)
         value = value.fget if isinstance(value, property) else value
-        function = inspect.unwrap(value) if callable(value) else None
+        function: Any = value
+        while hasattr(function, "__wrapped__"):
+            if isinstance(function, FunctionType):
+                yield function  # a decorator's, which may read attributes too
+            function = function.__wrapped__
         if isinstance(function, FunctionType):
             yield function
             if "__class__" not in function.__code__.co_freevars:
@@ -184,6 +189,14 @@ def _follow(value: Any, path: str) -> Any:
     for name in path.split("."):
         value = ... if isinstance(value, torch.Tensor) else getattr(value, name, ...)
     return value
+
+
+def _list_asked(module: Any, reads: Reads) -> frozenset[str]:
+    """What getattr() may ask of the module or of what it holds, such as its configuration."""
+    kinds = (torch.Tensor, torch.nn.Module, type, *_FUNCTIONS)
+    held = ((path, _follow(module, path)) for path in reads.paths)
+    holders = [path for path, v in held if hasattr(v, "__dict__") and not isinstance(v, kinds)]
+    return reads.optional.union(f"{path}.{name}" for path in holders for name in reads.optional)
 
 
 def _settle(value: Any) -> Any:

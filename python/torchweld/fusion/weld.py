@@ -170,6 +170,8 @@ class Rewritten(Weld):
 
 _CLASSES: dict[Any, type] = {}
 _MISSING = object()
+# Chooses among ways to compute the same.
+_CHOSEN = "config._experts_implementation"
 _NOTHING: dict[str, Any] = {}
 
 
@@ -388,7 +390,8 @@ class Change(NamedTuple):
             inside: Any = self.module._modules
             settings["inner_kinds"] = tuple(kind_of(inside[name]) for name in inner)
         if issubclass(self.weld, Tried):
-            settings["own"] = read_settings(self.module, {settings.get("eps")})
+            besides: set[Any] = {"training", _CHOSEN, settings.get("eps")}
+            settings["own"] = read_settings(self.module, besides)
         set_class(self.module, make_class(self.weld, was, tuple(settings.items())))
 
 

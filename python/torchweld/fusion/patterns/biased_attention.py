@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,18 +51,23 @@ class BiasedAttention(Rewritten):
 
 
 class _Functions:
-    """Transformers' attention functions, with ours for "sdpa" where it can serve."""
+    """Transformers' attention functions, with ours for "sdpa" as it was, where it can serve."""
 
     def __init__(self, registry: Any) -> None:
         self._registry = registry
+        self._known = registry.get_interface("sdpa", None)
+        taken = inspect.signature(self._known).parameters.keys() if self._known else ()
+        own = inspect.signature(_attend).parameters.keys()
+        self._ours = functools.partial(_attend, self._known, (*_UNSERVED, *(taken - own)))
 
     def get_interface(self, implementation: str, default: Callable[..., Any]) -> Any:
         function = self._registry.get_interface(implementation, default)
-        return functools.partial(_attend, function) if implementation == "sdpa" else function
+        return self._ours if implementation == "sdpa" and function is self._known else function
 
 
 def _attend(
     otherwise: Callable[..., Any],
+    unserved_names: tuple[str, ...],
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -76,7 +82,7 @@ def _attend(
     """What transformers' function for sdpa computes, which is `otherwise`."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and attention_mask is None and query.shape[2] > 1
-    unserved = any(kwargs.get(name) not in (None, False) for name in _UNSERVED)
+    unserved = any(kwargs.get(name) not in (None, False) for name in unserved_names)
     tensors = (attention_mask, position_bias)
     unserved |= not all(isinstance(x, torch.Tensor | None) for x in tensors)
     if unserved or query.device.type != "cpu" or (causal and query.shape[2] != key.shape[2]):

@@ -191,15 +191,22 @@ def _call_own(module: Any, *inputs: torch.Tensor) -> Any:
 
 
 def _run(function: Any, module: Any, experts: int) -> list[torch.Tensor]:
-    """The result and the gradients of all floating inputs, large enough for limits to matter."""
-    generator = torch.Generator().manual_seed(1)
-    x = 4 * torch.randn(_TOKENS, _WIDTH, generator=generator, dtype=torch.float64)
-    weights = torch.rand(_TOKENS, 2, generator=generator, dtype=torch.float64)
-    indices = torch.rand(_TOKENS, experts, generator=generator).argsort(-1)[:, :2]
-    leaves = [t.requires_grad_() for t in (x, weights)]
-    y = function(leaves[0], indices, leaves[1])
-    heads = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
-    return [y, *torch.autograd.grad(y, [*leaves, *module._parameters.values()], heads)]
+    """Results and gradients of all floating inputs, in training and in evaluation.
+
+    Inputs are large enough for limits to matter.
+    """
+    results = []
+    for training, size in itertools.product((True, False), (4.0, 1e6)):
+        vars(module)["training"] = training
+        generator = torch.Generator().manual_seed(1)
+        x = size * torch.randn(_TOKENS, _WIDTH, generator=generator, dtype=torch.float64)
+        weights = torch.rand(_TOKENS, 2, generator=generator, dtype=torch.float64)
+        indices = torch.rand(_TOKENS, experts, generator=generator).argsort(-1)[:, :2]
+        leaves = [t.requires_grad_() for t in (x, weights)]
+        y = function(leaves[0], indices, leaves[1])
+        heads = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
+        results += [y, *torch.autograd.grad(y, [*leaves, *module._parameters.values()], heads)]
+    return results
 
 
 _OTHER_INDICES = "it does not skip indices from the number of experts on"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ from torchweld.fusion.weld import (
 _LOSS, _CROSS_ENTROPY = "loss_function", "CrossEntropyLoss"
 _KNOWN = ("transformers.loss.loss_utils", "ForCausalLMLoss")
 _HEADS = ("lm_head", "embed_out", "output_projection", "cls", "predictions")
+_SERVED = {"logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels"}
 _WORDS, _FEATURES = 37, 16  # of the model that is tried
 
 
@@ -54,6 +57,7 @@ class LanguageLoss(Rewritten):
     weld_head_name: str
     weld_path: str
     weld_compiles: bool  # to a loss from the head's input
+    weld_others: tuple[str, ...]  # arguments that the loss function takes, and weld_loss does not
     training: bool
     loss_function: Any
 
@@ -107,7 +111,8 @@ class LanguageLoss(Rewritten):
         if not isinstance(logits, Deferred):
             return self.loss_function(*args, **kwargs)
         head = self.weld_get_last()
-        if not _is_known(self.loss_function) or arguments["vocab_size"] != head.weight.shape[0]:
+        served = _is_known(self.loss_function) and arguments["vocab_size"] == head.weight.shape[0]
+        if not served or any(name in arguments for name in self.weld_others):
             return self.loss_function(**arguments | {"logits": logits.compute(head)})
         ignored, count = arguments.get("ignore_index", -100), arguments.get("num_items_in_batch")
         target = arguments.get("shift_labels")
@@ -183,6 +188,7 @@ def find_loss(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
     # Dynamo follows no tanh of an object, and a CrossEntropyLoss made in a forward is a function.
     compiles = not (reads(inner, _CROSS_ENTROPY) or "tanh" in code.co_names)
     settings = {"head_name": heads[0], "path": path, "compiles": compiles}
+    settings["others"] = _list_others(getattr(module, _LOSS, None)) if reason is None else ()
     if reason is None:
         reason = view.ask_once("loss", module, lambda: _why_not_same(module, settings))
     if reason is not None:
@@ -207,6 +213,14 @@ def _find_path(module: Any, head: torch.nn.Module) -> str | None:
 
 def _is_known(loss: Any) -> bool:
     return (getattr(loss, "__module__", ""), getattr(loss, "__name__", "")) == _KNOWN
+
+
+def _list_others(loss: Any) -> tuple[str, ...]:
+    """What a loss function and the functions that it calls take, besides what weld_loss does."""
+    code = getattr(loss, "__code__", None)
+    called = [loss, *(loss.__globals__.get(name) for name in code.co_names)] if code else []
+    functions = [each for each in called if isinstance(each, FunctionType)]
+    return tuple(sorted({p for f in functions for p in inspect.signature(f).parameters} - _SERVED))
 
 
 def _why_not(module: Any, head: torch.nn.Module, name: str, view: View) -> str | None:

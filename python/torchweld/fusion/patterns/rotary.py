@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,6 +40,7 @@ _FORMS = (
     *(("columns", False), ("columns", True), ("half", True), ("pairs", False), ("pairs", True)),
 )
 # Norms that the rotation may take along, and the methods that then run in their place.
+_PLAIN = (bool, int, float, str)
 _NORMS = {"q_norm": "weld_q_norm", "k_norm": "weld_k_norm"}
 
 
@@ -57,11 +59,22 @@ class RotaryAttention(Rewritten):
     weld_interleaved: bool
     weld_partial: bool
     weld_keeps_dtype: bool
+    # What else the function of its file takes: with other values than these it runs itself.
+    weld_others: tuple[tuple[str, Any], ...]
+    weld_own_function: Callable[..., Any]
     q_norm: torch.nn.Module
     k_norm: torch.nn.Module
 
     @classmethod
     def weld_rewrite(cls, forward: Any) -> Callable[..., Any]:
+        function = unwrap(forward).__globals__[cls.weld_function]
+        cls.weld_own_function = staticmethod(function)
+        named = list(inspect.signature(function).parameters.values())
+        cls.weld_others = tuple(
+            (p.name, p.default)
+            for p in named[3 if cls.weld_function == _ROTATES_COMPLEX else 4 :]
+            if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name != "unsqueeze_dim"
+        )
         methods = _NORMS if cls.weld_norm else {}
         return rewrite(forward, cls.weld_function, "weld_rotate", methods)
 
@@ -87,9 +100,23 @@ class RotaryAttention(Rewritten):
         cos: torch.Tensor,
         sin: torch.Tensor | None = None,
         unsqueeze_dim: int = 1,
+        weld_left: bool = True,
         **others: Any,  # DINOv3's has some, which its function ignores
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate queries and keys, in the dtypes that the attention's own code gives them."""
+        """Rotate queries and keys, in the dtypes that the attention's own code gives them.
+
+        `weld_left` says whether their norms are left to the rotation.
+        """
+        takes_norms = weld_left and self.weld_takes_norms()
+        for name, default in self.weld_others:
+            value = others.get(name, default)
+            if value is not default and (not isinstance(value, _PLAIN) or value != default):
+                if takes_norms:
+                    q, k = self.q_norm(q), self.k_norm(k)
+                angles = (cos,) if sin is None else (cos, sin)
+                if unsqueeze_dim != 1:
+                    others["unsqueeze_dim"] = unsqueeze_dim
+                return self.weld_own_function(q, k, *angles, **others)  # type: ignore[no-any-return]
         if sin is None:
             cos, sin, unsqueeze_dim = cos.real, cos.imag, self.weld_heads_at
         given = cos.shape[-1]
@@ -102,7 +129,7 @@ class RotaryAttention(Rewritten):
                 " fused"
             )
             raise ArgumentError(self.weld_function, "cos", f"of last size {given}", accepted)
-        norm = dict(self.weld_norm) if self.weld_takes_norms() else {}
+        norm = dict(self.weld_norm) if takes_norms else {}
         inner: list[Any] = [getattr(self, name) for name in _NORMS] if norm else []
         weights = [getattr(part, norm["weight_name"]) for part in inner]
         options: dict[str, Any] = {"rotary_dim": rotated}
