@@ -409,8 +409,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> block_sparse_grads(
   Tensor grad_bias = nothing(q), sums = nothing(q);
   int64_t groups = tiles(args, args.rows.count, args.heads);
   if (need_bias) grad_bias = prepare_grad_bias(args, *bias, q, wide, groups, sums);
-  std::vector<Tensor> owners;
   if (need_q || need_bias) {
+    std::vector<Tensor> owners;
     if (need_q) args.turned_k = share_tiles(args, k, args.rows.count * group, owners);
     launch_queue(block_sparse_grad_q, args, groups, elements(args));
   }
@@ -422,6 +422,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> block_sparse_grads(
     grad_bias = as_type(grad_bias, bias->scalar_type());
   }
   if (need_k || need_v) {
+    std::vector<Tensor> owners;
     args.turned_q = share_tiles(args, q, args.columns.count, owners);
     args.turned_grad = share_tiles(args, grad, args.columns.count, owners);
     launch_queue(block_sparse_grad_kv, args, tiles(args, args.columns.count, args.key_heads),

@@ -270,31 +270,27 @@ class TileProducts {
   const BFloat16* turn(const Rows& rows, int64_t& pitch) {
     enum : uint8_t { kNone, kBegun, kDone };
     const TurnedTiles& shared = rows.shared;
-    BFloat16* to = (BFloat16*)(A*)turned_;
-    if (!shared.data) {
-      turn_rows(to, pitch, rows);
-      return to;
+    if (shared.data) {
+      const int64_t tile = rows.span.first / rows.block * parts_of(rows.block) +
+                           rows.span.first % rows.block / kTile;
+      const int64_t at = (rows.batch * shared.heads + rows.head) * shared.tiles + tile;
+      BFloat16* const kept = (BFloat16*)shared.data + at * rows.width * shared.pitch;
+      uint8_t state = __atomic_load_n(shared.state + at, __ATOMIC_ACQUIRE);
+      const bool is_first =
+          state == kNone && __atomic_compare_exchange_n(shared.state + at, &state, kBegun, false,
+                                                        __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE);
+      if (is_first) {
+        turn_rows(kept, shared.pitch, rows);
+        __atomic_store_n(shared.state + at, kDone, __ATOMIC_RELEASE);
+      }
+      if (is_first || state == kDone) {
+        pitch = shared.pitch;
+        return kept;
+      }
     }
-    const int64_t tile =
-        rows.span.first / rows.block * parts_of(rows.block) + rows.span.first % rows.block / kTile;
-    const int64_t at = (rows.batch * shared.heads + rows.head) * shared.tiles + tile;
-    BFloat16* const kept = (BFloat16*)shared.data + at * rows.width * shared.pitch;
-    uint8_t state = __atomic_load_n(shared.state + at, __ATOMIC_ACQUIRE);
-    if (state == kDone) {
-      pitch = shared.pitch;
-      return kept;
-    }
-    const bool is_first =
-        state == kNone && __atomic_compare_exchange_n(shared.state + at, &state, kBegun, false,
-                                                      __ATOMIC_RELAXED, __ATOMIC_RELAXED);
-    if (!is_first) {
-      turn_rows(to, pitch, rows);
-      return to;
-    }
-    pitch = shared.pitch;
-    turn_rows(kept, pitch, rows);
-    __atomic_store_n(shared.state + at, kDone, __ATOMIC_RELEASE);
-    return kept;
+    BFloat16* const own = (BFloat16*)(A*)turned_;
+    turn_rows(own, pitch, rows);
+    return own;
   }
 
   // to[x][row] = rows[row][x], and zeros for rows past the last.

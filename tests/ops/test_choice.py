@@ -83,7 +83,7 @@ def test_a_context_may_be_entered_again() -> None:
 
 
 def test_contexts_end_in_any_order() -> None:
-    """As those of threads do."""
+    """Contexts of several threads end in any order."""
     contexts = [torchweld.use_backend(*names) for names in (["cpu"], ["eager"], ["cpu", "eager"])]
     for order in itertools.permutations(range(3)):
         for context in contexts:

@@ -228,7 +228,7 @@ def test_methods_are_those_of_now(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_block_of_a_layer_may_be_set() -> None:
-    """Before fuse(), which leaves the layer alone, and after it."""
+    """fuse() leaves a layer with a block of its own, and a weld notices one that is set later."""
     layer: Any = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0)
     x, fused = torch.randn(3, 5, WIDTH), torchweld.fuse(copy.deepcopy(layer))
     for each in (layer, fused):

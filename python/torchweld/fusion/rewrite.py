@@ -179,11 +179,12 @@ class _Names(ast.NodeTransformer):
 
 # --- Work that a call leaves to a later one -------------------------------------------------------
 
-# Methods and attributes that leave a tensor's numbers as they are.
+# Methods that return a tensor's numbers in another shape, and what does not read the numbers.
 _SHAPES = {
     *("transpose", "view", "reshape", "permute", "contiguous", "flatten", "unflatten", "unsqueeze"),
-    *("squeeze", "shape", "size", "dtype", "device"),
+    "squeeze",
 }
+_PROPERTIES = {"shape", "size", "dtype", "device"}
 
 
 def _leave_work(function: ast.FunctionDef, own: str, name: str, methods: Mapping[str, str]) -> None:
@@ -279,7 +280,7 @@ def _keeps(node: ast.Name, statement: ast.stmt, parents: Mapping[ast.AST, ast.AS
             return isinstance(stripped, ast.Name) and stripped.id == name
     match parents[node]:
         case ast.Attribute(attr=name):
-            return name in _SHAPES and name in ("shape", "size", "dtype", "device")
+            return name in _PROPERTIES
     return False
 
 

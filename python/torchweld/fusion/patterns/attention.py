@@ -218,8 +218,7 @@ class _Layer(Weld):
     weld_kind: Asked  # the activation
 
     def weld_may_skip(self) -> bool:
-        own = vars(self)
-        if "_sa_block" in own or "_mha_block" in own or "_ff_block" in own:
+        if not vars(self).keys().isdisjoint(_METHODS):
             return False
         return _find_function(self) == self.weld_function and super().weld_may_skip()
 
@@ -331,7 +330,7 @@ def find_transformer_layer(module: torch.nn.Module, view: View) -> Iterator[Prop
 def _propose(module: Any, weld: type[Weld], numbers: str, view: View) -> Proposal | Left:
     what = type(module).__name__
     norms, dropouts = ([f"{kind}{n}" for n in numbers] for kind in ("norm", "dropout"))
-    if any(name in vars(module) for name in _METHODS):
+    if not vars(module).keys().isdisjoint(_METHODS):
         return Left(module, what, "one of its methods is set on the instance")
     activation = module.activation
     kind = view.activation(activation)

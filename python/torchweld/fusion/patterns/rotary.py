@@ -39,8 +39,9 @@ _BATCHED, _COMPLEX, _LAST = "batched", "complex", "last"
 _FORMS = (
     *(("columns", False), ("columns", True), ("half", True), ("pairs", False), ("pairs", True)),
 )
-# Norms that the rotation may take along, and the methods that then run in their place.
+# Values that == compares.
 _PLAIN = (bool, int, float, str)
+# Norms that the rotation may take along, and the methods that then run in their place.
 _NORMS = {"q_norm": "weld_q_norm", "k_norm": "weld_k_norm"}
 
 
