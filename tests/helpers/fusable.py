@@ -69,6 +69,17 @@ class PlainRMSNorm(nn.Module):
         return self.weight * wide.to(hidden_states.dtype)
 
 
+class CallsByName(nn.Module):
+    """A norm whose input comes as a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = PlainRMSNorm()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden_states=x)  # type: ignore[no-any-return]
+
+
 class FreeNorm(nn.Module):
     """NanoChat's norm, which has no weight, or a LayerNorm of that kind."""
 
@@ -286,6 +297,7 @@ MODELS = {
     "rms_norm": lambda: nn.RMSNorm(WIDTH, eps=1e-6),
     "rms_norm_default": lambda: nn.RMSNorm(WIDTH),
     "llama_norm": PlainRMSNorm,
+    "norm_by_name": CallsByName,
     "gemma_norm": lambda: PlainRMSNorm(1.0),
     "sequential": lambda: nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, WIDTH)),
     "sequences": lambda: nn.Sequential(

@@ -271,7 +271,7 @@ def test_compiled_before_or_after(first: str, how: str) -> None:
             module.compile(backend=backend, fullgraph=True)
         return model
 
-    parts = ["feed_forward", "llama_norm", "gated_silu"]
+    parts = ["feed_forward", "norm_by_name", "gated_silu"]
     parts += ["encoder_pre_norm"] if how == "function" else []  # torch skips it as a part
     model: nn.Module = nn.Sequential(*map(_made, parts)).eval()
     x = torch.randn(4, 16, WIDTH)

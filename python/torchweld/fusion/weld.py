@@ -137,9 +137,8 @@ class Tried(Weld):
             return None
         if len(args) == self.weld_takes and not kwargs:
             return args
-        if len(args) > len(self.weld_names) or not kwargs.keys().isdisjoint(
-            self.weld_names[: len(args)]
-        ):
+        taken = self.weld_names[: len(args)]
+        if len(args) > len(self.weld_names) or any(name in kwargs for name in taken):
             return None  # its own forward raises
         values = dict(zip(self.weld_names, args, strict=False))
         values |= kwargs

@@ -218,7 +218,8 @@ class _Layer(Weld):
     weld_kind: Asked  # the activation
 
     def weld_may_skip(self) -> bool:
-        if not vars(self).keys().isdisjoint(_METHODS):
+        own = vars(self)
+        if any(name in own for name in _METHODS):
             return False
         return _find_function(self) == self.weld_function and super().weld_may_skip()
 
@@ -330,7 +331,7 @@ def find_transformer_layer(module: torch.nn.Module, view: View) -> Iterator[Prop
 def _propose(module: Any, weld: type[Weld], numbers: str, view: View) -> Proposal | Left:
     what = type(module).__name__
     norms, dropouts = ([f"{kind}{n}" for n in numbers] for kind in ("norm", "dropout"))
-    if not vars(module).keys().isdisjoint(_METHODS):
+    if any(name in vars(module) for name in _METHODS):
         return Left(module, what, "one of its methods is set on the instance")
     activation = module.activation
     kind = view.activation(activation)
