@@ -179,6 +179,7 @@ def _run(model: nn.Module, part: str, way: _Way, call: Any) -> list[torch.Tensor
     return [y.detach() for y in results] + [empty if g is None else g for g in grads]
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # for inputs by name
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__.strip("_"))
 @pytest.mark.parametrize("name", MODELS)
 def test_a_part_means_what_it_meant(name: str, way: _Way) -> None:
