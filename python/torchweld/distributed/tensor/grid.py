@@ -18,7 +18,6 @@ their rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import parallelize_module
 
 from torchweld import functional, nn
-from torchweld.distributed.tensor.styles import Style, accept_multiples, describe_nearest
+from torchweld.distributed.tensor.styles import Style, check_divides, describe_nearest
 from torchweld.distributed.tensor.sums import Sums
 from torchweld.errors import ArgumentError
 
@@ -238,10 +237,8 @@ class GridParallel(Style):
             if self.grid.is_cube and parameter.ndim > 1 and not _is_embedding(module):
                 sizes[1] = (sizes[1][0], side * side)
             for size, parts in sizes:
-                if size % parts:
-                    accepted = accept_multiples("features", size, parts)
-                    actual = f"with {size} features in {name}"
-                    raise ArgumentError("parallelize", "model", actual, accepted)
+                actual = f"{size} features in {name}"
+                check_divides("parallelize", actual, "features", size, parts)
 
     def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         grid, first = self.grid, self.is_first
@@ -355,12 +352,9 @@ def parallelize_on_grid(model: Any, mode: str, device: str, size: int, depth: in
 
 
 def _check_heads(model: torch.nn.Module, grid: Grid) -> None:
-    width: Sequence[Any] = [
-        (name, module) for name, module in model.named_modules() if hasattr(module, "head_width")
-    ]
-    for name, module in width:
-        heads = module.q_proj.weight.shape[0] // module.head_width
-        if heads % (count := grid.count_features()):
-            accepted = accept_multiples("numbers of heads", heads, count)
-            actual = f"with {heads} heads in {name}"
-            raise ArgumentError("parallelize", "model", actual, accepted)
+    module: Any
+    for name, module in model.named_modules():
+        if hasattr(module, "head_width"):
+            heads = module.q_proj.weight.shape[0] // module.head_width
+            actual, count = f"{heads} heads in {name}", grid.count_features()
+            check_divides("parallelize", actual, "numbers of heads", heads, count)
