@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import selection
 import torchweld
 from by_hand import ring_all_gather, ring_all_reduce, ring_reduce_scatter, server_step
-from comparing import NEAR, assert_grads, grads_of, has_neighbours, shares_rows
+from comparing import NEAR, assert_grads, grads_of, has_neighbours, shares_rows, step_stages
 from processes import on
 from stack import MODELS
 from stack_seams import keep
@@ -219,9 +219,7 @@ def test_a_pipeline_exchanges_once(rank: int, schedule: stages.Name) -> None:
         group=mesh.get_group("pipe"),
     )
     with CountCollectives() as counted:
-        pipe.schedule.step(
-            *(stream,) if pipe.is_first else (), target=stream if pipe.is_last else None
-        )
+        step_stages(pipe, stream)
     wanted = grads_of(whole)
     part: Any
     for part in pipe.parts:

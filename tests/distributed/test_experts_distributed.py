@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import parallelize_module
 
 import torchweld
-from comparing import NEAR, assert_grads, grads_of, whole_of
+from comparing import NEAR, assert_grads, assert_whole, differentiate, grads_of, whole_of
 from processes import on
+from refusing import refuses
 from torchweld import functional, nn, optim
 from torchweld.distributed import CountCollectives, memory_estimate, tp_plan
 from torchweld.distributed.tensor.styles import VocabularyParallel
@@ -79,8 +81,7 @@ def test_each_process_computes_its_experts(
         own = {name: place(name, t) for name, t in arguments.items() if torch.is_tensor(t)}
         y, grads = _run(arguments | own, place("y", head))
         assert y.placements[-1] == Partial()
-        torch.testing.assert_close(y.full_tensor(), expected, **NEAR)
-        torch.testing.assert_close([found.full_tensor() for found in grads], [*wanted], **NEAR)
+        assert_whole([y, *grads], [expected, *wanted], **NEAR)
 
 
 @on(2)
@@ -123,8 +124,7 @@ def test_placements_that_are_refused(rank: int) -> None:
             "down is a plain tensor that requires grad",
         ),
     ):
-        with pytest.raises(ArgumentError, match=message):
-            functional.experts_mlp(**arguments | changed)
+        refuses(message, functional.experts_mlp, **arguments | changed)
 
 
 # --- Models ---------------------------------------------------------------------------------------
@@ -270,8 +270,7 @@ def test_a_plan_divides_experts(rank: int) -> None:
     halved += sum(p.nbytes for n, p in whole.named_parameters() if "_proj" in n)
     assert estimates[1].parameters - estimates[0].parameters == halved // 2
     odd = _build(3)
-    with pytest.raises(ArgumentError, match=r"3 experts in blocks.0.mlp.experts; .* are 2 or 4"):
-        _planned(odd)
+    refuses(r"3 experts in blocks.0.mlp.experts; .* are 2 or 4", _planned, odd)
     assert not any(isinstance(p, DTensor) for p in odd.parameters())
 
 
@@ -320,14 +319,6 @@ def _losses(made: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
     ]
 
 
-def _differentiate(results: Any, sources: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Results and the gradients of a sum of them in which each has another factor."""
-    results = results if isinstance(results, tuple) else (results,)
-    floating = [r for r in results if r.is_floating_point()]
-    total = sum((k + 1) * r.sin().sum() for k, r in enumerate(floating))
-    return [*results, *torch.autograd.grad(total, sources)]
-
-
 @pytest.mark.parametrize(
     ("count", "classes", "backend"),
     [(2, 2050, "cpu"), (2, 13, "eager"), (4, 13, "cpu"), (4, 5, "cpu"), (4, 13, None)],
@@ -336,39 +327,23 @@ def _differentiate(results: Any, sources: list[torch.Tensor]) -> list[torch.Tens
 def test_a_shared_vocabulary(rank: int, count: int, classes: int, backend: str | None) -> None:
     """Gradients kept and recomputed, chunks, and uneven shares: of 5 words the last has none."""
     mesh, made = init_device_mesh("cpu", (count,)), _make(classes)
-    names = ("input", "linear_weight", "linear_bias")
-    one = [made[name].clone().requires_grad_() for name in names]
+    one = [made[name] for name in ("input", "linear_weight", "linear_bias")]
     several = torch.stack([made["target"], made["target"].roll(1)], 1)
+    every = dict.fromkeys(("return_entropy", "return_lse", "return_argmax"), True)
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        *(
+            (functional.linear_cross_entropy, {"target": made["target"], **kw})
+            for kw in _losses(made)
+        ),
+        (functional.linear_logprobs, {"target": several, "temperature": 0.7, **every}),
+        (functional.linear_logprobs, {"target": several.clamp(0, 1)}),
+    ]
     # Rows that devices share are gathered: the vocabulary is what they share here.
     for rows in (None, 0):
-        shards = [_place(made[name], mesh, 0) for name in names[1:]]
-        shards = [_place(made["input"], mesh, rows), *shards]
-        shards = [t.detach().requires_grad_() for t in shards]
-        calls: list[Any] = []
-        for kw in _losses(made):
-            kw = {"target": made["target"], **kw}
-            calls.append(
-                lambda x, w, b, kw=kw: functional.linear_cross_entropy(x, w, linear_bias=b, **kw)
-            )
-        calls.append(
-            lambda x, w, b: functional.linear_logprobs(
-                x,
-                w,
-                several,
-                linear_bias=b,
-                temperature=0.7,
-                return_entropy=True,
-                return_lse=True,
-                return_argmax=True,
-            )
-        )
-        calls.append(
-            lambda x, w, b: functional.linear_logprobs(x, w, several.clamp(0, 1), linear_bias=b)
-        )
-        for call in calls:
-            expected = _differentiate(call(*one), one)
-            found = _differentiate(call(*shards), shards)
-            torch.testing.assert_close([mine.full_tensor() for mine in found], [*expected], **CLOSE)
+        shards = [_place(one[0], mesh, rows), *(_place(t, mesh, 0) for t in one[1:])]
+        for function, given in calls:
+            run = lambda x, w, b, f=function, g=given: f(x, w, linear_bias=b, **g)  # noqa: E731
+            assert_whole(differentiate(run, shards), differentiate(run, one), **CLOSE)
 
 
 @on(2)
@@ -407,15 +382,10 @@ def test_rows_and_vocabulary_on_a_mesh(rank: int, backend: str | None) -> None:
     made["target"][:5] = -100  # the devices have different numbers of rows that count
     x = distribute_tensor(made["input"], mesh, [Shard(0), Replicate()])
     w = distribute_tensor(made["linear_weight"], mesh, [Replicate(), Shard(0)])
-    one = [made[name].clone().requires_grad_() for name in ("input", "linear_weight")]
-    shards = [t.detach().requires_grad_() for t in (x, w)]
+    one = [made["input"], made["linear_weight"]]
     for kw in _losses(made)[:6]:
-
-        def run(given: list[Any], kw: Any = kw) -> Any:
-            return functional.linear_cross_entropy(*given, **{"target": made["target"], **kw})
-
-        expected, found = _differentiate(run(one), one), _differentiate(run(shards), shards)
-        torch.testing.assert_close([mine.full_tensor() for mine in found], [*expected], **CLOSE)
+        run = partial(functional.linear_cross_entropy, **{"target": made["target"], **kw})
+        assert_whole(differentiate(run, [x, w]), differentiate(run, one), **CLOSE)
 
 
 @on(2)
@@ -453,8 +423,7 @@ def test_what_is_refused(rank: int) -> None:
         functional.cross_entropy(x, target.clamp(0, 7))
     x.requires_grad_()
     loss = functional.linear_cross_entropy(x, w, target)
-    with pytest.raises(ArgumentError, match="create_graph"):
-        torch.autograd.grad(loss, x, create_graph=True)
+    refuses("create_graph", torch.autograd.grad, loss, x, create_graph=True)
 
 
 @on(2)
@@ -554,15 +523,11 @@ def test_a_ring_and_a_shared_vocabulary(rank: int) -> None:
 def test_compiled_whole(rank: int) -> None:
     """fullgraph, with the exchanges in the graph."""
     mesh, made = init_device_mesh("cpu", (2,)), _make(13)
-    x, weight = _place(made["input"], mesh, None), _place(made["linear_weight"], mesh, 0)
-    given = [t.detach().requires_grad_() for t in (x, weight)]
+    given = _place(made["input"], mesh, None), _place(made["linear_weight"], mesh, 0)
 
-    def run(x: Any, weight: Any, target: torch.Tensor) -> Any:
-        return functional.linear_cross_entropy(x, weight, target, label_smoothing=0.1)
+    def run(x: Any, weight: Any) -> Any:
+        return functional.linear_cross_entropy(x, weight, made["target"], label_smoothing=0.1)
 
-    x, weight = given
-    expected = _differentiate(run(x, weight, made["target"]), given)
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    found = _differentiate(compiled(x, weight, made["target"]), given)
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine.full_tensor(), theirs.full_tensor(), **CLOSE)
+    expected = map(whole_of, differentiate(run, given))
+    assert_whole(differentiate(compiled, given), expected, **CLOSE)

@@ -21,8 +21,10 @@ from torch.func import functional_call
 
 import declared
 import torchweld
+from comparing import assert_grads, grads_of, step_stages
 from optimizers import threads
 from processes import on
+from refusing import refuses
 from seams import Counting, splits_backwards
 from sleeper import Sleeper
 from stack_seams import keep
@@ -107,14 +109,11 @@ def test_a_schedule_equals_one_process(rank: int, schedule: stages.Name) -> None
     seeds.begin(0)
     losses: list[torch.Tensor] = []
     with Counting() as counted:
-        inputs = (tokens,) if pipe.is_first else ()
-        pipe.schedule.step(*inputs, target=tokens if pipe.is_last else None, losses=losses)
+        step_stages(pipe, tokens, losses=losses)
     assert losses == (expected if pipe.is_last else [])
-    grads = dict(whole.named_parameters())
-    mine = [pair for part in pipe.parts for pair in part.named_parameters()]
-    assert len(mine) > 10
-    for name, parameter in mine:
-        assert torch.equal(parameter.grad, grads[name].grad), name
+    assert len([*pipe.parts.parameters()]) > 10
+    for part in pipe.parts:
+        assert_grads(part, grads_of(whole), rtol=0, atol=0)
     # A backward called twice, for inputs and for weights, computes once.
     total: list[Any] = [None, None]
     torch.distributed.all_gather_object(total, _backwards(counted))
@@ -140,13 +139,12 @@ def test_a_fused_model_is_divided(rank: int) -> None:
     assert any(isinstance(module, Weld) for module in whole.modules())
     for some in x.split(1):
         (loss_of(whole(some), some) / MICROBATCHES).backward()
-    wanted = {name: p.grad for name, p in whole.named_parameters()}
+    wanted = grads_of(whole)
     pipe = stages.pipeline(blocks(), "1f1b", MICROBATCHES, loss_of, (x[:1],))
     assert any(isinstance(module, Weld) for module in pipe.parts.modules())
-    pipe.schedule.step(*((x,) if pipe.is_first else ()), target=x if pipe.is_last else None)
+    step_stages(pipe, x)
     for part in pipe.parts:
-        for name, parameter in part.named_parameters():
-            assert torch.equal(parameter.grad, wanted[name]), name
+        assert_grads(part, wanted, rtol=0, atol=0)
 
 
 # --- Cuts -----------------------------------------------------------------------------------------
@@ -219,10 +217,8 @@ def test_placement_is_a_partition(schedule: stages.Name) -> None:
 def test_errors() -> None:
     with pytest.raises(ArgumentError, match="schedule"):
         stages.assign_stages("zb", 0, 2)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="per_rank"):
-        stages.assign_stages("dualpipev", 0, 2, per_rank=3)
-    with pytest.raises(ArgumentError, match="layers"):
-        stages.layer_cuts(_Layers(0.0), "layers", 2, (torch.ones(2, 4),))
+    refuses("per_rank", stages.assign_stages, "dualpipev", 0, 2, per_rank=3)
+    refuses("layers", stages.layer_cuts, _Layers(0.0), "layers", 2, (torch.ones(2, 4),))
 
 
 @on(2)
@@ -250,12 +246,8 @@ def _tied_blocks() -> list[nn.Module]:
     """An embedding whose weight is the head's, and blocks that end in views."""
     torch.manual_seed(0)
     blocks: list[Any] = [nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)]
-    blocks += [
-        torchweld.nn.MLP(WIDTH, 16),
-        nn.Linear(WIDTH, WIDTH),
-        torchweld.nn.GatedMLP(WIDTH, 16),
-    ]
-    blocks += [nn.Linear(WIDTH, WORDS, bias=False)]
+    blocks += [torchweld.nn.MLP(WIDTH, 16), nn.Linear(WIDTH, WIDTH)]
+    blocks += [torchweld.nn.GatedMLP(WIDTH, 16), nn.Linear(WIDTH, WORDS, bias=False)]
     blocks[-1].weight = blocks[0].weight
     return [block.double() for block in blocks]
 
@@ -274,6 +266,7 @@ def _part(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 @on(2)
 def test_a_shared_parameter_and_views(rank: int, schedule: stages.Name) -> None:
     """Two batches are accumulated for each of two steps; the copies stay the same."""
+    bubble = "zero bubble" if schedule in _SPLIT else "the other schedules"
     whole = nn.Sequential(*_tied_blocks())
     pipe = stages.pipeline(
         _tied_blocks(),
@@ -289,22 +282,19 @@ def test_a_shared_parameter_and_views(rank: int, schedule: stages.Name) -> None:
         for seed in (2 * step, 2 * step + 1):
             tokens = _tokens(seed)
             _loss(whole(tokens), tokens).backward()
-            inputs = (tokens,) if pipe.is_first else ()
-            pipe.schedule.step(*inputs, target=tokens if pipe.is_last else None)
+            step_stages(pipe, tokens)
         wanted = dict(whole.named_parameters(remove_duplicate=False))
         for part in pipe.parts:
-            for name, p in part.named_parameters(remove_duplicate=False):
+            found = [*part.named_parameters(remove_duplicate=False)]
+            for name, p in found:
                 torch.testing.assert_close(
                     p.grad, wanted[name].grad, msg=lambda m, n=name: f"{n}: {m}"
                 )
-            found = [*part.named_parameters(remove_duplicate=False)]
-            bubble = "zero bubble" if schedule in _SPLIT else "the other schedules"
             for row, is_tied in (
                 ("a tied embedding and head, PP of all schedules", True),
                 (f"stages that end in linear layers, PP of {bubble}", False),
             ):
-                of_row = [(p.grad, wanted[n].grad) for n, p in found if (n in _TIED) == is_tied]
-                keep(row, of_row)
+                keep(row, [(p.grad, wanted[n].grad) for n, p in found if (n in _TIED) == is_tied])
         norm = torch.stack([p.grad.norm() for p in whole.parameters()]).norm()
         mine = grad_norm(pipe.parts.parameters(), torch.distributed.group.WORLD)
         torch.testing.assert_close(mine, norm.float())
@@ -335,7 +325,7 @@ def test_gradients_are_added_in_the_same_order_on_all_devices(rank: int) -> None
         pipe = stages.pipeline(
             blocks, "zbvzerobubble", 8, nn.functional.mse_loss, (x[:1],), costs=[1.0] * 4
         )
-        pipe.schedule.step(*((x,) if pipe.is_first else ()), target=x if pipe.is_last else None)
+        step_stages(pipe, x)
     assert len(taken) >= 16
     assert all(numbers in ([0, 1], [2, 3]) for numbers in taken), taken
 
@@ -347,14 +337,9 @@ def test_a_batch_that_does_not_divide(rank: int) -> None:
         _tied_blocks(), "1f1b", MICROBATCHES, _loss, (_tokens(0)[:ROWS],), costs=[1.0] * 6
     )
     for rows in (7, 4):
-        tokens = _tokens(0)[:rows]
-        inputs = (tokens,) if pipe.is_first else ()
         with pytest.raises((ArgumentError, CollectiveError), match="microbatches"):
-            pipe.schedule.step(*inputs, target=tokens if pipe.is_last else None)
-    tokens = _tokens(0)
-    pipe.schedule.step(
-        *((tokens,) if pipe.is_first else ()), target=tokens if pipe.is_last else None
-    )
+            step_stages(pipe, _tokens(0)[:rows])
+    step_stages(pipe, _tokens(0))
 
 
 # --- PipeDream and PipeDream-2BW ------------------------------------------------------------------
@@ -451,8 +436,7 @@ def test_equals_the_published_update(rank: int, rule: str, simulated: Path) -> N
     assert stashed.most == count_versions(rule, rank, STAGES, IN_STEP)
     plain = sum(p.nbytes for p in training.model.parameters())
     assert training.memory.parameters == (1 + stashed.most) * plain
-    with pytest.raises(ArgumentError, match=r"max_norm is 1.0; accepted: None with"):
-        _make(rule, max_norm=1.0)
+    refuses(r"max_norm is 1.0; accepted: None with", _make, rule, max_norm=1.0)
 
 
 # --- The bubble -----------------------------------------------------------------------------------
@@ -512,8 +496,7 @@ def test_the_bubble_is_the_formulas(
     # Repeat until other processes hardly disturb a step; the first one makes buffers.
     while len(found) < 2 or (len(found) < REPEATS and min(map(_length, found)) > 1.05 * ideal):
         with record(pipe.schedule) as timeline:
-            args = (batch,) if pipe.is_first else ()
-            pipe.schedule.step(*args, target=batch if pipe.is_last else None)
+            step_stages(pipe, batch)
         found.append(timeline)
     count = len(pipe.cuts) * MICROBATCHES
     for timeline in found:
