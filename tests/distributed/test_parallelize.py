@@ -19,14 +19,7 @@ from torch.utils._pytree import tree_leaves
 import torchweld
 from processes import on, processes
 from refusing import refuses
-from torchweld.distributed import (
-    Parallel,
-    check_fit,
-    grad_norm,
-    layer_cuts,
-    parallelize,
-    pipeline,
-)
+from torchweld.distributed import Parallel, check_fit, grad_norm, layer_cuts, parallelize, pipeline
 from torchweld.errors import ArgumentError, CollectiveError
 from transformer import Settings, Transformer, compute_loss, make_batch
 

@@ -13,16 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import torchweld
-from optimizers import (
-    U,
-    draw,
-    draw_grads,
-    maker,
-    run,
-    run_bits,
-    same,
-    snapshot,
-)
+from optimizers import U, draw, draw_grads, maker, run, run_bits, same, snapshot
 from torchweld import optim
 from torchweld.ops.optimizer.reference import read_param, split_param
 from torchweld.ops.optimizer.rounding import random_bits, round_at, round_stochastically

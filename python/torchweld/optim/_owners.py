@@ -77,17 +77,17 @@ class _View(NamedTuple):
 
     tensor: torch.Tensor
     at: Index
-    size: int
+    shape: tuple[int, int]
+
+    @property
+    def size(self) -> int:
+        return self.shape[0] * self.shape[1]
 
     def read(self) -> torch.Tensor:
         return self.tensor[self.at]
 
     def write(self, values: torch.Tensor) -> None:
-        target = self.tensor[self.at]
-        if isinstance(self.at[0], slice):
-            target.copy_(values.view(target.shape))
-        else:
-            self.tensor[self.at] = values.view(target.shape)
+        self.tensor[self.at] = values.view(self.shape)
 
 
 class Owners:
@@ -153,11 +153,11 @@ class Owners:
             piece = job.pieces[rank]
             if piece.size:
                 local = tensors[job.number][piece.place]
-                out[owner].append(_View(local, piece.here, piece.size))
+                out[owner].append(_View(local, piece.here, piece.shape))
         for job, whole in zip(own, wholes, strict=True):
             for holder, piece in enumerate(job.pieces):
                 if piece.size:
-                    back[holder].append(_View(whole, piece.there, piece.size))
+                    back[holder].append(_View(whole, piece.there, piece.shape))
         is_any_cut = any(job.find_holder() is None for job in jobs)
         like = tensors[jobs[0].number] if is_any_cut else None
         self._send(out, back, group, rank, like)

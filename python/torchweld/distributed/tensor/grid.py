@@ -99,15 +99,8 @@ class Grid:
         layout = self.inner if is_first else self.stream
         return tuple(Shard(dim) if p == _FEATURES else _WHOLE for p in layout)
 
-    def count_rows(self) -> int:
-        """Count the parts of the batch."""
-        return self._count(_ROWS)
-
-    def count_features(self) -> int:
-        """Count the parts of the features."""
-        return self._count(_FEATURES)
-
-    def _count(self, placement: Placement) -> int:
+    def count(self, placement: Placement) -> int:
+        """Count the parts of the batch, or of the features."""
         return math.prod(self.mesh.size(at) for at, p in enumerate(self.stream) if p == placement)
 
     def multiply(self, x: Any, weight: Any, is_first: bool) -> Any:
@@ -231,7 +224,7 @@ class GridParallel(Style):
 
     def check(self, name: str, module: torch.nn.Module, count: int) -> None:
         for parameter in module.parameters(recurse=False):
-            side = self.grid.count_features()
+            side = self.grid.count(_FEATURES)
             # A cube cuts input features twice. Norms have whole parameters.
             sizes = [(n, side) for n in parameter.shape[isinstance(module, torch.nn.Embedding) :]]
             if self.grid.is_cube and parameter.ndim > 1 and not _is_embedding(module):
@@ -287,7 +280,7 @@ class GridParallel(Style):
         rows = tuple(_ROWS if p == _ROWS else _WHOLE for p in grid.stream)
         if tokens.shape[0] == 1:  # positions, which all rows have
             rows = (_WHOLE,) * grid.mesh.ndim
-        elif tokens.shape[0] % (count := grid.count_rows()):
+        elif tokens.shape[0] % (count := grid.count(_ROWS)):
             accepted = f"a multiple of {count} parts of the batch; the nearest are "
             accepted += describe_nearest(tokens.shape[0], count)
             raise ArgumentError("parallelize", "rows", str(tokens.shape[0]), accepted)
@@ -356,5 +349,5 @@ def _check_heads(model: torch.nn.Module, grid: Grid) -> None:
     for name, module in model.named_modules():
         if hasattr(module, "head_width"):
             heads = module.q_proj.weight.shape[0] // module.head_width
-            actual, count = f"{heads} heads in {name}", grid.count_features()
+            actual, count = f"{heads} heads in {name}", grid.count(_FEATURES)
             check_divides("parallelize", actual, "numbers of heads", heads, count)
