@@ -35,8 +35,7 @@ from torchweld.distributed.pipelines.stashing import RULES, count_versions
 from torchweld.distributed.pipelines.timeline import Action, Timeline, estimate_bubble, record
 from torchweld.errors import ArgumentError, CollectiveError
 from torchweld.fusion import Weld
-from torchweld.sparse import BlockLayout
-from transformer import Settings, Transformer, compute_loss, make_batch
+from transformer import PreNorm, Settings, Transformer, compute_loss, make_batch
 
 WIDTH, HEADS, LENGTH, WORDS, ROWS, MICROBATCHES, LAYERS = 32, 2, 32, 50, 2, 4, 4
 SCHEDULES = get_args(stages.Name)
@@ -47,28 +46,17 @@ EACH_SCHEDULE = pytest.mark.parametrize(
 )
 
 
-class _Layer(nn.Module):
-    """A block of our modules, with a residual around each and dropout in each."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        layout = BlockLayout.longformer(LENGTH, block=16, attention="unidirectional")
-        self.norm1, self.qkv = torchweld.nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-        self.attention = torchweld.nn.BlockSparseAttention(layout, 0.2, causal=True)
-        self.norm2 = torchweld.nn.DropoutAddLayerNorm(WIDTH, p=0.2, return_residual=True)
-        self.mlp = (torchweld.nn.MLP, torchweld.nn.GatedMLP)[number % 2](WIDTH, 48)
-        self.add, self.norm3 = torchweld.nn.BiasDropoutAdd(0.2), torchweld.nn.RMSNorm(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).transpose(1, 3)
-        mixed = self.attention(*heads.unbind(2)).transpose(1, 2).flatten(2)
-        y, x = self.norm2(mixed, x)
-        return self.norm3(self.add(self.mlp(y), None, x))
+def _make_layer(number: int) -> nn.Module:
+    """A block of our modules, with dropout in each; the MLPs of some are gated."""
+    settings = Settings(length=LENGTH, width=WIDTH, heads=HEADS, dropout=0.2, sparse=True)
+    block: Any = PreNorm(settings)
+    block.mlp = (torchweld.nn.MLP, torchweld.nn.GatedMLP)[number % 2](WIDTH, 48)
+    return nn.Sequential(block, torchweld.nn.RMSNorm(WIDTH))
 
 
 def _blocks() -> tuple[list[nn.Module], LayerSeeds]:
     torch.manual_seed(0)
-    layers = [_Layer(i) for i in range(LAYERS)]
+    layers = map(_make_layer, range(LAYERS))
     blocks = [nn.Embedding(WORDS, WIDTH), *layers, nn.Linear(WIDTH, WORDS)]
     return blocks, LayerSeeds((str(i), block) for i, block in enumerate(blocks))
 

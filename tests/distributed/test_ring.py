@@ -176,70 +176,34 @@ def test_balanced_processes_have_equal_work(rank: int) -> None:
     assert every == [[3, 9], [7, 9], [11, 9], [15, 9]]
 
 
-class _Sinking(torch.nn.Module):
-    """Attention with rotary positions, learnt sinks and slopes, followed by torch's dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixed, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
-        self.sinks = torch.nn.Parameter(torch.randn(4))
-        self.register_buffer("slopes", SLOPES[0])
-        layout = partial(BlockLayout.dense, block=16)
-        self.drop, self.rotary = torch.nn.Dropout(0.2), torchweld.nn.RotaryEmbedding(8)
-        self.attention = torchweld.nn.BlockSparseAttention(layout, 0.3, causal=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.mixed(x).unflatten(-1, (3, 4, 8)).transpose(1, 3).unbind(2)
-        y = self.attention(*self.rotary(q, k), v, alibi_slopes=self.slopes, sinks=self.sinks)
-        return self.drop(self.out(y.transpose(1, 2).flatten(2)))
-
-
-@shares_rows
-@on(PROCESSES)
-def test_a_module_learns_its_sinks(rank: int) -> None:
-    """Sums of 256 rows of numbers around one."""
-    torch.manual_seed(0)
-    model = _Sinking()
-    x, grad = torch.randn(2, 2, LENGTH, 32)
-    torch.manual_seed(1)
-    expected = model(x)
-    wanted = torch.autograd.grad(expected, list(model.parameters()), grad)
-    parallelize_module(model, init_device_mesh("cpu", (PROCESSES,)), sequence_plan(model))
-    torch.manual_seed(1)
-    y = model(ring_slice(x))
-    torch.testing.assert_close(y, ring_slice(expected))
-    y.backward(ring_slice(grad))
-    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
-        torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=1e-5, atol=1e-4)
-
-
 class _Attention(torch.nn.Module):
-    """With rotary positions, slopes, and torch's dropout."""
+    """With rotary positions, slopes, and torch's dropout; or causal, with learnt sinks."""
 
-    def __init__(self) -> None:
+    def __init__(self, sinks: bool) -> None:
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
             torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)
         )
-        layout = partial(
-            BlockLayout.bigbird, block=16, num_heads=HEADS, different_layout_per_head=True
-        )
-        self.attention = torchweld.nn.BlockSparseAttention(layout, 0.3)
+        each = {"num_heads": HEADS, "different_layout_per_head": True}
+        layout = BlockLayout.dense if sinks else partial(BlockLayout.bigbird, **each)
+        layout = partial(layout, block=16)
+        self.attention = torchweld.nn.BlockSparseAttention(layout, 0.3, causal=sinks)
         self.register_buffer("slopes", SLOPES[0])
+        self.sinks = torch.nn.Parameter(torch.randn(HEADS)) if sinks else None
         self.drop, self.rotary = torch.nn.Dropout(0.2), torchweld.nn.RotaryEmbedding(HEAD)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         layers = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in layers)
-        y = self.attention(*self.rotary(q, k), v, alibi_slopes=self.slopes)
+        y = self.attention(*self.rotary(q, k), v, alibi_slopes=self.slopes, sinks=self.sinks)
         return self.drop(self.o_proj(y.transpose(1, 2).flatten(2)))
 
 
 class _Block(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, sinks: bool) -> None:
         super().__init__()
         self.norm = torchweld.nn.RMSNorm(WIDTH)
-        self.attention = _Attention()
+        self.attention = _Attention(sinks)
         self.mlp = torchweld.nn.GatedMLP(WIDTH, 48)
         self.add = torchweld.nn.BiasDropoutAdd(0.2)
 
@@ -251,10 +215,10 @@ class _Block(torch.nn.Module):
 class _Model(torch.nn.Module):
     """A layer and a dropout outside of the blocks too."""
 
-    def __init__(self) -> None:
+    def __init__(self, sinks: bool = False) -> None:
         super().__init__()
         self.first, self.drop = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(0.2)
-        self.blocks = torch.nn.ModuleList(_Block() for _ in range(2))
+        self.blocks = torch.nn.ModuleList(_Block(sinks) for _ in range(2))
         self.norm = torchweld.nn.LayerNorm(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -265,19 +229,22 @@ class _Model(torch.nn.Module):
 
 
 @shares_rows
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@on(4)
-def test_a_model_equals_one_process(rank: int, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("plan", ["sequence", "tensor", "tensor and sequence"])
+@on(PROCESSES)
+def test_a_model_equals_one_process(rank: int, plan: str) -> None:
+    """A plan of tensors refuses sinks, which it would have to cut."""
     torch.manual_seed(0)
-    model = _Model()
+    has_tensors, sequence_parallel = plan != "sequence", plan == "tensor and sequence"
+    model = _Model(sinks=not has_tensors)
     x, grad = torch.randn(2, BATCH, LENGTH, WIDTH)
     x.requires_grad_()
     torch.manual_seed(1)
     expected = model(x)
     wanted = torch.autograd.grad(expected, [x, *model.parameters()], grad)
-    mesh = _mesh()
-    group = mesh.get_group("ring")
-    parallelize_module(model, mesh, tp_plan(model, sequence_parallel, ring=True))
+    mesh = _mesh() if has_tensors else init_device_mesh("cpu", (PROCESSES,))
+    group = mesh.get_group(0)
+    made = tp_plan(model, sequence_parallel, ring=True) if has_tensors else sequence_plan(model)
+    parallelize_module(model, mesh, made)
     part = ring_slice(x.detach(), 1, group).requires_grad_()
     torch.manual_seed(1)
     with CountCollectives() as counted:
@@ -285,14 +252,14 @@ def test_a_model_equals_one_process(rank: int, sequence_parallel: bool) -> None:
     # Two sums and a slice of keys and values per block. With a sequence along tensor too, the first
     # block cuts it and the last gathers it.
     sums = {"all-gather": 4 + 1, "reduce-scatter": 4} if sequence_parallel else {"all-reduce": 4}
-    assert counted.calls == {**sums, "send": 2}
+    assert not has_tensors or counted.calls == {**sums, "send": 2}
     torch.testing.assert_close(y, ring_slice(expected, 1, group))
     with CountCollectives() as counted:
         y.backward(ring_slice(grad, 1, group))
     # All gradients are summed along the ring together. In a block, norm's and o_proj.bias's are
     # also summed along tensor if the sequence is sharded there.
     reduces = 2 if sequence_parallel else sums["all-reduce"] + 1
-    assert counted.calls == {**sums, "all-reduce": reduces, "send": 4}
+    assert not has_tensors or counted.calls == {**sums, "all-reduce": reduces, "send": 4}
     tolerance = {"rtol": 1e-5, "atol": 1e-4}  # sums of 256 rows of numbers around one
     torch.testing.assert_close(part.grad, ring_slice(wanted[0], 1, group), **tolerance)
     for (name, parameter), gradient in zip(model.named_parameters(), wanted[1:], strict=True):
