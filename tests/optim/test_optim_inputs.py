@@ -471,15 +471,7 @@ EVENTS: dict[str, Event] = {
     "clipping": _set_of_optimizer(max_grad_norm=0.5),
     "a frozen parameter": lambda model, optimizer: model[0].weight.requires_grad_(False),
 }
-KEPT: dict[str, Callable[[Any], Any]] = {
-    "AdamW": lambda groups: optim.AdamW(groups, lr=0.1),
-    "AdamW8bit": lambda groups: optim.AdamW8bit(groups, lr=0.1),
-    "SGD": lambda groups: optim.SGD(groups, lr=0.1),
-    "LAMB": lambda groups: optim.LAMB(groups, lr=0.1),
-    "Lion": lambda groups: optim.Lion(groups, lr=0.1),
-    "Adafactor": lambda groups: optim.Adafactor(groups, lr=0.1),
-    "Muon": lambda groups: optim.Muon(groups, lr=0.1),
-}
+KEPT = ("AdamW", "AdamW8bit", "SGD", "LAMB", "Lion", "Adafactor", "Muon")
 
 
 def _train(kind: str, event: Event, keeps: bool) -> list[torch.Tensor]:
@@ -489,7 +481,7 @@ def _train(kind: str, event: Event, keeps: bool) -> list[torch.Tensor]:
         groups = [
             {"params": [layer.weight], "weight_decay": i % 2 / 10} for i, layer in enumerate(model)
         ]
-    optimizer = KEPT[kind](groups)
+    optimizer = getattr(optim, kind)(groups, lr=0.1)
     for step in range(6):
         if not keeps:
             optimizer._kept = None
