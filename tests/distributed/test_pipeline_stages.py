@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections import Counter
@@ -346,46 +347,35 @@ def _choose_version(rule: str, stage: int, step: int, number: int) -> int:
     return step * IN_STEP + max(0, number - delay)
 
 
-def _simulate(rule: str) -> tuple[list[dict[str, torch.Tensor]], list[list[int]]]:
-    """Train in one process; return each stage's parameters and the versions that it used."""
-    parts = []
-    for number in range(STAGES):
-        torch.manual_seed(0)
-        parts.append(Transformer(S).stage(number, STAGES))
-    seeds = [LayerSeeds(((f"blocks.{n}", b) for n, b in p.blocks.items()), 0) for p in parts]
-    optimizers = [optim.AdamW(part.parameters(), **_ADAM) for part in parts]
-    versions = [[_copy(part)] for part in parts]
-    used: list[list[int]] = [[] for _ in parts]
+def _simulate(rule: str) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
+    """Train in one process; return the parameters, and the versions that each stage used."""
+    torch.manual_seed(0)
+    whole = Transformer(S)
+    parts = [copy.deepcopy(whole).stage(number, STAGES) for number in range(STAGES)]
+    stage_of = {name: at for at, part in enumerate(parts) for name, _ in part.named_parameters()}
+    seeds = LayerSeeds(((f"blocks.{n}", b) for n, b in whole.blocks.items()), 0)
+    optimizer = optim.AdamW(whole.parameters(), **_ADAM)
+    versions, used = [_copy(whole)], [list[int]() for _ in parts]
     every = BATCH if rule == "2bw" else 1
-    for step in range(STEPS):
-        for some in seeds:
-            some.begin(step)
-        for number in range(IN_STEP):
-            x, targets = make_batch(S, 2, 10 * step + number)
-            entered, left = [], []
-            for at, part in enumerate(parts):
-                used[at].append(_choose_version(rule, at, step, number))
-                x = functional_call(part, versions[at][used[at][-1]], (x,))
-                left.append(x)
-                x = x.detach().requires_grad_()
-                entered.append(x)
-            compute_loss(left[-1], targets).backward()
-            for at in reversed(range(STAGES - 1)):
-                left[at].backward(entered[at].grad)
-            for at, part in enumerate(parts):
-                leaves = versions[at][used[at][-1]]
-                for name, p in part.named_parameters():
-                    grad, leaves[name].grad = leaves[name].grad, None
-                    assert grad is not None
-                    p.grad = grad if p.grad is None else p.grad + grad
-                if (number + 1) % every == 0:
-                    for p in part.parameters():
-                        assert p.grad is not None
-                        p.grad /= every
-                    optimizers[at].step()
-                    optimizers[at].zero_grad()
-                    versions[at].append(_copy(part))
-    return [{n: p.detach() for n, p in part.named_parameters()} for part in parts], used
+    for step, number in itertools.product(range(STEPS), range(IN_STEP)):
+        if number == 0:
+            seeds.begin(step)
+        x, targets = make_batch(S, 2, 10 * step + number)
+        for at, of_stage in enumerate(used):
+            of_stage.append(_choose_version(rule, at, step, number))
+        leaves = {name: versions[used[at][-1]][name] for name, at in stage_of.items()}
+        compute_loss(functional_call(whole, leaves, (x,)), targets).backward()
+        for name, p in whole.named_parameters():
+            grad, leaves[name].grad = leaves[name].grad, None
+            assert grad is not None
+            p.grad = grad if p.grad is None else p.grad + grad
+        if (number + 1) % every == 0:
+            for p in whole.parameters():
+                p.grad /= every
+            optimizer.step()
+            optimizer.zero_grad()
+            versions.append(_copy(whole))
+    return {name: p.detach() for name, p in whole.named_parameters()}, used
 
 
 def _copy(part: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -420,7 +410,7 @@ def test_equals_the_published_update(rank: int, rule: str, simulated: Path) -> N
     wanted, used = torch.load(simulated)
     assert training.versions == used[rank]
     for name, p in training.model.named_parameters():
-        assert torch.equal(p, wanted[rank][name]), name
+        assert torch.equal(p, wanted[name]), name
     assert stashed.most == count_versions(rule, rank, STAGES, IN_STEP)
     plain = sum(p.nbytes for p in training.model.parameters())
     assert training.memory.parameters == (1 + stashed.most) * plain
