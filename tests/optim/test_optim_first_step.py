@@ -425,14 +425,11 @@ def test_a_backward_pass_that_failed_runs_again(
 
 def test_what_is_refused() -> None:
     model = _model()
-
-    def refuses(match: str, optimizer: Any, **settings: Any) -> None:
-        refuses(match, optim.release_gradients, model, optimizer, **settings)
-
-    refuses("max_grad_norm", optim.AdamW(model.parameters(), max_grad_norm=1.0))
-    refuses("optimizer", torch.optim.AdamW(model.parameters()))
-    refuses("optimizer", optim.OneBitAdam(model.parameters(), freeze_step=2))
-    refuses("bucket_bytes", optim.AdamW(model.parameters()), bucket_bytes=0)
+    release = partial(optim.release_gradients, model)
+    refuses("max_grad_norm", release, optim.AdamW(model.parameters(), max_grad_norm=1.0))
+    refuses("optimizer", release, torch.optim.AdamW(model.parameters()))
+    refuses("optimizer", release, optim.OneBitAdam(model.parameters(), freeze_step=2))
+    refuses("bucket_bytes", release, optim.AdamW(model.parameters()), bucket_bytes=0)
     optimizer = optim.AdamW(model.parameters())
     optim.release_gradients(model, optimizer, bucket_bytes=1)
     model(torch.ones(2, WIDTH)).square().mean().backward()
