@@ -371,6 +371,7 @@ def _simulate(rule: str) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
             p.grad = grad if p.grad is None else p.grad + grad
         if (number + 1) % every == 0:
             for p in whole.parameters():
+                assert p.grad is not None
                 p.grad /= every
             optimizer.step()
             optimizer.zero_grad()
