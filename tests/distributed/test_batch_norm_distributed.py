@@ -46,7 +46,7 @@ def _plain(layers: torch.nn.Sequential) -> torch.nn.Sequential:
 
 
 def _assert_equal(mine: torch.nn.Module, rows: slice, wrapped: Any = None) -> None:
-    """Train the model, wrapped or not; its gradients and buffers are those of one process."""
+    """Train the model, wrapped or not; its gradients and buffers equal one process's."""
     for x in _batches():
         mine.zero_grad()
         y = (wrapped or mine)(x[rows])

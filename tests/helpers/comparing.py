@@ -53,7 +53,7 @@ def differentiate(run: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> l
 
 
 def assert_whole(found: Iterable[Any], wanted: Iterable[Any], **near: float) -> None:
-    """Compare tensors that processes share with those of one process."""
+    """Compare tensors that processes share with tensors of one process."""
     torch.testing.assert_close([*map(whole_of, found)], [*wanted], **near)
 
 

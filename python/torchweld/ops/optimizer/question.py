@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -13,12 +13,20 @@ from torchweld.dispatch.choice import use_backend
 from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.question import Question, Results
 from torchweld.ops.optimizer.batch import Batch, Task, Tensors, choose_few
-from torchweld.ops.optimizer.passes import run
+from torchweld.ops.optimizer.passes import Pass, run
 from torchweld.ops.optimizer.reference import read
 from torchweld.registry import EAGER
 
-if TYPE_CHECKING:
-    from torchweld.ops.optimizer.rule import Rule
+
+class Rule(Protocol):
+    """The part of a rule that a question uses."""
+
+    name: str
+    signed: tuple[bool, ...]
+    passes: tuple[Pass, ...]
+
+    def backends(self, param: torch.Tensor) -> list[str]:
+        """The backends with a kernel for this kind of parameter."""
 
 
 def choose_on_gpu(rule: Rule, task: Task) -> str:
