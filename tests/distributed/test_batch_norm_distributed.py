@@ -45,8 +45,12 @@ def _plain(layers: torch.nn.Sequential) -> torch.nn.Sequential:
     return torch.nn.Sequential(*[m for three in modules for m in three])
 
 
-def _assert_equal(mine: torch.nn.Module, y: torch.Tensor, rows: slice, share: float = 1.0) -> None:
-    """After the same batches in one process; gradients are `share` of the sums over processes."""
+def _assert_equal(mine: torch.nn.Module, rows: slice, wrapped: Any = None) -> None:
+    """Train the model, wrapped or not; its gradients and buffers equal one process's."""
+    for x in _batches():
+        mine.zero_grad()
+        y = (wrapped or mine)(x[rows])
+        y.square().sum().backward()
     plain = _plain(_layers())
     for x in _batches():
         plain.zero_grad()
@@ -56,7 +60,7 @@ def _assert_equal(mine: torch.nn.Module, y: torch.Tensor, rows: slice, share: fl
     for found, wanted in zip(mine.parameters(), plain.parameters(), strict=True):
         gradient = found.grad.clone()
         torch.distributed.all_reduce(gradient)
-        torch.testing.assert_close(share * gradient, wanted.grad)
+        torch.testing.assert_close(gradient, wanted.grad)
     torch.testing.assert_close([*mine.buffers()], [*plain.buffers()])
 
 
@@ -65,17 +69,9 @@ def _rows(rank: int) -> slice:
     return slice(0, 13) if rank == 0 else slice(13, 20)
 
 
-def _train(model: torch.nn.Module, rows: slice) -> torch.Tensor:
-    for x in _batches():
-        model.zero_grad()
-        y = model(x[rows])
-        y.square().sum().backward()
-    return y.detach()
-
-
 def _uneven_batches(rank: int) -> None:
     model = _shared(group.WORLD)
-    _assert_equal(model, _train(model, _rows(rank)), _rows(rank))
+    _assert_equal(model, _rows(rank))
     # In evaluation no process waits for another.
     if rank == 0:
         model.eval()(_batches()[0])
@@ -83,9 +79,7 @@ def _uneven_batches(rank: int) -> None:
 
 def _all_rows_on_one(rank: int) -> None:
     """The other process has no rows, and its gradients are zero."""
-    model = _shared(group.WORLD)
-    rows = slice(0, 20) if rank == 0 else slice(0, 0)
-    _assert_equal(model, _train(model, rows), rows)
+    _assert_equal(_shared(group.WORLD), slice(0, 20) if rank == 0 else slice(0, 0))
 
 
 def _one_row(rank: int) -> None:
@@ -103,23 +97,22 @@ def _one_row(rank: int) -> None:
 def _ddp(rank: int) -> None:
     """Its gradients are the processes' mean."""
     model = _shared(group.WORLD)
-    wrapped = torch.nn.parallel.DistributedDataParallel(model)
     # The averaged value is the same everywhere: twice that is the sum.
-    _assert_equal(model, _train(wrapped, _rows(rank)), _rows(rank))
+    _assert_equal(model, _rows(rank), torch.nn.parallel.DistributedDataParallel(model))
 
 
 def _converted(rank: int) -> None:
     """torch's own conversion is honoured."""
     model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(_layers())
     assert type(model[0].norm) is torch.nn.SyncBatchNorm
-    _assert_equal(model, _train(model, _rows(rank)), _rows(rank))
+    _assert_equal(model, _rows(rank))
 
 
 def _compiled(rank: int) -> None:
     """In one graph, with the exchanges."""
     model = _shared(group.WORLD)
     compiled = torch.compile(copy.copy(model), fullgraph=True, backend="aot_eager")
-    _assert_equal(model, _train(compiled, _rows(rank)), _rows(rank))
+    _assert_equal(model, _rows(rank), compiled)
 
 
 def _second_derivatives(rank: int) -> None:

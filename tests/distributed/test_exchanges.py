@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import selection
 import torchweld
 from by_hand import ring_all_gather, ring_all_reduce, ring_reduce_scatter, server_step
-from comparing import NEAR, assert_grads, grads_of, has_neighbours, shares_rows
+from comparing import NEAR, assert_grads, grads_of, has_neighbours, shares_rows, step_stages
 from processes import on
 from stack import MODELS
 from stack_seams import keep
@@ -219,9 +219,7 @@ def test_a_pipeline_exchanges_once(rank: int, schedule: stages.Name) -> None:
         group=mesh.get_group("pipe"),
     )
     with CountCollectives() as counted:
-        pipe.schedule.step(
-            *(stream,) if pipe.is_first else (), target=stream if pipe.is_last else None
-        )
+        step_stages(pipe, stream)
     wanted = grads_of(whole)
     part: Any
     for part in pipe.parts:
@@ -253,6 +251,13 @@ def _bound(x: torch.Tensor, format: str, rounding: str) -> torch.Tensor:
     return bound * (2 if rounding == "stochastic" else 1) + largest * 2**-22
 
 
+def _reduce(reducer: Any, x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    """This rank's row of the sum of all ranks' x."""
+    out = torch.full((x.shape[1],), torch.nan)
+    reducer(out, x.flatten(), dist.group.WORLD, op)
+    return out
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 @on("ranks", None)
 def test_sums_are_within_the_bound(rank: int, ranks: int) -> None:
@@ -263,9 +268,8 @@ def test_sums_are_within_the_bound(rank: int, ranks: int) -> None:
             reduce = LowPrecisionReduceScatter(format, rounding=rounding)
             bound = sum(_bound(x, format, rounding)[rank] for x in given)
             for op, share in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, ranks)):
-                out = torch.full((width,), torch.nan)
-                reduce(out, given[rank].flatten(), dist.group.WORLD, op)
-                assert ((out * share - exact).abs() <= bound).all(), (width, format, rounding)
+                off = _reduce(reduce, given[rank], op) * share - exact
+                assert (off.abs() <= bound).all(), (width, format, rounding)
             row = width + 4 * -(-width // 256)
             assert reduce.bytes_sent == 2 * (ranks - 1) * row
     _marks_what_is_not_finite(rank, ranks)
@@ -276,10 +280,10 @@ def test_sums_are_within_the_bound(rank: int, ranks: int) -> None:
 def _marks_what_is_not_finite(rank: int, ranks: int) -> None:
     for format in ("int8", "fp8"):
         for bad in (torch.nan, torch.inf):
-            x, out = torch.ones(ranks, 600), torch.empty(600)
+            x = torch.ones(ranks, 600)
             x[:, 300] = bad if rank == 0 else 1.0
             reduce = LowPrecisionReduceScatter(format, feedback=True)
-            reduce(out, x.flatten(), dist.group.WORLD, dist.ReduceOp.SUM)
+            out = _reduce(reduce, x)
             assert not out[256:512].isfinite().any()
             assert torch.equal(out[:256], torch.full((256,), float(ranks)))
             assert reduce.state_dict()["error"].isfinite().all()
@@ -290,10 +294,7 @@ def _is_right_on_average(rank: int, ranks: int) -> None:
         x, draws = _drawn(rank, ranks, 256), 100
         reduce = LowPrecisionReduceScatter(format, rounding="stochastic", seed=3)
         exact = torch.stack([_drawn(r, ranks, 256)[rank] for r in range(ranks)]).sum(0)
-        total, out = torch.zeros(256, dtype=torch.float64), torch.empty(256)
-        for _ in range(draws):
-            reduce(out, x.flatten(), dist.group.WORLD, dist.ReduceOp.SUM)
-            total += out
+        total = sum(_reduce(reduce, x).double() for _ in range(draws))
         bounds = [_bound(_drawn(r, ranks, 256), format, "stochastic")[rank] for r in range(ranks)]
         # A sum of that many zero-mean errors within these bounds stays within 6 deviations.
         deviation = torch.stack(bounds).square().sum(0).sqrt() / draws**0.5
@@ -304,26 +305,20 @@ def _feeds_back(rank: int, ranks: int) -> None:
     """The inputs' sum equals the results plus the errors of all ranks."""
     for format, rounding in CASES:
         reduce = LowPrecisionReduceScatter(format, rounding=rounding, feedback=True)
-        came, went, out = torch.zeros(300).double(), torch.zeros(300).double(), torch.empty(300)
+        came, went = torch.zeros(300).double(), torch.zeros(300).double()
         for step in range(10):
-            reduce(
-                out, _drawn(rank, ranks, 300, step).flatten(), dist.group.WORLD, dist.ReduceOp.SUM
-            )
             came += torch.stack([_drawn(r, ranks, 300, step)[rank] for r in range(ranks)]).sum(0)
-            went += out
+            went += _reduce(reduce, _drawn(rank, ranks, 300, step))
         owed = reduce.state_dict()["error"].clone()
         dist.all_reduce(owed)
         torch.testing.assert_close(went + owed[rank], came, rtol=0, atol=1e-5)
         again = LowPrecisionReduceScatter(format, rounding=rounding, feedback=True)
         again.load_state_dict(reduce.state_dict())
-        results = []
-        for one in (reduce, again):
-            one(out, _drawn(rank, ranks, 300, 11).flatten(), dist.group.WORLD, dist.ReduceOp.SUM)
-            results.append(out.clone())
+        results = [_reduce(one, _drawn(rank, ranks, 300, 11)) for one in (reduce, again)]
         if rounding == "nearest":
             assert torch.equal(*results)
         with pytest.raises(torchweld.ArgumentError, match="its own instance"):
-            reduce(out[:8], torch.ones(ranks * 8), dist.group.WORLD, dist.ReduceOp.SUM)
+            _reduce(reduce, torch.ones(ranks, 8))
 
 
 def _uneven_model() -> torch.nn.Module:

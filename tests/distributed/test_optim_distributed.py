@@ -21,12 +21,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import torchweld
+from comparing import assert_whole
 from conftest import PLACES, running_at
 from optimizers import U, threads
 from processes import on
 from sharded_optimizers import (
     CODECS,
     FACTORED,
+    SHAPES,
     assert_near,
     assert_same,
     drawn,
@@ -219,18 +221,10 @@ def test_adaptive(rank: int) -> None:
     for kind in (optim.LAMB, optim.LARS, optim.LAMB8bit):
         expected, _ = run({}, lambda t: t, range(1, 3), kind=kind)
         placements = itertools.cycle((Shard(-1), Replicate(), Shard(0)))
-        wholes = drawn(0, torch.float32)
-        params = [
-            torch.nn.Parameter(distribute_tensor(value, mesh, [at]))
-            for value, at in zip(wholes, placements, strict=False)
-        ]
-        optimizer = kind(params, 1e-2)
-        for seed in range(1, 3):
-            for p, g in zip(params, drawn(seed, torch.float32), strict=True):
-                p.grad = distribute_tensor(g * 0.1, mesh, p.placements)
-            optimizer.step()
-        for p, e in zip(params, expected, strict=True):
-            torch.testing.assert_close(p.full_tensor(), e, rtol=1e-6, atol=1e-7)
+        at = dict(zip(SHAPES, placements, strict=False))
+        place = lambda t, at=at: distribute_tensor(t, mesh, [at[tuple(t.shape)]])  # noqa: E731
+        found, _ = run({}, place, range(1, 3), kind=kind)
+        assert_whole(found, expected, rtol=1e-6, atol=1e-7)
 
 
 # The dimensions of a matrix that each average runs over; elementwise averages have none.
@@ -328,18 +322,15 @@ def test_clipping(rank: int) -> None:
     params, whole = run(settings, lambda t: t, range(1, 3))
     found, sharded = run(settings, lambda t: distribute_tensor(t, mesh, [Shard(0)]), range(1, 3))
     torch.testing.assert_close(sharded.grad_norm, whole.grad_norm, rtol=1e-6, atol=0)
-    torch.testing.assert_close([p.full_tensor() for p in found], [*params], rtol=1e-5, atol=1e-7)
-    # Replicas count once, and so do plain tensors among DTensors.
-    values = drawn(0, torch.float32)
-    mixed = [
-        torch.nn.Parameter(distribute_tensor(v, mesh, [Shard(0) if i % 2 else Replicate()]))
-        for i, v in enumerate(values[:-1])
-    ]
-    mixed.append(torch.nn.Parameter(values[-1]))
-    optimizer = optim.AdamW(mixed, max_grad_norm=0.5)
-    for p, g in zip(mixed, drawn(2, torch.float32), strict=True):
-        p.grad = g * 0.1 if p is mixed[-1] else distribute_tensor(g * 0.1, mesh, p.placements)
-    optimizer.step()
+    assert_whole(found, params, rtol=1e-5, atol=1e-7)
+
+    def place(t: torch.Tensor) -> torch.Tensor:
+        """Replicas count once, and so do plain tensors among DTensors."""
+        at = SHAPES.index(tuple(t.shape))
+        placement = Shard(0) if at % 2 else Replicate()
+        return t if at == len(SHAPES) - 1 else distribute_tensor(t, mesh, [placement])
+
+    _, optimizer = run(settings, place, range(2, 3))
     torch.testing.assert_close(optimizer.grad_norm, whole.grad_norm, rtol=1e-6, atol=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections import Counter
@@ -21,8 +22,10 @@ from torch.func import functional_call
 
 import declared
 import torchweld
+from comparing import assert_grads, grads_of, step_stages
 from optimizers import threads
 from processes import on
+from refusing import refuses
 from seams import Counting, splits_backwards
 from sleeper import Sleeper
 from stack_seams import keep
@@ -33,8 +36,7 @@ from torchweld.distributed.pipelines.stashing import RULES, count_versions
 from torchweld.distributed.pipelines.timeline import Action, Timeline, estimate_bubble, record
 from torchweld.errors import ArgumentError, CollectiveError
 from torchweld.fusion import Weld
-from torchweld.sparse import BlockLayout
-from transformer import Settings, Transformer, compute_loss, make_batch
+from transformer import PreNorm, Settings, Transformer, compute_loss, make_batch
 
 WIDTH, HEADS, LENGTH, WORDS, ROWS, MICROBATCHES, LAYERS = 32, 2, 32, 50, 2, 4, 4
 SCHEDULES = get_args(stages.Name)
@@ -45,28 +47,17 @@ EACH_SCHEDULE = pytest.mark.parametrize(
 )
 
 
-class _Layer(nn.Module):
-    """A block of our modules, with a residual around each and dropout in each."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        layout = BlockLayout.longformer(LENGTH, block=16, attention="unidirectional")
-        self.norm1, self.qkv = torchweld.nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-        self.attention = torchweld.nn.BlockSparseAttention(layout, 0.2, causal=True)
-        self.norm2 = torchweld.nn.DropoutAddLayerNorm(WIDTH, p=0.2, return_residual=True)
-        self.mlp = (torchweld.nn.MLP, torchweld.nn.GatedMLP)[number % 2](WIDTH, 48)
-        self.add, self.norm3 = torchweld.nn.BiasDropoutAdd(0.2), torchweld.nn.RMSNorm(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).transpose(1, 3)
-        mixed = self.attention(*heads.unbind(2)).transpose(1, 2).flatten(2)
-        y, x = self.norm2(mixed, x)
-        return self.norm3(self.add(self.mlp(y), None, x))
+def _make_layer(number: int) -> nn.Module:
+    """A block of our modules, with dropout in each; the MLPs of some are gated."""
+    settings = Settings(length=LENGTH, width=WIDTH, heads=HEADS, dropout=0.2, sparse=True)
+    block: Any = PreNorm(settings)
+    block.mlp = (torchweld.nn.MLP, torchweld.nn.GatedMLP)[number % 2](WIDTH, 48)
+    return nn.Sequential(block, torchweld.nn.RMSNorm(WIDTH))
 
 
 def _blocks() -> tuple[list[nn.Module], LayerSeeds]:
     torch.manual_seed(0)
-    layers = [_Layer(i) for i in range(LAYERS)]
+    layers = map(_make_layer, range(LAYERS))
     blocks = [nn.Embedding(WORDS, WIDTH), *layers, nn.Linear(WIDTH, WORDS)]
     return blocks, LayerSeeds((str(i), block) for i, block in enumerate(blocks))
 
@@ -107,14 +98,11 @@ def test_a_schedule_equals_one_process(rank: int, schedule: stages.Name) -> None
     seeds.begin(0)
     losses: list[torch.Tensor] = []
     with Counting() as counted:
-        inputs = (tokens,) if pipe.is_first else ()
-        pipe.schedule.step(*inputs, target=tokens if pipe.is_last else None, losses=losses)
+        step_stages(pipe, tokens, losses=losses)
     assert losses == (expected if pipe.is_last else [])
-    grads = dict(whole.named_parameters())
-    mine = [pair for part in pipe.parts for pair in part.named_parameters()]
-    assert len(mine) > 10
-    for name, parameter in mine:
-        assert torch.equal(parameter.grad, grads[name].grad), name
+    assert len([*pipe.parts.parameters()]) > 10
+    for part in pipe.parts:
+        assert_grads(part, grads_of(whole), rtol=0, atol=0)
     # A backward called twice, for inputs and for weights, computes once.
     total: list[Any] = [None, None]
     torch.distributed.all_gather_object(total, _backwards(counted))
@@ -140,13 +128,12 @@ def test_a_fused_model_is_divided(rank: int) -> None:
     assert any(isinstance(module, Weld) for module in whole.modules())
     for some in x.split(1):
         (loss_of(whole(some), some) / MICROBATCHES).backward()
-    wanted = {name: p.grad for name, p in whole.named_parameters()}
+    wanted = grads_of(whole)
     pipe = stages.pipeline(blocks(), "1f1b", MICROBATCHES, loss_of, (x[:1],))
     assert any(isinstance(module, Weld) for module in pipe.parts.modules())
-    pipe.schedule.step(*((x,) if pipe.is_first else ()), target=x if pipe.is_last else None)
+    step_stages(pipe, x)
     for part in pipe.parts:
-        for name, parameter in part.named_parameters():
-            assert torch.equal(parameter.grad, wanted[name]), name
+        assert_grads(part, wanted, rtol=0, atol=0)
 
 
 # --- Cuts -----------------------------------------------------------------------------------------
@@ -219,10 +206,8 @@ def test_placement_is_a_partition(schedule: stages.Name) -> None:
 def test_errors() -> None:
     with pytest.raises(ArgumentError, match="schedule"):
         stages.assign_stages("zb", 0, 2)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="per_rank"):
-        stages.assign_stages("dualpipev", 0, 2, per_rank=3)
-    with pytest.raises(ArgumentError, match="layers"):
-        stages.layer_cuts(_Layers(0.0), "layers", 2, (torch.ones(2, 4),))
+    refuses("per_rank", stages.assign_stages, "dualpipev", 0, 2, per_rank=3)
+    refuses("layers", stages.layer_cuts, _Layers(0.0), "layers", 2, (torch.ones(2, 4),))
 
 
 @on(2)
@@ -250,12 +235,8 @@ def _tied_blocks() -> list[nn.Module]:
     """An embedding whose weight is the head's, and blocks that end in views."""
     torch.manual_seed(0)
     blocks: list[Any] = [nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)]
-    blocks += [
-        torchweld.nn.MLP(WIDTH, 16),
-        nn.Linear(WIDTH, WIDTH),
-        torchweld.nn.GatedMLP(WIDTH, 16),
-    ]
-    blocks += [nn.Linear(WIDTH, WORDS, bias=False)]
+    blocks += [torchweld.nn.MLP(WIDTH, 16), nn.Linear(WIDTH, WIDTH)]
+    blocks += [torchweld.nn.GatedMLP(WIDTH, 16), nn.Linear(WIDTH, WORDS, bias=False)]
     blocks[-1].weight = blocks[0].weight
     return [block.double() for block in blocks]
 
@@ -274,6 +255,7 @@ def _part(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 @on(2)
 def test_a_shared_parameter_and_views(rank: int, schedule: stages.Name) -> None:
     """Two batches are accumulated for each of two steps; the copies stay the same."""
+    bubble = "zero bubble" if schedule in _SPLIT else "the other schedules"
     whole = nn.Sequential(*_tied_blocks())
     pipe = stages.pipeline(
         _tied_blocks(),
@@ -289,22 +271,19 @@ def test_a_shared_parameter_and_views(rank: int, schedule: stages.Name) -> None:
         for seed in (2 * step, 2 * step + 1):
             tokens = _tokens(seed)
             _loss(whole(tokens), tokens).backward()
-            inputs = (tokens,) if pipe.is_first else ()
-            pipe.schedule.step(*inputs, target=tokens if pipe.is_last else None)
+            step_stages(pipe, tokens)
         wanted = dict(whole.named_parameters(remove_duplicate=False))
         for part in pipe.parts:
-            for name, p in part.named_parameters(remove_duplicate=False):
+            found = [*part.named_parameters(remove_duplicate=False)]
+            for name, p in found:
                 torch.testing.assert_close(
                     p.grad, wanted[name].grad, msg=lambda m, n=name: f"{n}: {m}"
                 )
-            found = [*part.named_parameters(remove_duplicate=False)]
-            bubble = "zero bubble" if schedule in _SPLIT else "the other schedules"
             for row, is_tied in (
                 ("a tied embedding and head, PP of all schedules", True),
                 (f"stages that end in linear layers, PP of {bubble}", False),
             ):
-                of_row = [(p.grad, wanted[n].grad) for n, p in found if (n in _TIED) == is_tied]
-                keep(row, of_row)
+                keep(row, [(p.grad, wanted[n].grad) for n, p in found if (n in _TIED) == is_tied])
         norm = torch.stack([p.grad.norm() for p in whole.parameters()]).norm()
         mine = grad_norm(pipe.parts.parameters(), torch.distributed.group.WORLD)
         torch.testing.assert_close(mine, norm.float())
@@ -335,7 +314,7 @@ def test_gradients_are_added_in_the_same_order_on_all_devices(rank: int) -> None
         pipe = stages.pipeline(
             blocks, "zbvzerobubble", 8, nn.functional.mse_loss, (x[:1],), costs=[1.0] * 4
         )
-        pipe.schedule.step(*((x,) if pipe.is_first else ()), target=x if pipe.is_last else None)
+        step_stages(pipe, x)
     assert len(taken) >= 16
     assert all(numbers in ([0, 1], [2, 3]) for numbers in taken), taken
 
@@ -347,14 +326,9 @@ def test_a_batch_that_does_not_divide(rank: int) -> None:
         _tied_blocks(), "1f1b", MICROBATCHES, _loss, (_tokens(0)[:ROWS],), costs=[1.0] * 6
     )
     for rows in (7, 4):
-        tokens = _tokens(0)[:rows]
-        inputs = (tokens,) if pipe.is_first else ()
         with pytest.raises((ArgumentError, CollectiveError), match="microbatches"):
-            pipe.schedule.step(*inputs, target=tokens if pipe.is_last else None)
-    tokens = _tokens(0)
-    pipe.schedule.step(
-        *((tokens,) if pipe.is_first else ()), target=tokens if pipe.is_last else None
-    )
+            step_stages(pipe, _tokens(0)[:rows])
+    step_stages(pipe, _tokens(0))
 
 
 # --- PipeDream and PipeDream-2BW ------------------------------------------------------------------
@@ -373,46 +347,36 @@ def _choose_version(rule: str, stage: int, step: int, number: int) -> int:
     return step * IN_STEP + max(0, number - delay)
 
 
-def _simulate(rule: str) -> tuple[list[dict[str, torch.Tensor]], list[list[int]]]:
-    """Train in one process; return each stage's parameters and the versions that it used."""
-    parts = []
-    for number in range(STAGES):
-        torch.manual_seed(0)
-        parts.append(Transformer(S).stage(number, STAGES))
-    seeds = [LayerSeeds(((f"blocks.{n}", b) for n, b in p.blocks.items()), 0) for p in parts]
-    optimizers = [optim.AdamW(part.parameters(), **_ADAM) for part in parts]
-    versions = [[_copy(part)] for part in parts]
-    used: list[list[int]] = [[] for _ in parts]
+def _simulate(rule: str) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
+    """Train in one process; return the parameters, and the versions that each stage used."""
+    torch.manual_seed(0)
+    whole = Transformer(S)
+    parts = [copy.deepcopy(whole).stage(number, STAGES) for number in range(STAGES)]
+    stage_of = {name: at for at, part in enumerate(parts) for name, _ in part.named_parameters()}
+    seeds = LayerSeeds(((f"blocks.{n}", b) for n, b in whole.blocks.items()), 0)
+    optimizer = optim.AdamW(whole.parameters(), **_ADAM)
+    versions, used = [_copy(whole)], [list[int]() for _ in parts]
     every = BATCH if rule == "2bw" else 1
-    for step in range(STEPS):
-        for some in seeds:
-            some.begin(step)
-        for number in range(IN_STEP):
-            x, targets = make_batch(S, 2, 10 * step + number)
-            entered, left = [], []
-            for at, part in enumerate(parts):
-                used[at].append(_choose_version(rule, at, step, number))
-                x = functional_call(part, versions[at][used[at][-1]], (x,))
-                left.append(x)
-                x = x.detach().requires_grad_()
-                entered.append(x)
-            compute_loss(left[-1], targets).backward()
-            for at in reversed(range(STAGES - 1)):
-                left[at].backward(entered[at].grad)
-            for at, part in enumerate(parts):
-                leaves = versions[at][used[at][-1]]
-                for name, p in part.named_parameters():
-                    grad, leaves[name].grad = leaves[name].grad, None
-                    assert grad is not None
-                    p.grad = grad if p.grad is None else p.grad + grad
-                if (number + 1) % every == 0:
-                    for p in part.parameters():
-                        assert p.grad is not None
-                        p.grad /= every
-                    optimizers[at].step()
-                    optimizers[at].zero_grad()
-                    versions[at].append(_copy(part))
-    return [{n: p.detach() for n, p in part.named_parameters()} for part in parts], used
+    for step, number in itertools.product(range(STEPS), range(IN_STEP)):
+        if number == 0:
+            seeds.begin(step)
+        x, targets = make_batch(S, 2, 10 * step + number)
+        for at, of_stage in enumerate(used):
+            of_stage.append(_choose_version(rule, at, step, number))
+        leaves = {name: versions[used[at][-1]][name] for name, at in stage_of.items()}
+        compute_loss(functional_call(whole, leaves, (x,)), targets).backward()
+        for name, p in whole.named_parameters():
+            grad, leaves[name].grad = leaves[name].grad, None
+            assert grad is not None
+            p.grad = grad if p.grad is None else p.grad + grad
+        if (number + 1) % every == 0:
+            for p in whole.parameters():
+                assert p.grad is not None
+                p.grad /= every
+            optimizer.step()
+            optimizer.zero_grad()
+            versions.append(_copy(whole))
+    return {name: p.detach() for name, p in whole.named_parameters()}, used
 
 
 def _copy(part: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -447,12 +411,11 @@ def test_equals_the_published_update(rank: int, rule: str, simulated: Path) -> N
     wanted, used = torch.load(simulated)
     assert training.versions == used[rank]
     for name, p in training.model.named_parameters():
-        assert torch.equal(p, wanted[rank][name]), name
+        assert torch.equal(p, wanted[name]), name
     assert stashed.most == count_versions(rule, rank, STAGES, IN_STEP)
     plain = sum(p.nbytes for p in training.model.parameters())
     assert training.memory.parameters == (1 + stashed.most) * plain
-    with pytest.raises(ArgumentError, match=r"max_norm is 1.0; accepted: None with"):
-        _make(rule, max_norm=1.0)
+    refuses(r"max_norm is 1.0; accepted: None with", _make, rule, max_norm=1.0)
 
 
 # --- The bubble -----------------------------------------------------------------------------------
@@ -512,8 +475,7 @@ def test_the_bubble_is_the_formulas(
     # Repeat until other processes hardly disturb a step; the first one makes buffers.
     while len(found) < 2 or (len(found) < REPEATS and min(map(_length, found)) > 1.05 * ideal):
         with record(pipe.schedule) as timeline:
-            args = (batch,) if pipe.is_first else ()
-            pipe.schedule.step(*args, target=batch if pipe.is_last else None)
+            step_stages(pipe, batch)
         found.append(timeline)
     count = len(pipe.cuts) * MICROBATCHES
     for timeline in found:

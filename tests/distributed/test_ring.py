@@ -21,8 +21,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import selection
 import torchweld
-from comparing import shares_rows
+from comparing import assert_whole, differentiate, shares_rows
 from processes import on
+from refusing import refuses
 from torchweld import functional
 from torchweld.distributed import (
     CountCollectives,
@@ -175,70 +176,34 @@ def test_balanced_processes_have_equal_work(rank: int) -> None:
     assert every == [[3, 9], [7, 9], [11, 9], [15, 9]]
 
 
-class _Sinking(torch.nn.Module):
-    """Attention with rotary positions, learnt sinks and slopes, followed by torch's dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixed, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
-        self.sinks = torch.nn.Parameter(torch.randn(4))
-        self.register_buffer("slopes", SLOPES[0])
-        layout = partial(BlockLayout.dense, block=16)
-        self.drop, self.rotary = torch.nn.Dropout(0.2), torchweld.nn.RotaryEmbedding(8)
-        self.attention = torchweld.nn.BlockSparseAttention(layout, 0.3, causal=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.mixed(x).unflatten(-1, (3, 4, 8)).transpose(1, 3).unbind(2)
-        y = self.attention(*self.rotary(q, k), v, alibi_slopes=self.slopes, sinks=self.sinks)
-        return self.drop(self.out(y.transpose(1, 2).flatten(2)))
-
-
-@shares_rows
-@on(PROCESSES)
-def test_a_module_learns_its_sinks(rank: int) -> None:
-    """Sums of 256 rows of numbers around one."""
-    torch.manual_seed(0)
-    model = _Sinking()
-    x, grad = torch.randn(2, 2, LENGTH, 32)
-    torch.manual_seed(1)
-    expected = model(x)
-    wanted = torch.autograd.grad(expected, list(model.parameters()), grad)
-    parallelize_module(model, init_device_mesh("cpu", (PROCESSES,)), sequence_plan(model))
-    torch.manual_seed(1)
-    y = model(ring_slice(x))
-    torch.testing.assert_close(y, ring_slice(expected))
-    y.backward(ring_slice(grad))
-    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
-        torch.testing.assert_close(parameter.grad.full_tensor(), gradient, rtol=1e-5, atol=1e-4)
-
-
 class _Attention(torch.nn.Module):
-    """With rotary positions, slopes, and torch's dropout."""
+    """With rotary positions, slopes, and torch's dropout; or causal, with learnt sinks."""
 
-    def __init__(self) -> None:
+    def __init__(self, sinks: bool) -> None:
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
             torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)
         )
-        layout = partial(
-            BlockLayout.bigbird, block=16, num_heads=HEADS, different_layout_per_head=True
-        )
-        self.attention = torchweld.nn.BlockSparseAttention(layout, 0.3)
+        each = {"num_heads": HEADS, "different_layout_per_head": True}
+        layout = BlockLayout.dense if sinks else partial(BlockLayout.bigbird, **each)
+        layout = partial(layout, block=16)
+        self.attention = torchweld.nn.BlockSparseAttention(layout, 0.3, causal=sinks)
         self.register_buffer("slopes", SLOPES[0])
+        self.sinks = torch.nn.Parameter(torch.randn(HEADS)) if sinks else None
         self.drop, self.rotary = torch.nn.Dropout(0.2), torchweld.nn.RotaryEmbedding(HEAD)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         layers = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in layers)
-        y = self.attention(*self.rotary(q, k), v, alibi_slopes=self.slopes)
+        y = self.attention(*self.rotary(q, k), v, alibi_slopes=self.slopes, sinks=self.sinks)
         return self.drop(self.o_proj(y.transpose(1, 2).flatten(2)))
 
 
 class _Block(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, sinks: bool) -> None:
         super().__init__()
         self.norm = torchweld.nn.RMSNorm(WIDTH)
-        self.attention = _Attention()
+        self.attention = _Attention(sinks)
         self.mlp = torchweld.nn.GatedMLP(WIDTH, 48)
         self.add = torchweld.nn.BiasDropoutAdd(0.2)
 
@@ -250,10 +215,10 @@ class _Block(torch.nn.Module):
 class _Model(torch.nn.Module):
     """A layer and a dropout outside of the blocks too."""
 
-    def __init__(self) -> None:
+    def __init__(self, sinks: bool = False) -> None:
         super().__init__()
         self.first, self.drop = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(0.2)
-        self.blocks = torch.nn.ModuleList(_Block() for _ in range(2))
+        self.blocks = torch.nn.ModuleList(_Block(sinks) for _ in range(2))
         self.norm = torchweld.nn.LayerNorm(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -264,19 +229,22 @@ class _Model(torch.nn.Module):
 
 
 @shares_rows
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@on(4)
-def test_a_model_equals_one_process(rank: int, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("plan", ["sequence", "tensor", "tensor and sequence"])
+@on(PROCESSES)
+def test_a_model_equals_one_process(rank: int, plan: str) -> None:
+    """A plan of tensors refuses sinks, which it would have to cut."""
     torch.manual_seed(0)
-    model = _Model()
+    has_tensors, sequence_parallel = plan != "sequence", plan == "tensor and sequence"
+    model = _Model(sinks=not has_tensors)
     x, grad = torch.randn(2, BATCH, LENGTH, WIDTH)
     x.requires_grad_()
     torch.manual_seed(1)
     expected = model(x)
     wanted = torch.autograd.grad(expected, [x, *model.parameters()], grad)
-    mesh = _mesh()
-    group = mesh.get_group("ring")
-    parallelize_module(model, mesh, tp_plan(model, sequence_parallel, ring=True))
+    mesh = _mesh() if has_tensors else init_device_mesh("cpu", (PROCESSES,))
+    group = mesh.get_group(0)
+    made = tp_plan(model, sequence_parallel, ring=True) if has_tensors else sequence_plan(model)
+    parallelize_module(model, mesh, made)
     part = ring_slice(x.detach(), 1, group).requires_grad_()
     torch.manual_seed(1)
     with CountCollectives() as counted:
@@ -284,14 +252,14 @@ def test_a_model_equals_one_process(rank: int, sequence_parallel: bool) -> None:
     # Two sums and a slice of keys and values per block. With a sequence along tensor too, the first
     # block cuts it and the last gathers it.
     sums = {"all-gather": 4 + 1, "reduce-scatter": 4} if sequence_parallel else {"all-reduce": 4}
-    assert counted.calls == {**sums, "send": 2}
+    assert not has_tensors or counted.calls == {**sums, "send": 2}
     torch.testing.assert_close(y, ring_slice(expected, 1, group))
     with CountCollectives() as counted:
         y.backward(ring_slice(grad, 1, group))
     # All gradients are summed along the ring together. In a block, norm's and o_proj.bias's are
     # also summed along tensor if the sequence is sharded there.
     reduces = 2 if sequence_parallel else sums["all-reduce"] + 1
-    assert counted.calls == {**sums, "all-reduce": reduces, "send": 4}
+    assert not has_tensors or counted.calls == {**sums, "all-reduce": reduces, "send": 4}
     tolerance = {"rtol": 1e-5, "atol": 1e-4}  # sums of 256 rows of numbers around one
     torch.testing.assert_close(part.grad, ring_slice(wanted[0], 1, group), **tolerance)
     for (name, parameter), gradient in zip(model.named_parameters(), wanted[1:], strict=True):
@@ -303,31 +271,22 @@ def test_a_model_equals_one_process(rank: int, sequence_parallel: bool) -> None:
 def test_what_does_not_fit_is_named(rank: int) -> None:
     """All processes refuse it; else one would wait for another that has raised an error."""
     q, layout = torch.zeros(1, 1, 16, 8), BlockLayout.dense(64, block=16)
-    with pytest.raises(ArgumentError, match="q and k"):
-        ring_attention(q[0], q[0], q[0], layout)
-    with pytest.raises(ArgumentError, match="2 chunk"):
-        ring_attention(q, q, q, layout, balanced=True)
-    with pytest.raises(ArgumentError, match="sinks"):
-        ring_attention(q, q, q, layout, sinks=torch.zeros(2))
+    refuses("q and k", ring_attention, q[0], q[0], q[0], layout)
+    refuses("2 chunk", ring_attention, q, q, q, layout, balanced=True)
+    refuses("sinks", ring_attention, q, q, q, layout, sinks=torch.zeros(2))
     with pytest.raises(ArgumentError, match=r"key_padding_mask is .*; accepted: .*64"):
         ring_attention(q, q, q, layout, key_padding_mask=torch.zeros(1, 16, dtype=torch.bool))
-    with pytest.raises(ArgumentError, match="multiple of 8 chunks"):
-        ring_slice(torch.zeros(1, 12), balanced=True)
-    with pytest.raises(ArgumentError, match="keys"):
-        layout.part((0, 32), (8, 32))
-    with pytest.raises(ArgumentError, match="heads"):
-        BIGBIRD(num_heads=4).of_heads((0, 1), (2, 5))
+    refuses("multiple of 8 chunks", ring_slice, torch.zeros(1, 12), balanced=True)
+    refuses("keys", layout.part, (0, 32), (8, 32))
+    refuses("heads", BIGBIRD(num_heads=4).of_heads, (0, 1), (2, 5))
     q = torch.zeros(1, 1, 24, 8)
     for layout in (BlockLayout.dense(96, block=16), BlockLayout.dense(64, block=16)):
-        with pytest.raises(ArgumentError, match="layout"):
-            ring_attention(q, q, q, layout)
+        refuses("layout", ring_attention, q, q, q, layout)
     mesh, model, at = _mesh(), _Model(), "blocks.0.attention.attention"
     plan = tp_plan(model, ring=True)
-    with pytest.raises(ArgumentError, match="device_mesh"):
-        parallelize_module(model, mesh["tensor"], {at: plan[at]})
+    refuses("device_mesh", parallelize_module, model, mesh["tensor"], {at: plan[at]})
     model.blocks[1].attention.attention = torchweld.nn.SoftmaxDropout()
-    with pytest.raises(ArgumentError, match=r"blocks\.1\.attention"):
-        tp_plan(model, ring=True)
+    refuses(r"blocks\.1\.attention", tp_plan, model, ring=True)
     q, group = torch.zeros(1, 2, 32, 8), mesh.get_group("ring")
     for shard in (
         Shard((1, 4, 64), (0, 0, 0)),
@@ -335,11 +294,9 @@ def test_what_does_not_fit_is_named(rank: int) -> None:
         Shard((1, 4, 64, 8), (0, 3, 0, 0)),
         Shard((1, 4, 64, 8), (0, 0, 32, 0)),
     ):
-        with pytest.raises(ArgumentError, match="shard"):
-            ring_attention(q, q, q, layout, group, shard=shard)
+        refuses("shard", ring_attention, q, q, q, layout, group, shard=shard)
     own = BlockLayout.bigbird(64, block=16, num_heads=4, different_layout_per_head=True)
-    with pytest.raises(ArgumentError, match="layout"):
-        ring_attention(q, q, q, own, group)
+    refuses("layout", ring_attention, q, q, q, own, group)
 
 
 # --- Rotary embeddings ----------------------------------------------------------------------------
@@ -359,30 +316,23 @@ def test_rotary_shards(rank: int, backend: str) -> None:
         return distribute_tensor(t, mesh, [Replicate() if at is None else Cut(at)])
 
     norms: dict[str, Any] = {"norm_eps": 1e-6, "norm_plus_one": True}
+
+    def rotate(angles: Any, positions: Any, q: Any, k: Any, w: Any) -> Any:
+        own: Any = norms | {"q_norm_weight": w, "k_norm_weight": w}
+        return rotary_embedding_qk(q, k, angles.cos(), angles.sin(), positions, **own)
+
+    everywhere = place(table, None), place(positions, None)
     for at in (1, 0):  # heads, batch
-        given = [t.clone().requires_grad_() for t in (q, k, weight)]
+        expected = differentiate(partial(rotate, table, positions), [q, k, weight])
         shards = [place(q, at), place(k, at), place(weight, None)]
-        shards = [t.detach().requires_grad_() for t in shards]
-
-        def rotate(q: Any, k: Any, w: Any, angles: Any, positions: Any) -> Any:
-            own: Any = norms | {"q_norm_weight": w, "k_norm_weight": w}
-            return rotary_embedding_qk(q, k, angles.cos(), angles.sin(), positions, **own)
-
-        expected = rotate(*[*given, table, positions])
-        found = rotate(*[*shards, place(table, None), place(positions, None)])
-        sum(y.square().sum() for y in expected).backward()
-        sum(y.square().sum() for y in found).backward()
-        for mine, theirs in zip(found, expected, strict=True):
-            assert mine.placements == (Cut(at),)
-            torch.testing.assert_close(mine.full_tensor(), theirs)
-        for mine, theirs in zip(shards, given, strict=True):
-            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+        found = differentiate(partial(rotate, *everywhere), shards)
+        assert all(mine.placements == (Cut(at),) for mine in found[:2])
+        assert_whole(found, expected)
 
     angles = place(table[:5], None)
     across: dict[str, Any] = {"norm_eps": 1e-6, "norm_across_heads": True}
-    found = rotary_embedding(place(q, 0), angles.cos(), angles.sin(), **across)
-    expected = rotary_embedding(q, table[:5].cos(), table[:5].sin(), **across)
-    torch.testing.assert_close(found.full_tensor(), expected)
+    whole = rotary_embedding(q, table[:5].cos(), table[:5].sin(), **across)
+    assert_whole([rotary_embedding(place(q, 0), angles.cos(), angles.sin(), **across)], [whole])
 
 
 @pytest.mark.parametrize("heads", [4, 3])
@@ -398,26 +348,19 @@ def test_a_norm_across_shared_heads(rank: int, heads: int) -> None:
         x = x if seq_dim == -2 else x.transpose(1, 2).contiguous()
         for more in ({}, {"norm_plus_one": True}):
             how: dict[str, Any] = {"norm_eps": 1e-6, "norm_across_heads": True, "seq_dim": seq_dim}
-            one = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+
+            def rotate(x: Any, weight: Any, how: Any = how | more) -> Any:
+                return rotary_embedding(x, table.cos(), table.sin(), norm_weight=weight, **how)
+
+            places = (Cut(cut), Replicate())
             shards = [
-                distribute_tensor(x, mesh, [Cut(cut)]).detach().requires_grad_(),
-                distribute_tensor(weight, mesh, [Replicate()]).detach().requires_grad_(),
+                distribute_tensor(t, mesh, [at]) for t, at in zip((x, weight), places, strict=True)
             ]
-            results = []
-            for given in (one, shards):
-                results.append(
-                    rotary_embedding(
-                        given[0], table.cos(), table.sin(), norm_weight=given[1], **how, **more
-                    )
-                )
-            assert results[1].placements == (Cut(cut),)
-            torch.testing.assert_close(results[1].full_tensor(), results[0])
-            for y in results:
-                y.sin().sum().backward()
-            for mine, theirs in zip(shards, one, strict=True):
-                torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+            found = differentiate(rotate, shards)
+            assert found[0].placements == (Cut(cut),)
+            assert_whole(found, differentiate(rotate, [x, weight]))
     with CountCollectives() as count:
-        rotary_embedding(shards[0].detach(), table.cos(), table.sin(), **how)
+        rotary_embedding(shards[0], table.cos(), table.sin(), **how)
     assert dict(count.bytes) == {"all-reduce": 2 * 5 * 8}  # batch, tokens, bytes
     half = distribute_tensor(x.bfloat16(), mesh, [Cut(cut)])
     y = rotary_embedding(half, table.cos().bfloat16(), table.sin().bfloat16(), **how)

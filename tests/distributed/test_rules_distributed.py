@@ -29,7 +29,6 @@ from offloading import (
     count_sent,
     loss_of,
     offloaded,
-    part_of,
     run_with,
     small_model,
 )
@@ -47,6 +46,7 @@ from sharded_optimizers import (
     whole_of,
 )
 from torchweld import optim
+from torchweld.optim._shards import local_part
 
 CASES: tuple[tuple[Any, dict[str, Any]], ...] = (
     (optim.AdEMAMix, {"alpha_warmup": 4, "beta3_warmup": 4, "weight_decay": 0.1}),
@@ -100,7 +100,7 @@ def _save(rank: int, folder: str, count: int) -> None:
         start = functools.partial(run, settings, kind=kind)
         go_on(f"{folder}/{number}", count, start, draw, assert_same)
     start = functools.partial(_run_muon, state_dtype="8bit")
-    go_on(f"{folder}/muon", count, start, _draw, _assert_same)
+    go_on(f"{folder}/muon", count, start, _draw, assert_same_muon)
 
 
 def test_checkpoints_go_from_four_processes_to_one_and_to_two() -> None:
@@ -175,13 +175,8 @@ def _run_muon(
     return params, optimizer
 
 
-def _assert_same(found: Any, expected: Any) -> None:
-    for p, e in zip(found[0], expected[0], strict=True):
-        assert torch.equal(whole_of(p.detach()), e)
-        for name, value in expected[1].state[e].items():
-            if name == "step":  # as in torch, no checkpoint has it
-                continue
-            assert torch.equal(whole_of(found[1].state[p][name]), value), name
+# As in torch, no checkpoint has its count of steps.
+assert_same_muon = functools.partial(assert_same, without="step")
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -206,7 +201,7 @@ def test_every_placement_has_the_bits_of_one_device(rank: int, count: int) -> No
                 distribute_tensor, device_mesh=mesh, placements=placements, src_data_rank=None
             )
             found = _run_muon(place, range(1, 3), **settings)
-            _assert_same(found, expected)
+            assert_same_muon(found, expected)
             sent = torch.tensor(float(found[1]._owners.sent))
             torch.distributed.all_reduce(sent)
             replicas = 2 if isinstance(placements[0], Replicate) else 1
@@ -220,7 +215,7 @@ def test_every_placement_has_the_bits_of_one_device(rank: int, count: int) -> No
         ),
         range(1, 3),
     )
-    _assert_same(stacked, _run_muon(lambda t: t, range(1, 3)))
+    assert_same_muon(stacked, _run_muon(lambda t: t, range(1, 3)))
     assert stacked[1]._owners.sent == 0
 
 
@@ -377,7 +372,7 @@ def test_writes_to_sharded_parameters_and_gradients(rank: int) -> None:
         expected = run_with(write, make, shard)
         found = run_with(write, offloaded(make, trust_versions=name in counted), shard)
         pairs = zip(found[0].parameters(), expected[0].parameters(), strict=True)
-        same = [torch.equal(part_of(p.detach()), part_of(q.detach())) for p, q in pairs]
+        same = [torch.equal(local_part(p.detach()), local_part(q.detach())) for p, q in pairs]
         assert all(same), (name, same)
         assert name not in counted or (found[2] > 0) == (name != "nothing"), name
 
@@ -419,7 +414,7 @@ def test_a_mesh_of_gpus(rank: int) -> None:
             for optimizer in (ours, given):
                 optimizer.step()
             ours.load_state_dict(ours.state_dict())
-        assert torch.equal(part_of(sharded), alone)
+        assert torch.equal(local_part(sharded), alone)
         for name, value in given.state[alone].items():
-            assert torch.equal(part_of(ours.state[sharded][name]), value), name
+            assert torch.equal(local_part(ours.state[sharded][name]), value), name
             assert name == "step" or ours.state[sharded][name].device_mesh is mesh

@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchweld
-from comparing import assert_grads, shares_rows, whole_of
+from comparing import assert_grads, assert_whole, differentiate, shares_rows, whole_of
 from fusable import WIDTH as FUSABLE
 from fusable import FeedForward, Gated, NewGELU, PlainRMSNorm
 from oracle import TORCH, is_floating
@@ -100,10 +100,8 @@ def test_shards_need_no_collective(rank: int, name: str) -> None:
         assert backward.calls.keys() <= {"all-reduce"}
         assert backward.calls["all-reduce"] <= len(sums)
         assert backward.bytes["all-reduce"] <= sum(8 * g.numel() for g in sums)
-        for result, whole in zip(found, expected, strict=True):
-            assert result.placements == (Shard(dim),)
-            torch.testing.assert_close(result.full_tensor(), whole)
-        torch.testing.assert_close([gradient.full_tensor() for gradient in gradients], [*wanted])
+        assert all(result.placements == (Shard(dim),) for result in found)
+        assert_whole([*found, *gradients], [*expected, *wanted])
 
 
 @on(2)
@@ -134,21 +132,16 @@ def test_dropout_on_shards(rank: int, backend: str | None) -> None:
     mask = torch.rand(2, 1, 1, 9, generator=torch.Generator().manual_seed(2)) > 0.2
     bias = torch.randn(4, 1, 9, generator=torch.Generator().manual_seed(3))
 
-    def run(scores: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def run(scores: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(0)
         biased = torchweld.functional.softmax_dropout(scores, bias, causal=True, p=0.4)
         return biased + torchweld.functional.softmax_dropout(scores, mask, scale=0.5, p=0.3)
 
-    scores = whole.clone().requires_grad_()
-    expected = run(scores, mask, bias)
-    expected.square().sum().backward()
+    expected = differentiate(run, [whole])
     for placement in (Shard(0), Shard(1), Shard(2), Shard(3), Replicate()):
-        shards = distribute_tensor(whole, mesh, [placement]).requires_grad_()
-        y = run(shards, mask, bias)
+        y, grad = differentiate(run, [distribute_tensor(whole, mesh, [placement])])
         assert y.placements == ((Replicate(),) if placement == Shard(3) else (placement,))
-        torch.testing.assert_close(y.full_tensor(), expected)
-        y.square().sum().backward()
-        torch.testing.assert_close(shards.grad.full_tensor(), scores.grad)
+        assert_whole([y, grad], expected)
 
 
 @BACKENDS
@@ -163,21 +156,16 @@ def test_strided_shards_equal_one_process(rank: int, backend: str | None) -> Non
         dropped = torchweld.functional.softmax_dropout(x, p=0.4)
         return torchweld.functional.layer_norm(dropped, [16])
 
-    leaf = whole.clone().requires_grad_()
-    expected = run(leaf)
-    expected.square().sum().backward()
+    expected = differentiate(run, [whole])
     strided = _StridedShard(0, split_factor=2)
     layouts = [[strided, Shard(0)]]
     if TORCH >= (2, 13):  # older ones cannot redistribute shards with gaps
         layouts += [[strided, Replicate()], [strided, Shard(1)]]
     for placements in layouts:
-        shards = distribute_tensor(whole, mesh, placements).requires_grad_()
-        y = run(shards)
+        y, grad = differentiate(run, [distribute_tensor(whole, mesh, placements)])
         cut = [getattr(placement, "dim", None) for placement in y.placements]
         assert cut == [getattr(placement, "dim", None) for placement in placements]
-        torch.testing.assert_close(y.full_tensor(), expected)
-        y.square().sum().backward()
-        torch.testing.assert_close(shards.grad.full_tensor(), leaf.grad)
+        assert_whole([y, grad], expected)
 
 
 def _model() -> torch.nn.Sequential:
@@ -248,20 +236,15 @@ def test_shards_are_parts_of_the_whole(rank: int, backend: str) -> None:
 
     for key_heads in (4, 2):
         shapes = [(2, heads, 50, 8) for heads in (4, key_heads, key_heads)]
-        whole = [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
-        expected = run(*whole)
-        wanted = torch.autograd.grad(expected.square().sum(), whole)
+        whole = [torch.randn(s, generator=generator) for s in shapes]
+        expected, *wanted = differentiate(run, whole)
         for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
-            parts = [
-                distribute_tensor(x.detach(), mesh, [placement]).requires_grad_() for x in whole
-            ]
-            y = run(*parts)
+            parts = [distribute_tensor(x, mesh, [placement]) for x in whole]
+            y, *grads = differentiate(run, parts)
             kept = Replicate() if placement == Shard(2) else placement
             assert y.placements == (kept,)
             torch.testing.assert_close(y.full_tensor(), expected)
-            y.square().sum().backward()
-            for part, grad in zip(parts, wanted, strict=True):
-                torch.testing.assert_close(part.grad.full_tensor(), grad, rtol=1e-4, atol=1e-5)
+            assert_whole(grads, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
@@ -274,34 +257,34 @@ def test_shards_with_biases(rank: int, backend: str) -> None:
     blocks = torch.rand(2, 2, 4, 4, generator=generator) < 0.6
     layout = BlockLayout.from_blocks(blocks, block=16, seq_len=50)
     buckets = torch.arange(31) % 5
-    draw = lambda *shape: torch.randn(shape, generator=generator).requires_grad_()  # noqa: E731
+    draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
     q, k, v = draw(2, 4, 50, 8), draw(2, 2, 50, 8), draw(2, 2, 50, 12)
 
     def spread(x: torch.Tensor, *placements: Any) -> Any:
-        return distribute_tensor(x.detach(), mesh, placements).requires_grad_()
+        return distribute_tensor(x, mesh, placements)
 
     for shape in ((2, 4, 50, 50), (1, 4, 50, 50), (2, 1, 50, 50), (50, 50), (4, 5), (1, 5)):
         leaf = draw(*shape)
         by_table = shape[-1] == 5
-        as_bias = lambda x, t=by_table: BlockBias.relative(x, buckets) if t else x  # noqa: E731
-        expected = attention(q, k, v, layout, bias=as_bias(leaf))
-        wanted = torch.autograd.grad(expected.square().sum(), [q, k, v, leaf])
+
+        def run(q: Any, k: Any, v: Any, bias: Any, by_table: bool = by_table) -> torch.Tensor:
+            bias = BlockBias.relative(bias, buckets) if by_table else bias
+            return attention(q, k, v, layout, bias=bias)
+
+        expected, *wanted = differentiate(run, [q, k, v, leaf])
         for own in (Shard(0), Shard(1)):
             fits = shape[0] == 4 and by_table and own == Shard(1)
             for of_leaf in (Replicate(), *([Shard(0)] if fits else [])):
                 parts = [*(spread(x, own) for x in (q, k, v)), spread(leaf, of_leaf)]
-                y = attention(*parts[:3], layout, bias=as_bias(parts[3]))
+                y, *grads = differentiate(run, parts)
                 assert y.placements == (own,)
                 torch.testing.assert_close(y.full_tensor(), expected)
-                y.square().sum().backward()
-                for part, grad in zip(parts, wanted, strict=True):
-                    found = part.grad.full_tensor()
-                    torch.testing.assert_close(found, grad, rtol=1e-4, atol=1e-5)
+                assert_whole(grads, wanted, rtol=1e-4, atol=1e-5)
     parts = [spread(x, Shard(1)) for x in (q, k, v)]
-    table = draw(4, 6)
+    table = draw(4, 6).requires_grad_()
     with pytest.raises(ArgumentError, match=r"table is a DTensor .* sharded by heads"):
         attention(*parts, layout, bias=BlockBias.relative(spread(table, Shard(1)), buckets))
-    for bias in (BlockBias.relative(table, buckets), draw(2, 4, 50, 50)):
+    for bias in (BlockBias.relative(table, buckets), draw(2, 4, 50, 50).requires_grad_()):
         with pytest.raises(ArgumentError, match="bias is a plain tensor"):
             attention(*parts, layout, bias=bias)
     for bias in (

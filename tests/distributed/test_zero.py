@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import torchweld
-from comparing import whole_of
+from comparing import step_stages, whole_of
 from processes import on
 from torchweld import optim
 from torchweld.distributed import checkpoint
@@ -401,12 +401,11 @@ def test_activations_of_a_pipelines_stages(rank: int, name: stages.Name) -> None
         part, optimizer, "pp", 2, rank=rank, example=example, in_flight=in_flight
     ).activations
     seen: list[int] = []
-    given, target = ((x,) if pipe.is_first else ()), (x if pipe.is_last else None)
-    pipe.schedule.step(*given, target=target)  # makes buffers and gradients
+    step_stages(pipe, x)  # makes buffers and gradients
     alive = _Alive()
     part.register_forward_hook(lambda *_: seen.append(alive.bytes()))
     with alive:
-        pipe.schedule.step(*given, target=target, return_outputs=False)
+        step_stages(pipe, x, return_outputs=False)
     # Microbatches come in buffers made before, or are parts of x.
     count = in_flight or 2 - rank
     assert expected == pytest.approx(max(seen) + count * example[0].nbytes, rel=0.15)

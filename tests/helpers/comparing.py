@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -34,6 +34,27 @@ def whole_of(t: Any) -> Any:
         t.to_local().view(torch.float16), t.device_mesh, t.placements, **layout
     )
     return bits.full_tensor().view(torch.int16)
+
+
+def step_stages(pipe: Any, x: torch.Tensor, **given: Any) -> None:
+    """A step of a pipeline, whose first stage gets x, and whose last one gets it as its targets."""
+    target = x if pipe.is_last else None
+    pipe.schedule.step(*((x,) if pipe.is_first else ()), target=target, **given)
+
+
+def differentiate(run: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Results, and the gradients of a sum of them in which each has another factor."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    results = run(*leaves)
+    results = results if isinstance(results, tuple) else (results,)
+    floating = [r for r in results if r.is_floating_point()]
+    total: Any = sum((k + 1) * r.sin().sum() for k, r in enumerate(floating))
+    return [*results, *torch.autograd.grad(total, leaves)]
+
+
+def assert_whole(found: Iterable[Any], wanted: Iterable[Any], **near: float) -> None:
+    """Compare tensors that processes share with tensors of one process."""
+    torch.testing.assert_close([*map(whole_of, found)], [*wanted], **near)
 
 
 def grads_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torchweld import optim
+from torchweld.optim._shards import local_part
 from torchweld.optim.offload._machine import Arrival, Transfers
 
 Make = Callable[[list[torch.Tensor]], Any]
@@ -171,11 +172,6 @@ def each(model: nn.Module, write: Callable[[Any], Any]) -> None:
             write(p)
 
 
-def part_of(t: Any) -> torch.Tensor:
-    """The tensor, or the local part of a DTensor."""
-    return t.to_local() if hasattr(t, "to_local") else t
-
-
 def _load(model: nn.Module) -> None:
     model.load_state_dict({name: v.detach() * 0.5 for name, v in model.state_dict().items()})
 
@@ -192,13 +188,13 @@ WRITERS: dict[str, Write] = {
     "p.detach().mul_": lambda model: each(model, lambda p: p.detach().mul_(0.5)),
     "p.copy_": lambda model: each(model, lambda p: p.copy_(p * 0.5)),
     "init": lambda model: each(model, lambda p: torch.nn.init.constant_(p, 0.25)),
-    "part of p": lambda model: each(model, lambda p: part_of(p).mul_(0.5)),
+    "part of p": lambda model: each(model, lambda p: local_part(p).mul_(0.5)),
     "foreach": lambda model: torch._foreach_mul_([p.detach() for p in model.parameters()], 0.5),
     "load_state_dict": _load,
     "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
     "clip_grad_value_": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1e-4),
     "p.grad.mul_": lambda model: each(model, lambda p: p.grad.mul_(0.5)),
-    "part of p.grad": lambda model: each(model, lambda p: part_of(p.grad).mul_(0.5)),
+    "part of p.grad": lambda model: each(model, lambda p: local_part(p.grad).mul_(0.5)),
     "p.grad.zero_": lambda model: each(model, lambda p: p.grad.zero_()),
     "p.grad =": lambda model: each(model, lambda p: setattr(p, "grad", p.grad * 0.5)),
     "a missing p.grad": lambda model: setattr(model[2].weight, "grad", None),
@@ -212,13 +208,15 @@ REPLACERS: dict[str, Write] = {
 
 # These move no version counter.
 UNCOUNTED: dict[str, Write] = {
-    "p.data.clamp_": lambda model: each(model, lambda p: part_of(p).data.clamp_(-0.01, 0.01)),
-    "p.data.copy_": lambda model: each(model, lambda p: part_of(p).data.copy_(part_of(p) * 0.5)),
-    "numpy": lambda model: each(model, lambda p: part_of(p.detach()).numpy().fill(0.25)),
-    "p.grad.data.clamp_": lambda model: each(
-        model, lambda p: part_of(p.grad).data.clamp_(-1e-4, 1e-4)
+    "p.data.clamp_": lambda model: each(model, lambda p: local_part(p).data.clamp_(-0.01, 0.01)),
+    "p.data.copy_": lambda model: each(
+        model, lambda p: local_part(p).data.copy_(local_part(p) * 0.5)
     ),
-    "p.grad, numpy": lambda model: each(model, lambda p: part_of(p.grad).numpy().fill(0.25)),
+    "numpy": lambda model: each(model, lambda p: local_part(p.detach()).numpy().fill(0.25)),
+    "p.grad.data.clamp_": lambda model: each(
+        model, lambda p: local_part(p.grad).data.clamp_(-1e-4, 1e-4)
+    ),
+    "p.grad, numpy": lambda model: each(model, lambda p: local_part(p.grad).numpy().fill(0.25)),
 }
 
 

@@ -42,31 +42,21 @@ def _muon(params: Any, **settings: Any) -> Any:
     return optim.Muon(groups, **settings)
 
 
-SETTINGS: dict[str, tuple[Any, torch.dtype, dict[str, Any]]] = {
-    "AdamW, masters": (optim.AdamW, torch.bfloat16, ADAMW),
-    "AdamW, remainders, 8 bits": (
-        optim.AdamW,
-        torch.bfloat16,
-        {"lr": 1e-2, "master_weights": "remainder", "state_dtype": "8bit"},
-    ),
-    "AdamW, stochastic": (optim.AdamW, torch.bfloat16, {"lr": 1e-2, "stochastic_rounding": True}),
-    "AdamW, amsgrad, float32": (optim.AdamW, torch.float32, {"lr": 1e-2, "amsgrad": True}),
-    "Lion": (optim.Lion, torch.bfloat16, {"lr": 1e-3, "master_weights": True}),
-    "LAMB, 8 bits": (optim.LAMB, torch.float32, {"lr": 1e-2, "state_dtype": "8bit"}),
-    "SGD, undampened first": (
-        optim.SGD,
-        torch.float32,
-        {"lr": 1e-1, "momentum": 0.9, "dampening": 0.5},
-    ),
-    "Lion, cautious": (optim.Lion, torch.float32, {"lr": 1e-3, "cautious": True}),
-    "AdEMAMix, 24 bits, 8 bits": (
-        optim.AdEMAMix,
-        torch.bfloat16,
-        {"lr": 1e-2, "master_weights": "remainder8", "state_dtype": "8bit"},
-    ),
-    "Muon": (_muon, torch.float32, {"lr": 0.02}),
-    "Adafactor": (optim.Adafactor, torch.bfloat16, {"lr": 1e-2, "master_weights": True}),
-}
+BF16, F32 = torch.bfloat16, torch.float32
+# A rule, the parameters' dtype, a learning rate, and settings.
+SETTINGS: list[tuple[Any, torch.dtype, float, dict[str, Any]]] = [
+    (optim.AdamW, BF16, 1e-2, {"master_weights": True}),
+    (optim.AdamW, BF16, 1e-2, {"master_weights": "remainder", "state_dtype": "8bit"}),
+    (optim.AdamW, BF16, 1e-2, {"stochastic_rounding": True}),
+    (optim.AdamW, F32, 1e-2, {"amsgrad": True}),
+    (optim.Lion, BF16, 1e-3, {"master_weights": True}),
+    (optim.LAMB, F32, 1e-2, {"state_dtype": "8bit"}),
+    (optim.SGD, F32, 1e-1, {"momentum": 0.9, "dampening": 0.5}),  # undampened first
+    (optim.Lion, F32, 1e-3, {"cautious": True}),
+    (optim.AdEMAMix, BF16, 1e-2, {"master_weights": "remainder8", "state_dtype": "8bit"}),
+    (_muon, F32, 0.02, {}),
+    (optim.Adafactor, BF16, 1e-2, {"master_weights": True}),
+]
 
 
 @functools.cache
@@ -122,12 +112,11 @@ def test_a_grad_scaler_needs_all_gradients_on_the_device() -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("case", SETTINGS, ids=lambda case: f"{case[0].__name__}-{case[3]}")
 @pytest.mark.parametrize("release", [False, True])
-def test_rules_and_codecs(name: str, release: bool) -> None:
-    kind, dtype, settings = SETTINGS[name]
-
-    make = partial(kind, **settings)
+def test_rules_and_codecs(case: Any, release: bool) -> None:
+    kind, dtype, lr, settings = case
+    make = partial(kind, lr=lr, **settings)
     expected = train(make, dtype, steps=5, micro=2)
     found = train(offloaded(make, release_gradients=release), dtype, steps=5, micro=2)
     assert_same_run(found[:2], expected[:2])
@@ -380,12 +369,12 @@ def test_odd_parameters(release: bool) -> None:
 COUNT = 256 * 1024  # parameters of one large matrix
 # Bytes of AdamW's states per parameter (docs/optimizers.md), by dtype and codec.
 STATES: list[tuple[torch.dtype, dict[str, Any], float]] = [
-    (torch.float32, {}, 8),
-    (torch.bfloat16, {"master_weights": True}, 12),
-    (torch.bfloat16, {"master_weights": "remainder"}, 10),
-    (torch.bfloat16, {"master_weights": True, "state_dtype": torch.bfloat16}, 8),
-    (torch.bfloat16, {"master_weights": True, "state_dtype": "8bit"}, 6 + 1 / 32),
-    (torch.bfloat16, {"master_weights": "remainder", "state_dtype": "8bit"}, 4 + 1 / 32),
+    (F32, {}, 8),
+    (BF16, {"master_weights": True}, 12),
+    (BF16, {"master_weights": "remainder"}, 10),
+    (BF16, {"master_weights": True, "state_dtype": BF16}, 8),
+    (BF16, {"master_weights": True, "state_dtype": "8bit"}, 6 + 1 / 32),
+    (BF16, {"master_weights": "remainder", "state_dtype": "8bit"}, 4 + 1 / 32),
 ]
 STEP = 4  # bytes of the count of a tensor's steps
 

@@ -14,9 +14,9 @@ from torchweld.collectives.one_bit import (
     Errors,
     OneBitExchange,
     gather_errors,
-    list_sizes,
     take_own_errors,
 )
+from torchweld.collectives.runs import list_sizes
 from torchweld.collectives.wire import Wire
 from torchweld.errors import ArgumentError
 
@@ -96,7 +96,7 @@ class OneBitAllReduce:
         if errors.worker is not None and errors.worker.numel() != t.numel():
             accepted = f"of {errors.worker.numel()} elements, as in the calls before"
             raise ArgumentError(_NAME, "tensors", f"with one of {t.numel()} elements", accepted)
-        return Errors(*(e if e is None else e.to(t.device) for e in errors))
+        return errors.to(t.device)
 
     # --- State ----------------------------------------------------------------------------------
 
@@ -126,8 +126,7 @@ class OneBitAllReduce:
         check_rank(_NAME, self._wire, rank, size)
         if rank is None:
             saved = [take_own_errors(self._wire, each, self._error_dtype) for each in saved]
-        as_stored = [[e if e is None else e.to(self._error_dtype) for e in each] for each in saved]
-        self._errors, self._loaded = {}, [Errors(*each) for each in as_stored]
+        self._errors, self._loaded = {}, [each.to(self._error_dtype) for each in saved]
 
     def _list_errors(self) -> list[Errors]:
         """List errors in the order of the first use of keys, then loaded errors without keys."""

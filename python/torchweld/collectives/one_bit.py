@@ -8,12 +8,12 @@ scale for each chunk, equal on every rank.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from torchweld.collectives.runs import divide_into_runs
 from torchweld.collectives.wire import Pending, Status, Wire
 from torchweld.ops.quantize_one_bit import (
     blocks_of,
@@ -32,6 +32,10 @@ class Errors(NamedTuple):
 
     worker: torch.Tensor | None
     server: torch.Tensor | None
+
+    def to(self, *where: Any) -> Errors:
+        """Move or cast the errors that are there."""
+        return Errors(*(e if e is None else e.to(*where) for e in self))
 
 
 NONE = Errors(None, None)
@@ -88,7 +92,8 @@ class OneBitExchange:
         self.status = wire.agree(tensors, status, "1 bit", *phase)
         if self.status is not Status.READY or wire.size == 1:
             return
-        self._buckets = list(_buckets(self._sizes))
+        every = range(len(self._sizes))
+        self._buckets = divide_into_runs(every, self._sizes.__getitem__, BUCKET)
         self._under_way = [wire.to_all(self._pack_for_servers(bucket)) for bucket in self._buckets]
 
     def finish(self) -> tuple[list[Packed], list[Errors]]:
@@ -114,7 +119,7 @@ class OneBitExchange:
     def _chunk_bytes(self, i: int) -> int:
         return chunk_of(self._sizes[i], self._wire.size) // 8
 
-    def _pack_for_servers(self, bucket: range) -> torch.Tensor:
+    def _pack_for_servers(self, bucket: Sequence[int]) -> torch.Tensor:
         """Make a row for each rank: the scales of all tensors, and the bits of its chunks."""
         ranks = self._wire.size
         scales = torch.cat([self._packed[i].scale for i in bucket]).view(torch.uint8)
@@ -125,7 +130,7 @@ class OneBitExchange:
         return torch.cat(rows, 1)
 
     def _serve(
-        self, bucket: range, received: torch.Tensor
+        self, bucket: Sequence[int], received: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Average this rank's chunks; return the new errors, and a message for all ranks."""
         scales, of_tensors = self._split(bucket, received)
@@ -144,31 +149,19 @@ class OneBitExchange:
             bits.append(torch.nn.functional.pad(of_mean, (0, fill)))
         return rests, torch.cat([torch.cat(scales_of_means).view(torch.uint8), *bits])
 
-    def _unpack(self, bucket: range, received: torch.Tensor) -> Iterable[Packed]:
+    def _unpack(self, bucket: Sequence[int], received: torch.Tensor) -> Iterable[Packed]:
         scales, of_tensors = self._split(bucket, received)
         for at, (i, bits) in enumerate(zip(bucket, of_tensors, strict=True)):
             size = self._sizes[i]
             yield Packed(bits.reshape(-1)[: bytes_of(size)].clone(), scales[:, at].clone(), size)
 
     def _split(
-        self, bucket: range, received: torch.Tensor
+        self, bucket: Sequence[int], received: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Split a message into scales, [ranks, tensors], and each tensor's bits, [ranks, bytes]."""
         scales = received[:, : 4 * len(bucket)].contiguous().view(torch.float32)
         sizes = [self._chunk_bytes(i) for i in bucket]
         return scales, received[:, 4 * len(bucket) :].split(sizes, 1)
-
-
-def _buckets(sizes: Sequence[int]) -> Iterable[range]:
-    """Divide tensors into runs that are exchanged together."""
-    begin = total = 0
-    for i, size in enumerate(sizes):
-        if total and total + size > BUCKET:
-            yield range(begin, i)
-            begin, total = i, 0
-        total += size
-    if begin < len(sizes):
-        yield range(begin, len(sizes))
 
 
 # --- Errors, independent of the number of ranks --------------------------------------------------
@@ -205,19 +198,3 @@ def take_own_errors(wire: Wire, owed: Errors, dtype: torch.dtype) -> Errors:
     begin = wire.rank * chunk_of(size, wire.size)
     server = owed.server[begin : begin + count_of(size, wire)]
     return Errors(owed.worker.to(dtype, copy=True), server.to(dtype, copy=True))
-
-
-def list_sizes(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Count the elements of each tensor."""
-    return [t.numel() for t in tensors]
-
-
-def flatten_all(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate all tensors, flattened, in float32."""
-    return torch.cat([t.reshape(-1).float() for t in tensors])
-
-
-def split_into_runs(flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Split a tensor into views of consecutive runs of these sizes."""
-    ends = list(itertools.accumulate(sizes))
-    return [flat[end - size : end] for end, size in zip(ends, sizes, strict=True)]

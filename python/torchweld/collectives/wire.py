@@ -74,8 +74,7 @@ class Wire:
         """Tell the ranks that wait in agree() that this rank raised an error."""
         if self.size > 1:
             mine = torch.tensor([0, 0, 0, int(Status.FAILED)], device=device)
-            with self._translating_errors():
-                self.gather(mine).wait()
+            self.gather(mine).wait()
 
     def to_all(self, message: torch.Tensor) -> Pending:
         """Send row r of a message to rank r; row r of the result is from rank r."""

@@ -34,6 +34,15 @@ def find_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return find_named_blocks(model)
 
 
+def add_path(root: torch.nn.Module, path: Iterable[str]) -> torch.nn.Module:
+    """Return the module at a path below the root; missing modules are added, empty."""
+    for key in path:
+        if key not in root._modules:
+            root.add_module(key, torch.nn.Module())
+        root = root.get_submodule(key)
+    return root
+
+
 class LayerSeeds:
     """Seeds torch's generators before each of these layers while the model trains.
 

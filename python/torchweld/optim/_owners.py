@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from torchweld.collectives.runs import divide_into_runs
 from torchweld.dispatch.dtensor import find_indices
 from torchweld.ops.optimizer.passes import Part
 from torchweld.optim._matrices import (
@@ -56,9 +57,13 @@ class Job(NamedTuple):
     iteration: Iteration
     pieces: tuple[Piece, ...]
 
+    def count_elements(self) -> int:
+        """Count the elements of the whole matrix."""
+        return self.region.shape[0] * self.region.shape[1]
+
     def find_holder(self) -> int | None:
         """Find the device that holds the whole matrix; None if it is cut."""
-        whole = self.region.shape[0] * self.region.shape[1]
+        whole = self.count_elements()
         return next((rank for rank, p in enumerate(self.pieces) if p.size == whole), None)
 
     @property
@@ -72,17 +77,17 @@ class _View(NamedTuple):
 
     tensor: torch.Tensor
     at: Index
-    size: int
+    shape: tuple[int, int]
+
+    @property
+    def size(self) -> int:
+        return self.shape[0] * self.shape[1]
 
     def read(self) -> torch.Tensor:
         return self.tensor[self.at]
 
     def write(self, values: torch.Tensor) -> None:
-        target = self.tensor[self.at]
-        if isinstance(self.at[0], slice):
-            target.copy_(values.view(target.shape))
-        else:
-            self.tensor[self.at] = values.view(target.shape)
+        self.tensor[self.at] = values.view(self.shape)
 
 
 class Owners:
@@ -128,8 +133,8 @@ class Owners:
                     continue
                 pieces = tuple(_find_piece(region, of_rank) for of_rank in held)
                 jobs.append(Job(number, region, iterations[id(settings)], pieces))
-        for bucket, owners in _divide(jobs, len(coordinates)):
-            self._exchange_bucket(bucket, owners, tensors, group)
+        for bucket in divide_into_runs(jobs, Job.count_elements, _BUCKET):
+            self._exchange_bucket(bucket, _choose_owners(bucket, len(coordinates)), tensors, group)
 
     def _exchange_bucket(
         self,
@@ -148,11 +153,11 @@ class Owners:
             piece = job.pieces[rank]
             if piece.size:
                 local = tensors[job.number][piece.place]
-                out[owner].append(_View(local, piece.here, piece.size))
+                out[owner].append(_View(local, piece.here, piece.shape))
         for job, whole in zip(own, wholes, strict=True):
             for holder, piece in enumerate(job.pieces):
                 if piece.size:
-                    back[holder].append(_View(whole, piece.there, piece.size))
+                    back[holder].append(_View(whole, piece.there, piece.shape))
         is_any_cut = any(job.find_holder() is None for job in jobs)
         like = tensors[jobs[0].number] if is_any_cut else None
         self._send(out, back, group, rank, like)
@@ -266,20 +271,6 @@ def _as_slice(positions: torch.Tensor) -> slice | None:
     return slice(first, last + 1) if last - first + 1 == len(positions) else None
 
 
-def _divide(jobs: Sequence[Job], devices: int) -> list[tuple[list[Job], list[int]]]:
-    """Divide jobs into buckets of a limited size, and give each bucket's jobs their owners."""
-    buckets: list[list[Job]] = []
-    room = 0
-    for job in jobs:
-        size = job.region.shape[0] * job.region.shape[1]
-        if not buckets or room < size:
-            buckets.append([])
-            room = _BUCKET
-        buckets[-1].append(job)
-        room -= size
-    return [(bucket, _choose_owners(bucket, devices)) for bucket in buckets]
-
-
 def _choose_owners(jobs: Sequence[Job], devices: int) -> list[int]:
     """Choose an owner for each matrix, equally on every device.
 
@@ -295,7 +286,7 @@ def _choose_owners(jobs: Sequence[Job], devices: int) -> list[int]:
         if owners[number] is None:
             job = jobs[number]
             # An owner that holds less than its share would have to receive more.
-            share = job.region.shape[0] * job.region.shape[1] / devices
+            share = job.count_elements() / devices
             holders = [rank for rank, piece in enumerate(job.pieces) if piece.size >= share]
             owner = owners[number] = min(holders, key=loads.__getitem__)
             loads[owner] += job.cost

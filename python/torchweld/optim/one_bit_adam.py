@@ -24,12 +24,10 @@ from torchweld.collectives.one_bit import (
     Errors,
     OneBitExchange,
     Packed,
-    flatten_all,
     gather_errors,
-    list_sizes,
-    split_into_runs,
     take_own_errors,
 )
+from torchweld.collectives.runs import divide_into_runs, flatten_all, list_sizes
 from torchweld.collectives.wire import Status, Wire
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.errors import ArgumentError
@@ -81,9 +79,8 @@ class OneBitOptimizer(OwnOptimizer):
             value = others.get(argument, only)
             checks.fits(name, argument, value, value == only, f"{only}: {why}")
         self._wire, self._error_dtype = Wire(name, group), error_dtype
-        self._owed: list[
-            tuple[torch.Tensor, Packed, Errors]
-        ] = []  # results of the exchange; they are stored once no rank can fail
+        # Results of the exchange; they are stored once no rank can fail.
+        self._owed: list[tuple[torch.Tensor, Packed, Errors]] = []
         self._exchanged: list[torch.Tensor] = []  # the parameters of the current exchange
         self._attached: list[weakref.ref[Any]] = []
         self._is_checked = False
@@ -287,18 +284,11 @@ class OneBitOptimizer(OwnOptimizer):
             raise _SkipStep
         if self._wire.size == 1:
             return
-        begin, under_way = 0, []
-        while begin < len(grads):
-            end, size = begin, 0
-            while end < len(grads) and (end == begin or size + grads[end].numel() <= _BUCKET):
-                size += grads[end].numel()
-                end += 1
-            some = grads[begin:end]
-            under_way.append((some, self._wire.average(flatten_all(some))))
-            begin = end
-        means = [(some, pending.wait()) for some, pending in under_way]
-        for some, flat in means:
-            for g, mean in zip(some, split_into_runs(flat, list_sizes(some)), strict=True):
+        runs = divide_into_runs(grads, torch.Tensor.numel, _BUCKET)
+        under_way = [self._wire.average(flatten_all(some)) for some in runs]
+        means = [pending.wait() for pending in under_way]
+        for some, flat in zip(runs, means, strict=True):
+            for g, mean in zip(some, flat.split(list_sizes(some)), strict=True):
                 g.copy_(mean.view(g.shape))
 
     def _compress(self, parts: Sequence[Part]) -> None:
@@ -359,8 +349,8 @@ class OneBitOptimizer(OwnOptimizer):
             errors = Errors(state[WORKER], state.get(SERVER))
             if owner is None:
                 errors = take_own_errors(wire, errors, self._error_dtype)
-            cast = [e if e is None else e.to(self._error_dtype) for e in errors]
-            states[key] = state | {WORKER: cast[0], SERVER: cast[1]}
+            worker, server = errors.to(self._error_dtype)
+            states[key] = state | {WORKER: worker, SERVER: server}
         return super()._adopt(state_dict | {"state": states, "param_groups": groups})
 
     def _check_saved(self, groups: list[Group], states: dict[Any, State]) -> None:

@@ -10,7 +10,8 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from torchweld import checks
-from torchweld.collectives.one_bit import Packed, flatten_all, list_sizes, split_into_runs
+from torchweld.collectives.one_bit import Packed
+from torchweld.collectives.runs import flatten_all, list_sizes
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer.batch import Task
 from torchweld.ops.optimizer.passes import Part, Pass
@@ -162,7 +163,7 @@ class OneBitLAMB(OneBitOptimizer):
         scaling = self._find_scaling(params)
         flat = flatten_all([part.here * s for part, s in zip(parts, scaling, strict=True)])
         self._owed = self._reduce([(params[0], flat)])
-        momenta = split_into_runs(self._owed[0][1].dequantize(), list_sizes(params))
+        momenta = self._owed[0][1].dequantize().split(list_sizes(params))
         for part, momentum, s in zip(parts, momenta, scaling, strict=True):
             part.here.copy_(momentum.view(part.here.shape) / s)
 
@@ -201,7 +202,7 @@ class OneBitLAMB(OneBitOptimizer):
         params = self._list_sharing()
         first, sizes = self.state[params[0]], list_sizes(params)
         packed = Packed(first[BITS], first[SCALE], sum(sizes))
-        return dict(zip(params, split_into_runs(packed.dequantize(), sizes), strict=True))
+        return dict(zip(params, packed.dequantize().split(sizes), strict=True))
 
     def _list_sharing(self) -> list[torch.Tensor]:
         """List the parameters that share a scale: all that had a gradient in the warm-up."""

@@ -23,7 +23,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from torchweld.distributed.layers import find_blocks
+from torchweld.distributed.layers import add_path, find_blocks
 from torchweld.errors import ArgumentError
 
 
@@ -86,24 +86,21 @@ class RowSharded:
                 accepted = (
                     "parameters; make groups in `make`, of the DTensors that it gets in order"
                 )
-                raise ArgumentError(
-                    "RowSharded", "parameters", f"with a {type(p).__name__}", accepted
-                )
+                actual = f"with a {type(p).__name__}"
+                raise ArgumentError("RowSharded", "parameters", actual, accepted)
         self._parameters = [p for p in parameters if p.requires_grad]
-        self._mesh = mesh
+        self._mesh, self._place = mesh, (mesh.size(), mesh.get_local_rank())
         self._shards = [torch.nn.Parameter(self._make_shard(p.detach())) for p in self._parameters]
         self.optimizer = make(self._shards)
 
     def _make_shard(self, whole: torch.Tensor) -> DTensor:
         """Make a DTensor of this rank's rows of a replicated tensor, sharing its memory."""
-        rows = _slice_rows(whole, self._mesh.size(), self._mesh.get_local_rank())
+        rows, whole = _slice_rows(whole, *self._place), _view_at_least_1d(whole)
         return DTensor.from_local(
-            rows,
-            self._mesh,
-            [Shard(0)],
+            *(rows, self._mesh, [Shard(0)]),
             run_check=False,
-            shape=_view_at_least_1d(whole).shape,
-            stride=_view_at_least_1d(whole).stride(),
+            shape=whole.shape,
+            stride=whole.stride(),
         )
 
     @torch.no_grad()
@@ -115,17 +112,13 @@ class RowSharded:
             self.optimizer.step()
         else:
             scaler.step(self.optimizer)
-        alike: dict[torch.dtype, list[torch.Tensor]] = {}
-        for whole in self._parameters:
-            alike.setdefault(whole.dtype, []).append(whole)
-        for wholes in alike.values():
-            self._gather(wholes)
+        for dtype in dict.fromkeys(whole.dtype for whole in self._parameters):
+            self._gather([whole for whole in self._parameters if whole.dtype == dtype])
 
-    def _gather(self, wholes: list[torch.Tensor]) -> None:
-        count, rank = self._mesh.size(), self._mesh.get_local_rank()
-        sizes = [
-            _slice_rows(whole, count, 0).numel() for whole in wholes
-        ]  # the first rank has the most rows
+    def _gather(self, wholes: list[torch.nn.Parameter]) -> None:
+        count, rank = self._place
+        # The first rank has the most rows.
+        sizes = [_slice_rows(whole, count, 0).numel() for whole in wholes]
         received = wholes[0].new_zeros(count, sum(sizes))
         sent = received[rank]  # in place: one buffer of the parameters' size, not more
         for piece, whole in zip(sent.split(sizes), wholes, strict=True):
@@ -143,14 +136,8 @@ class RowSharded:
         root = torch.nn.Module()
         for name, p in model.named_parameters():
             *path, own = unwrapped(name).split(".")
-            if id(p) not in shards:
-                continue
-            at = root
-            for key in path:
-                if key not in at._modules:
-                    at.add_module(key, torch.nn.Module())
-                at = at.get_submodule(key)
-            at.register_parameter(own, shards[id(p)])
+            if id(p) in shards:
+                add_path(root, path).register_parameter(own, shards[id(p)])
         return root
 
     def zero_grad(self) -> None:

@@ -17,10 +17,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed import pipelining
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.distributed.one_for_all import compute_once
 from torchweld.distributed.pipelines.stepping import Stepping, find_ties
 from torchweld.errors import ArgumentError
+from torchweld.optim._shards import local_part
 
 Name = Literal[
     "gpipe",
@@ -207,8 +207,7 @@ class ScaledStage(pipelining.PipelineStage):
             return
         for p in self.submod.parameters():
             if p.grad is not None:
-                grad: Any = p.grad
-                (grad.to_local() if is_dtensor(grad) else grad).div_(grad_scale_factor)
+                local_part(p.grad).div_(grad_scale_factor)
 
 
 class _Stage(torch.nn.ModuleDict):

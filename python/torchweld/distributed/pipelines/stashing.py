@@ -113,11 +113,9 @@ class StashingStage(ScaledStage):
         """Find the oldest version that a later microbatch may need."""
         if self.rule == "2bw":
             return self.version - 1
-        return self.version if self.rule == "pipedream" else self._choose_version(self._next)
-
-    @property
-    def _next(self) -> int:
-        return len(self.used) - self._begun
+        if self.rule == "pipedream":
+            return self.version
+        return self._choose_version(len(self.used) - self._begun)  # of the next microbatch
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Do nothing: updates have used the gradients."""

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from torchweld.distributed.data.grad_norm import COPIES
 from torchweld.distributed.tensor.sums import find_sums
 from torchweld.errors import ArgumentError, CollectiveError
+from torchweld.optim._shards import local_part
 
 # For each parameter that several stages share: the stages and its name in each.
 Ties = list[dict[int, str]]
@@ -130,16 +130,14 @@ class Stepping:
         for grad in grads[1:]:
             total = total + grad
         if group is not None:
-            dist.all_reduce(total.to_local() if isinstance(total, DTensor) else total, group=group)
+            dist.all_reduce(local_part(total), group=group)
         for p, earlier in zip(copies, before, strict=True):
             p.grad = total.clone() if earlier is None else earlier + total
 
 
 def _check_alike(tie: dict[int, str], copies: Sequence[Any], group: Any) -> None:
     """Check that `wrap` left all copies of a shared parameter with one dtype and size."""
-    mine = [
-        (str(p.dtype), [*(p.to_local() if isinstance(p, DTensor) else p).shape]) for p in copies
-    ]
+    mine = [(str(p.dtype), [*local_part(p).shape]) for p in copies]
     of_all: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(of_all, mine, group=group)
     kinds = {f"{dtype} {shape}": None for each in of_all for dtype, shape in each}

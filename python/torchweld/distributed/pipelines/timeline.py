@@ -138,14 +138,12 @@ class Timeline:
         table.show()
         ranks = len(self._group_by_rank())
         microbatches = 1 + max(a.microbatch for a in self.actions)
+        each = 1e3 * self.overhead() * ranks * (end - begin) / len(self.actions)
         print(
             f"a step of {1e3 * (end - begin):.2f} ms; idle {self.bubble():.1%},"
             f" by (p-1)/(m+p-1) {estimate_bubble(ranks, microbatches):.1%}; overhead"
-            f" {self.overhead():.1%}, {self._compute_mean_overhead():.3f} ms before each action"
+            f" {self.overhead():.1%}, {each:.3f} ms before each action"
         )
-
-    def _compute_mean_overhead(self) -> float:
-        return 1e3 * sum(s.overhead for s in self.sum_times().values()) / len(self.actions)
 
     def draw(self, path: str | Path) -> None:
         """Draw the step, with a row for each rank; needs matplotlib."""

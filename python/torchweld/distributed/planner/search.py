@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -126,21 +128,10 @@ class Problem:
 
     def list_choices(self) -> Iterator[Choice]:
         """List all choices that `Parallel` accepts."""
-        names = [*self.axes]
-
-        def extend(values: dict[str, Any], at: int) -> Iterator[Choice]:
-            if at == len(names):
-                choice = self.make(**values)
-                if choice is not None:
-                    yield choice
-                return
-            for value in self.axes[names[at]]:
-                values[names[at]] = value
-                if _may_be(values, self.devices):
-                    yield from extend(values, at + 1)
-            values.pop(names[at], None)
-
-        yield from extend({}, 0)
+        for values in itertools.product(*self.axes.values()):
+            choice = self.make(**dict(zip(self.axes, values, strict=True)))
+            if choice is not None:
+                yield choice
 
     def find_cost(self, choice: Choice) -> Cost | None:
         """Return the cost with the best cuts; None: it does not fit."""
@@ -160,12 +151,6 @@ class Problem:
         times = [sum(self.model.time_unit(unit, choice)) for unit in self.model.work.units]
         slowest = max(max(times), sum(times) / choice.pipeline)
         return self.model.count_microbatches(choice) * slowest
-
-
-def _may_be(values: dict[str, Any], devices: int) -> bool:
-    """Whether the values so far can be part of a choice."""
-    inner = values.get("tensor", 1) * values.get("pipeline", 1)
-    return devices % inner == 0
 
 
 def _repeats_another(c: Choice) -> bool:
@@ -362,8 +347,6 @@ def _fits(model: torch.nn.Module, known: dict[int, bool], count: int) -> bool:
 
 def load_profile(path: str | Path) -> Profile:
     """Read a Profile from a JSON file with its fields."""
-    import json
-
     accepted = f"a JSON object with {', '.join(field.name for field in fields(Profile))}"
     try:
         values = json.loads(Path(path).read_text())

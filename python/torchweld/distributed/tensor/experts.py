@@ -10,8 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from torchweld.distributed.tensor.styles import Style, accept_multiples
-from torchweld.errors import ArgumentError
+from torchweld.distributed.tensor.styles import Style, check_divides
 
 
 class ExpertsParallel(Style):
@@ -30,10 +29,9 @@ class ExpertsParallel(Style):
 
     def check(self, name: str, module: torch.nn.Module, count: int) -> None:
         for parameter in module.parameters(recurse=False):
-            if parameter.shape[0] % count:
-                actual = f"with {parameter.shape[0]} experts in {name}"
-                accepted = accept_multiples("numbers of experts", parameter.shape[0], count)
-                raise ArgumentError("tp_plan", "model", actual, accepted)
+            experts = parameter.shape[0]
+            actual = f"{experts} experts in {name}"
+            check_divides("tp_plan", actual, "numbers of experts", experts, count)
 
     def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         self.distribute(module, device_mesh, lambda _: Shard(0))

@@ -18,7 +18,6 @@ their rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import parallelize_module
 
 from torchweld import functional, nn
-from torchweld.distributed.tensor.styles import Style, accept_multiples, describe_nearest
+from torchweld.distributed.tensor.styles import Style, check_divides, describe_nearest
 from torchweld.distributed.tensor.sums import Sums
 from torchweld.errors import ArgumentError
 
@@ -100,15 +99,8 @@ class Grid:
         layout = self.inner if is_first else self.stream
         return tuple(Shard(dim) if p == _FEATURES else _WHOLE for p in layout)
 
-    def count_rows(self) -> int:
-        """Count the parts of the batch."""
-        return self._count(_ROWS)
-
-    def count_features(self) -> int:
-        """Count the parts of the features."""
-        return self._count(_FEATURES)
-
-    def _count(self, placement: Placement) -> int:
+    def count(self, placement: Placement) -> int:
+        """Count the parts of the batch, or of the features."""
         return math.prod(self.mesh.size(at) for at, p in enumerate(self.stream) if p == placement)
 
     def multiply(self, x: Any, weight: Any, is_first: bool) -> Any:
@@ -232,16 +224,14 @@ class GridParallel(Style):
 
     def check(self, name: str, module: torch.nn.Module, count: int) -> None:
         for parameter in module.parameters(recurse=False):
-            side = self.grid.count_features()
+            side = self.grid.count(_FEATURES)
             # A cube cuts input features twice. Norms have whole parameters.
             sizes = [(n, side) for n in parameter.shape[isinstance(module, torch.nn.Embedding) :]]
             if self.grid.is_cube and parameter.ndim > 1 and not _is_embedding(module):
                 sizes[1] = (sizes[1][0], side * side)
             for size, parts in sizes:
-                if size % parts:
-                    accepted = accept_multiples("features", size, parts)
-                    actual = f"with {size} features in {name}"
-                    raise ArgumentError("parallelize", "model", actual, accepted)
+                actual = f"{size} features in {name}"
+                check_divides("parallelize", actual, "features", size, parts)
 
     def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         grid, first = self.grid, self.is_first
@@ -290,7 +280,7 @@ class GridParallel(Style):
         rows = tuple(_ROWS if p == _ROWS else _WHOLE for p in grid.stream)
         if tokens.shape[0] == 1:  # positions, which all rows have
             rows = (_WHOLE,) * grid.mesh.ndim
-        elif tokens.shape[0] % (count := grid.count_rows()):
+        elif tokens.shape[0] % (count := grid.count(_ROWS)):
             accepted = f"a multiple of {count} parts of the batch; the nearest are "
             accepted += describe_nearest(tokens.shape[0], count)
             raise ArgumentError("parallelize", "rows", str(tokens.shape[0]), accepted)
@@ -355,12 +345,9 @@ def parallelize_on_grid(model: Any, mode: str, device: str, size: int, depth: in
 
 
 def _check_heads(model: torch.nn.Module, grid: Grid) -> None:
-    width: Sequence[Any] = [
-        (name, module) for name, module in model.named_modules() if hasattr(module, "head_width")
-    ]
-    for name, module in width:
-        heads = module.q_proj.weight.shape[0] // module.head_width
-        if heads % (count := grid.count_features()):
-            accepted = accept_multiples("numbers of heads", heads, count)
-            actual = f"with {heads} heads in {name}"
-            raise ArgumentError("parallelize", "model", actual, accepted)
+    module: Any
+    for name, module in model.named_modules():
+        if hasattr(module, "head_width"):
+            heads = module.q_proj.weight.shape[0] // module.head_width
+            actual, count = f"{heads} heads in {name}", grid.count(_FEATURES)
+            check_divides("parallelize", actual, "numbers of heads", heads, count)

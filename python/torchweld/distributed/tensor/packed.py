@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torchweld.distributed.tensor.styles import (
     GatherInput,
     Style,
-    accept_multiples,
+    check_divides,
     divide_counts,
     is_transposed,
 )
@@ -38,11 +38,9 @@ class PackedColwiseParallel(Style):
         self.placement, self.name, self.parts = placement, name, parts
 
     def check(self, name: str, module: Any, count: int) -> None:
-        if any(part % count for part in self.parts):
-            actual = f"with {' + '.join(map(str, self.parts))} features in {name}.{self.name}"
-            size = next(part for part in self.parts if part % count)
-            accepted = accept_multiples("features", size, count)
-            raise ArgumentError("tp_plan", "model", actual, accepted)
+        actual = f"{' + '.join(map(str, self.parts))} features in {name}.{self.name}"
+        for part in self.parts:
+            check_divides("tp_plan", actual, "features", part, count)
 
     def _change(self, module: Any, device_mesh: DeviceMesh) -> torch.nn.Module:
         GatherInput(self.placement)._change(module, device_mesh)
@@ -84,11 +82,9 @@ class PackedHeadsParallel(PackedColwiseParallel):
 
     def check(self, name: str, module: Any, count: int) -> None:
         heads = [part // module.head_dim for part in self.parts]
-        if any(each % count for each in heads):
-            actual = f"with {heads[0]} heads and {heads[1]} key heads in {name}"
-            size = next(each for each in heads if each % count)
-            accepted = accept_multiples("numbers of heads and key heads", size, count)
-            raise ArgumentError("tp_plan", "model", actual, accepted)
+        actual = f"{heads[0]} heads and {heads[1]} key heads in {name}"
+        for each in heads:
+            check_divides("tp_plan", actual, "numbers of heads and key heads", each, count)
 
     def _change(self, module: Any, device_mesh: DeviceMesh) -> torch.nn.Module:
         count, heads = device_mesh.size(), module.config.num_attention_heads
@@ -133,10 +129,8 @@ class PackedConv1DParallel(Style):
         if not hasattr(module, "num_heads"):
             actual = f"with a {type(module).__name__}, {name}, without num_heads"
             raise ArgumentError("tp_plan", "model", actual, "GPT-2's attention around c_attn")
-        if module.num_heads % count:
-            actual = f"with {module.num_heads} heads in {name}"
-            accepted = accept_multiples("a number of heads", module.num_heads, count)
-            raise ArgumentError("tp_plan", "model", actual, accepted)
+        actual = f"{module.num_heads} heads in {name}"
+        check_divides("tp_plan", actual, "a number of heads", module.num_heads, count)
 
     def _change(self, module: Any, device_mesh: DeviceMesh) -> torch.nn.Module:
         GatherInput(self.placement)._change(module, device_mesh)

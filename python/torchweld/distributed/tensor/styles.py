@@ -42,9 +42,14 @@ def describe_nearest(size: int, count: int, least: int = 1) -> str:
     return " or ".join(map(str, multiples or [-(-least // count) * count]))
 
 
-def accept_multiples(what: str, size: int, count: int) -> str:
-    """Say which sizes are accepted instead of one that does not divide among devices."""
-    return f"{what} that {count} devices divide; the nearest are {describe_nearest(size, count)}"
+def check_divides(
+    function: str, actual: str, what: str, size: int, count: int, fits: bool = True
+) -> None:
+    """Check that a size of a model divides among devices; the error names the nearest sizes."""
+    if size % count or not fits:
+        nearest = describe_nearest(size, count)
+        accepted = f"{what} that {count} devices divide; the nearest are {nearest}"
+        raise ArgumentError(function, "model", f"with {actual}", accepted)
 
 
 class Style(ParallelStyle):
@@ -228,10 +233,8 @@ class GatherInput(Style):
         width = get_head_width(module)
         for projection in self.projections if width else ():
             heads, rest = divmod(getattr(module, projection).weight.shape[0], width)
-            if rest or heads % count:
-                actual = f"with {heads} heads in {name}.{projection}"
-                accepted = accept_multiples("numbers of heads and key heads", heads, count)
-                raise ArgumentError("tp_plan", "model", actual, accepted)
+            actual, what = f"{heads} heads in {name}.{projection}", "numbers of heads and key heads"
+            check_divides("tp_plan", actual, what, heads, count, not rest)
 
     def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         def before(_: Any, args: Any, kwargs: Any) -> Any:
@@ -360,10 +363,9 @@ class FusedColwiseParallel(Style, ColwiseParallel):
         weight: Any = module.weight
         features = weight.shape[1 if has_columns(module) else 0]
         # A gathered output, such as logits, can have any size.
-        if features % count and not self.output_layouts[0].is_replicate():
-            actual = f"with {features} features in {name}"
-            accepted = accept_multiples("features", features, count)
-            raise ArgumentError("tp_plan", "model", actual, accepted)
+        if not self.output_layouts[0].is_replicate():
+            actual = f"{features} features in {name}"
+            check_divides("tp_plan", actual, "features", features, count)
 
     def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
         def shard(_: str, layer: torch.nn.Module, mesh: DeviceMesh) -> None:

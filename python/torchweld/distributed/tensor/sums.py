@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from torchweld.collectives.runs import divide_into_runs
 from torchweld.dispatch.dtensor import SUMMED_LATER
 
 _BUCKET = 2**26  # bytes of gradients in one all-reduce
@@ -116,7 +117,7 @@ class Sums:
                 if _is_part(placement):
                     groups[p.device_mesh, dim, p.grad.dtype].append(p)
         for (mesh, dim, _), parameters in groups.items():
-            for bucket in _split_into_buckets(parameters):
+            for bucket in divide_into_runs(parameters, _count_bytes, _BUCKET):
                 _reduce(bucket, mesh.get_group(dim), dim)
 
 
@@ -141,18 +142,10 @@ def _wrap_local(x: Any, local: torch.Tensor, placements: Sequence[Placement]) ->
     )
 
 
-def _split_into_buckets(parameters: list[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    bucket: list[torch.nn.Parameter] = []
-    size = 0
-    for p in parameters:
-        assert isinstance(p.grad, DTensor)
-        more = p.grad.to_local().nbytes
-        if bucket and size + more > _BUCKET:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(p)
-        size += more
-    yield bucket
+def _count_bytes(parameter: torch.nn.Parameter) -> int:
+    """Count the bytes of a gradient's local part."""
+    assert isinstance(parameter.grad, DTensor)
+    return parameter.grad.to_local().nbytes
 
 
 def _reduce(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup, dim: int) -> None:

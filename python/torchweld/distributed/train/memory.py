@@ -15,6 +15,7 @@ from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.distributed.layers import find_blocks
 from torchweld.errors import ArgumentError
 from torchweld.optim._base import FusedOptimizer
+from torchweld.optim._shards import local_part
 from torchweld.table import Table
 
 Strategy = Literal["ddp", "zero1", "zero1_rows", "zero2", "zero3", "tp", "pp"]
@@ -143,7 +144,7 @@ def memory_estimate(
 
 
 def _count_local_bytes(t: torch.Tensor) -> int:
-    return (t.to_local() if is_dtensor(t) else t).nbytes  # type: ignore[attr-defined]
+    return local_part(t).nbytes
 
 
 def _get_row_share(p: torch.Tensor, world: int, rank: int) -> float:
@@ -251,15 +252,16 @@ def count_activations(
     Generators do not change; statistics of batch norms do.
     """
     own = (*model.parameters(), *model.buffers())
-    # References prevent the reuse of the keys of freed storages.
-    seen = {_get_storage_id(t): StorageWeakRef(_get_storage(t)) for t in own}
+    # References prevent the reuse of the numbers of freed storages.
+    storages = [local_part(t).untyped_storage() for t in own]
+    seen = {storage._cdata: StorageWeakRef(storage) for storage in storages}
     total = 0
 
     def count(t: torch.Tensor) -> None:
         nonlocal total
-        name, storage = _get_storage_id(t), _get_storage(t)
-        if name not in seen:
-            seen[name] = StorageWeakRef(storage)
+        storage = local_part(t).untyped_storage()
+        if storage._cdata not in seen:
+            seen[storage._cdata] = StorageWeakRef(storage)
             total += storage.nbytes()
 
     def refuse(_: Any) -> torch.Tensor:
@@ -274,11 +276,3 @@ def count_activations(
             if isinstance(t, torch.Tensor):
                 count(t)  # the caller holds the result
     return total
-
-
-def _get_storage(t: torch.Tensor) -> Any:
-    return (t.to_local() if is_dtensor(t) else t).untyped_storage()  # type: ignore[attr-defined]
-
-
-def _get_storage_id(t: torch.Tensor) -> int:
-    return _get_storage(t)._cdata

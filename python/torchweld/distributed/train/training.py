@@ -21,7 +21,7 @@ from torchweld import optim
 from torchweld.distributed import checkpoint
 from torchweld.distributed.data.grad_norm import grad_norm
 from torchweld.distributed.data.zero import RowSharded
-from torchweld.distributed.layers import LayerSeeds, find_layers
+from torchweld.distributed.layers import LayerSeeds, add_path, find_layers
 from torchweld.distributed.one_for_all import compute_once
 from torchweld.distributed.pipelines import stages
 from torchweld.distributed.pipelines.stashing import RULES, StashingStage, count_versions
@@ -376,13 +376,8 @@ def join(parts: Sequence[torch.nn.Module]) -> torch.nn.Module:
     root = torch.nn.Module()
     for part in parts:
         for path, module in part.named_modules():
-            at = root
-            for key in path.split("."):
-                if key in ("", "_checkpoint_wrapped_module"):
-                    continue
-                if key not in at._modules:
-                    at.add_module(key, torch.nn.Module())
-                at = at._modules[key]  # type: ignore[assignment]
+            ignored = ("", "_checkpoint_wrapped_module")
+            at = add_path(root, (key for key in path.split(".") if key not in ignored))
             for name, p in module.named_parameters(recurse=False):
                 at.register_parameter(name, p)
             for name, b in module.named_buffers(recurse=False):

@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
+from torchweld.collectives.runs import divide_into_runs
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer.batch import Batch, Tensors, is_foreign_to_kernels
 from torchweld.optim._base import FusedOptimizer, Group, Places
@@ -378,7 +379,7 @@ class Store:
         """Divide the parameters of group `at` into buckets of at most `nbytes`."""
         params = self._optimizer.param_groups[at]["params"]
         self._states |= {p: self._optimizer.state[p] for p in params if p in self._optimizer.state}
-        runs = _split_into_runs(params, nbytes)
+        runs = divide_into_runs(params, lambda p: local_part(p.detach()).nbytes, nbytes)
         new = [Bucket(run, self._states, self._transfers) for run in runs]
         try:
             for bucket in new:
@@ -441,17 +442,3 @@ class Store:
             group.clear()
             group.update(loaded, params=params)
         self.share_states()
-
-
-def _split_into_runs(params: list[torch.Tensor], nbytes: int) -> list[list[torch.Tensor]]:
-    """Split parameters into runs of at most `nbytes`; a larger parameter is its own run."""
-    runs: list[list[torch.Tensor]] = []
-    size = 0
-    for p in params:
-        nbytes_of_p = local_part(p.detach()).nbytes
-        if not runs or size + nbytes_of_p > nbytes:
-            runs.append([])
-            size = 0
-        runs[-1].append(p)
-        size += nbytes_of_p
-    return runs
