@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +14,6 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, dropout, gelu, layer_norm, linear, rms_norm, silu
 
-import fresh
 import torchweld
 from torchweld import functional
 from torchweld.bench import overhead
@@ -165,7 +165,11 @@ def ratios() -> dict[str, list[float]]:
     """Measured in a fresh process: after thousands of tests an interpreter's call sites have met
     all kinds of arguments, and are slower than in anybody's training. The least of two, since
     noise only adds."""
-    runs = [json.loads(fresh.run_file(__file__, "0.05")) for _ in range(2)]
+    command = [sys.executable, __file__, "0.05"]
+    runs = [
+        json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        for _ in range(2)
+    ]
     return {
         name: [min(pair) for pair in zip(*[run[name] for run in runs], strict=True)]
         for name in runs[0]
