@@ -4,8 +4,8 @@ python csrc/cuda_check.py [keep | all]
 
 To compile all files takes minutes, so tests/kept/cuda.tsv has those that were found without a
 spill, each with a hash of all that its machine code depends on. Files that are not there are
-compiled, and the one with the most registers anyway. `keep` adds them to the list; `all` compiles
-every file.
+compiled, and the one with the fewest kernels anyway, in least time. `keep` adds them to the list;
+`all` compiles every file.
 
 Exits with 3 if there is no nvcc.
 """
@@ -161,13 +161,14 @@ def main() -> None:
     objects = {name_of(each): each for each in build.kernels(sources, "nvcc", "")}
     kept = {name: k for name, k in read_kept().items() if name in objects}
     current = {n: k for n, k in kept.items() if k.key == key_of(objects[n], version)}
-    fullest = max(current, key=lambda name: current[name].registers, default=None)
+    some = [name for name in current if current[name].kernels]
+    smallest = min(some, key=lambda name: current[name].kernels, default=None)
     right, wanted = (
         True,
         [
             each
             for name, each in objects.items()
-            if options.what == "all" or name not in current or name == fullest
+            if options.what == "all" or name not in current or name == smallest
         ],
     )
     # Three architectures do not fill two cores: a second file fills them.

@@ -20,6 +20,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is import
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when NumPy is imported
 # Inductor compiles in the test's process: another one for its pool would only import torch again.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# The compiler that built torchweld knows this CPU's vectors. Inductor would compile and load a file
+# of each kind to find out, in every process.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import torch
 
@@ -39,6 +42,7 @@ from torchweld.dispatch import way
 from torchweld.dispatch.engine.judge import is_out_of_memory
 from torchweld.optim._base import FusedOptimizer
 from torchweld.registry import BACKENDS
+from trying import Trials, try_on_cpu
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreting.make_faster()
@@ -147,6 +151,12 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Triton is selected by name, on a GPU or in its interpreter."""
     with running_at(TRITON, monkeypatch):
         yield
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trials:
+    """CPU tensors are tried as a GPU's."""
+    return try_on_cpu(monkeypatch, tmp_path)
 
 
 @pytest.fixture

@@ -39,7 +39,10 @@ def starts() -> Any:
     """multiprocessing, with processes that fork from one that has imported what takes seconds."""
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torchweld.distributed", "torch._dynamo", "torch.distributed.fsdp"]
+        [
+            *("torchweld.distributed", "torch._inductor.compile_fx", "torch.distributed.fsdp"),
+            *("pytest", "hypothesis"),
+        ]
     )
     return context
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +16,7 @@ from torchweld.dispatch.bare import BareOp
 from torchweld.ops import quantize_8bit, quantize_one_bit
 from torchweld.ops.loss import rows as loss_rows
 from torchweld.ops.optimizer import batch, sum_of_squares
-from trying import Trials, try_on_cpu
-
-
-@pytest.fixture
-def trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trials:
-    return try_on_cpu(monkeypatch, tmp_path)
+from trying import Trials
 
 
 def _bare_calls() -> dict[str, tuple[BareOp, tuple[Any, ...]]]:

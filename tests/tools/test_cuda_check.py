@@ -60,7 +60,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
 
 
 def test_files_that_are_kept_are_not_compiled_again(tree: Tree) -> None:
-    """The first of those with the most registers is, so that a run compiles something."""
+    """The first of those with the fewest kernels is, so that a run compiles something."""
     assert tree.run() == (0, {"a.cu", "b.cu"})
     assert tree.run() == (0, {"a.cu", "b.cu"})  # nothing was stored
     assert tree.run("keep") == (0, {"a.cu", "b.cu"})
@@ -73,7 +73,7 @@ def test_files_that_are_kept_are_not_compiled_again(tree: Tree) -> None:
     [("csrc/deep.h", {"a.cu", "b.cu"}), ("csrc/cuda/b.cu", {"a.cu", "b.cu"})],
 )
 def test_files_that_changed_are_compiled(tree: Tree, name: str, compiled: set[str]) -> None:
-    """After a change of a header that only a includes, b is the fullest of those that are kept."""
+    """After a change of a header that only a includes, b is the smallest of those that are kept."""
     tree.run("keep")
     tree.write(name, "// 2\n" if name.endswith(".h") else "// b, changed\n")
     assert tree.run() == (0, compiled)

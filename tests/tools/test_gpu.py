@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -265,8 +265,10 @@ def test_a_fault_is_its_ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "tests" / "test_it.py").write_text(_TESTS)
     (rules / "test_optim_cuda.py").write_text(_RULES)
     record = gpu.Record(tmp_path, MACHINE, tmp_path)
-    until = time.monotonic() + 12
-    assert gpu.run_contract(tmp_path, [*OUTCOMES], record, until) == []
+    hangs = [("bias_act", "triton"), ("softmax_dropout", "triton")]  # the second one runs meanwhile
+    for targets, seconds in ([t for t in OUTCOMES if t not in hangs], 240), (hangs, 10):
+        until = time.monotonic() + seconds
+        assert gpu.run_contract(tmp_path, targets, record, until) == []
     for (name, backend), expected in OUTCOMES.items():
         proof = _read(record)["ops"].get(name, {}).get(backend)
         counts = proof and proof["outcomes"][gpu.TESTED]
@@ -295,12 +297,12 @@ def test_a_jobs_process_may_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """What it told before counts, its fault is its backend's, and the next job is measured."""
     (tmp_path / "sitecustomize.py").write_text(_PLANTED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    planted = ["", "os.abort()", "os.kill(os.getpid(), 9)", "time.sleep(999)"]
+    planted = ["", "os.abort()", "os.kill(os.getpid(), 9)"]
     all_jobs = [replace(JOB, plan=replace(JOB.plan, rivals=(what,))) for what in planted]
     found: dict[str, list[tuple[str, str]]] = {what: [] for what in planted}
     reasons = list[str]()
     overheads = list[Overhead]()
-    for job, results, more, _ in jobs.run_apart(all_jobs, patience=15):
+    for job, results, more, _ in jobs.run_apart(all_jobs):
         found[job.plan.rivals[0]] += [
             (r.direction, r.status) for r in results if r.contender == "cpu"
         ]
@@ -311,13 +313,25 @@ def test_a_jobs_process_may_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "": [forward, ("full", "timed")],
         "os.abort()": [forward, ("", "refused")],
         "os.kill(os.getpid(), 9)": [forward, ("", "absent")],
-        "time.sleep(999)": [forward, ("", "refused")],
     }
-    ends = "its process ended with status"
-    assert reasons == [f"{ends} -6", f"{ends} -9", "it told nothing for 15 s"]
+    assert reasons == [f"its process ended with status {status}" for status in (-6, -9)]
     assert {line.op for line in overheads} == {"layer_norm"}
-    # At the end of the time nothing is refused.
-    last = list(jobs.run_apart(all_jobs[3:], until=time.monotonic() + 10))
-    assert not any(r.status == "refused" for _, results, _, _ in last for r in results)
-    assert not any(has_ended for *_, has_ended in last)
-    assert list(jobs.run_apart(all_jobs, until=time.monotonic())) == []
+
+
+def test_a_process_that_tells_nothing_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job is refused after some time, but not at the end of all time. A script stands in."""
+    told = json.dumps({"results": [asdict(_result("layer_norm", "cpu"))]})
+    (tmp_path / "python").write_text(f"#!/bin/sh\necho '{told}'\nexec sleep 999\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(jobs.sys, "executable", str(tmp_path / "python"))
+
+    def run(**limits: float) -> list[tuple[str, str | None, bool]]:
+        every = list(jobs.run_apart([JOB], **limits))  # type: ignore[arg-type]
+        return [(r.status, r.reason, ended) for _, results, _, ended in every for r in results]
+
+    told_before = ("timed", None, False)
+    assert run(patience=2) == [told_before, ("refused", "it told nothing for 2 s", True)]
+    assert run(until=time.monotonic() + 2) == [told_before]
+    assert run(until=time.monotonic()) == []

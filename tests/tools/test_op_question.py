@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,14 +27,9 @@ from torchweld.random import Shard
 from torchweld.registry import EAGER, OPS, Op, materialize
 from torchweld.sparse import BlockLayout
 from torchweld.sparse.lists import token_mask
-from trying import Trials, forget, try_on_cpu
+from trying import Trials, forget
 
 LAYER_NORM = OPS["layer_norm"]
-
-
-@pytest.fixture
-def trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trials:
-    return try_on_cpu(monkeypatch, tmp_path)
 
 
 def test_sizes_that_are_small_for_the_cpu_are_tried_on_a_gpu() -> None:

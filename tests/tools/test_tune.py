@@ -18,12 +18,7 @@ from torchweld.dispatch import choice
 from torchweld.dispatch.engine.asking import Engine
 from torchweld.dispatch.engine.store import Store
 from torchweld.registry import OPS, materialize
-from trying import CONDITIONS, Trials, try_on_cpu
-
-
-@pytest.fixture
-def trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trials:
-    return try_on_cpu(monkeypatch, tmp_path)
+from trying import CONDITIONS, Trials
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "softmax_dropout"])

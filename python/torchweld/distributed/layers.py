@@ -77,9 +77,19 @@ class LayerSeeds:
             if layer.training:
                 microbatch = self._first + self._seen.get(name, 0)
                 self._seen[name] = self._seen.get(name, 0) + 1
-                torch.manual_seed(_hash_to_seed(self.seed, self._step, microbatch, name))
+                _seed_generators(_hash_to_seed(self.seed, self._step, microbatch, name))
 
         return seed_layer
+
+
+def _seed_generators(seed: int) -> None:
+    """As torch.manual_seed, which formats the stack for each kind of device that is not in use."""
+    if torch.accelerator.is_available() and not torch.cuda.is_initialized():
+        torch.manual_seed(seed)
+        return
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 def _hash_to_seed(*parts: object) -> int:
