@@ -142,7 +142,8 @@ def test_a_rotation_backwards_is_left_alone(name: str, tmp_path: Path) -> None:
 _NORMED = """
 import torch
 
-def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1, scale=1.0):
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1, scale=1.0, **more):
+    sin = sin * more.get("sign", 1)
     def turn(x):
         first, second = x.chunk(2, -1)
         turned = torch.cat((-second, first), -1)
@@ -186,6 +187,16 @@ BETWEEN: dict[str, tuple[str, str, dict[str, Any]]] = {
         _NORMS,
         _ROTATES.replace("sin)", "sin, scale=self.factor)"),
         {"factor": 3.0},
+    ),
+    "a function's argument by position": (
+        _NORMS,
+        _ROTATES.replace("sin)", "sin, 1, self.factor)"),
+        {"factor": 3.0},
+    ),
+    "an argument that the function looks up": (
+        _NORMS,
+        _ROTATES.replace("sin)", "sin, **({} if asked else {'sign': -1}))"),
+        {"asked": False},
     ),
 }
 

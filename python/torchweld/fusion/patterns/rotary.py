@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
@@ -60,8 +61,11 @@ class RotaryAttention(Rewritten):
     weld_interleaved: bool
     weld_partial: bool
     weld_keeps_dtype: bool
-    # What else the function of its file takes: with other values than these it runs itself.
-    weld_others: tuple[tuple[str, Any], ...]
+    # Names of what the function of its file takes, with the defaults of those after the angles, and
+    # whether it ignores all others. With values that no trial gave it, it runs itself.
+    weld_names: tuple[str, ...]
+    weld_others: dict[str, Any]
+    weld_ignores_more: bool
     weld_own_function: Callable[..., Any]
     q_norm: torch.nn.Module
     k_norm: torch.nn.Module
@@ -70,12 +74,14 @@ class RotaryAttention(Rewritten):
     def weld_rewrite(cls, forward: Any) -> Callable[..., Any]:
         function = unwrap(forward).__globals__[cls.weld_function]
         cls.weld_own_function = staticmethod(function)
-        named = list(inspect.signature(function).parameters.values())
-        cls.weld_others = tuple(
-            (p.name, p.default)
-            for p in named[3 if cls.weld_function == _ROTATES_COMPLEX else 4 :]
-            if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name != "unsqueeze_dim"
-        )
+        parameters = inspect.signature(function).parameters.values()
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        first = 3 if cls.weld_function == _ROTATES_COMPLEX else 4
+        names = ("q", "k", "cos", "sin")[:first]  # of a wrapper that hides them
+        cls.weld_names = names if len(named) < first else tuple(p.name for p in named)
+        cls.weld_others = {p.name: p.default for p in named[first:]}
+        more = {p.name for p in parameters if p.kind == p.VAR_KEYWORD}
+        cls.weld_ignores_more = bool(more) and not _reads_any(function, more)
         methods = _NORMS if cls.weld_norm else {}
         return rewrite(forward, cls.weld_function, "weld_rotate", methods)
 
@@ -94,42 +100,47 @@ class RotaryAttention(Rewritten):
     def weld_k_norm(self, x: torch.Tensor) -> Any:
         return x if self.weld_takes_norms() else self.k_norm(x)
 
+    def weld_is_unlike(self, given: dict[str, Any]) -> bool:
+        """Whether the function of the file gets what no trial gave it."""
+        for name, value in given.items():
+            if name not in self.weld_names:
+                if not self.weld_ignores_more:
+                    return True
+            elif name in self.weld_others and name != "unsqueeze_dim":
+                default = self.weld_others[name]
+                if value is not default and not (isinstance(value, _PLAIN) and value == default):
+                    return True
+        return False
+
     def weld_rotate(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor | None = None,
-        unsqueeze_dim: int = 1,
-        weld_left: bool = True,
-        **others: Any,  # DINOv3's has some, which its function ignores
+        self, *args: Any, weld_left: bool = True, **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate queries and keys, in the dtypes that the attention's own code gives them.
 
         `weld_left` says whether their norms are left to the rotation.
         """
+        given = self.weld_others | dict(zip(self.weld_names, args, strict=False)) | more
+        q, k, cos = (given.pop(name) for name in self.weld_names[:3])
         takes_norms = weld_left and self.weld_takes_norms()
-        for name, default in self.weld_others:
-            value = others.get(name, default)
-            if value is not default and (not isinstance(value, _PLAIN) or value != default):
-                if takes_norms:
-                    q, k = self.q_norm(q), self.k_norm(k)
-                angles = (cos,) if sin is None else (cos, sin)
-                if unsqueeze_dim != 1:
-                    others["unsqueeze_dim"] = unsqueeze_dim
-                return self.weld_own_function(q, k, *angles, **others)  # type: ignore[no-any-return]
-        if sin is None:
+        if self.weld_is_unlike(given) or len(args) > len(self.weld_names):
+            if takes_norms:
+                q, k = self.q_norm(q), self.k_norm(k)
+            more = {name: value for name, value in more.items() if name not in self.weld_names[:2]}
+            return self.weld_own_function(q, k, *args[2:], **more)  # type: ignore[no-any-return]
+        if self.weld_function == _ROTATES_COMPLEX:
             cos, sin, unsqueeze_dim = cos.real, cos.imag, self.weld_heads_at
-        given = cos.shape[-1]
+        else:
+            sin, unsqueeze_dim = given[self.weld_names[3]], given.get("unsqueeze_dim", 1)
+        width = cos.shape[-1]
         if self.weld_angles == "half":
-            cos, sin = cos[..., : given // 2], sin[..., : given // 2]
+            cos, sin = cos[..., : width // 2], sin[..., : width // 2]
         rotated = cos.shape[-1] * (1 if self.weld_angles == "columns" else 2)
         if rotated != q.shape[-1] and not self.weld_partial:
             accepted = (
                 f"for {q.shape[-1]} columns, since the attention did not run with fewer when it was"
                 " fused"
             )
-            raise ArgumentError(self.weld_function, "cos", f"of last size {given}", accepted)
+            raise ArgumentError(self.weld_function, "cos", f"of last size {width}", accepted)
         norm = dict(self.weld_norm) if takes_norms else {}
         inner: list[Any] = [getattr(self, name) for name in _NORMS] if norm else []
         weights = [getattr(part, norm["weight_name"]) for part in inner]
@@ -204,6 +215,15 @@ def _list_widths(
     return tuple(widths)
 
 
+def _reads_any(function: Any, names: set[str]) -> bool:
+    """Whether a function's code may read one of these of its variables."""
+    code = getattr(unwrap(function), "__code__", None)
+    if code is None:
+        return True
+    values = (step.argval for step in dis.get_instructions(code))
+    return any(names & set(v if isinstance(v, tuple) else (v,)) for v in values if v.__hash__)
+
+
 def _keeps_dtype(forward: Any) -> bool:
     """Whether the function of a forward's file returns 16 bits where the angles have 32."""
     x, angles = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16), torch.ones(1, 1, 8)
@@ -250,6 +270,7 @@ def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left
             f"angles {tables}",
             module,
             lambda: _list_widths(module, width, tables, inputs, device),  # noqa: B023
+            numbered=False,
         )
         if widths:
             break
