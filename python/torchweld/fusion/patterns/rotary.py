@@ -6,7 +6,8 @@ import dis
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +43,8 @@ _FORMS = (
 )
 # Values that == compares.
 _PLAIN = (bool, int, float, str)
+# In a trial: the most rows of a batch, the length of a long text, and a factor of numbers.
+_ROWS, _LONG, _LARGE = 2, 4100, 1e3
 # Norms that the rotation may take along, and the methods that then run in their place.
 _NORMS = {"q_norm": "weld_q_norm", "k_norm": "weld_k_norm"}
 
@@ -171,11 +174,23 @@ class RotaryAttention(Rewritten):
 
 
 class _Scope(torch.nn.Module):
-    """An attention, called with as many angles as each of `widths` says."""
+    """An attention, called with as many angles as each of `widths` says.
 
-    def __init__(self, attention: torch.nn.Module, widths: tuple[int, ...], tables: str) -> None:
+    With the name of its function it returns too what that makes of other tensors: softmax hides
+    much, and the function may decide by lengths.
+    """
+
+    def __init__(
+        self,
+        attention: torch.nn.Module,
+        widths: tuple[int, ...],
+        tables: str,
+        function: str = "",
+        normed: bool = False,
+    ) -> None:
         super().__init__()
         self.attention, self.widths, self.tables = attention, widths, tables
+        self.function, self.normed = function, normed
         # What a forward needs besides, such as Falcon's alibi, may be None.
         self.others = dict.fromkeys((probe.name_required(attention) or [])[1:])
 
@@ -190,8 +205,78 @@ class _Scope(torch.nn.Module):
                 wide = torch.promote_types(cos.dtype, torch.float32)
                 angles = torch.complex(*(angle.to(wide) for angle in angles))
             given = {**self.others, "position_embeddings": angles, "attention_mask": None}
-            results.append(self.attention(x, **given)[0])
+            calls: list[_Call] = []
+            with _record(self.attention, self.function, calls):
+                results.append(self.attention(x, **given)[0])
+            if len(x) <= _ROWS:  # traffic is measured with more rows
+                results += [y for call in calls for y in _repeat(call, x.shape[1], self.normed)]
         return results
+
+
+class _Call(NamedTuple):
+    """A call of the function that rotates, and what it returned."""
+
+    rotate: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+
+@contextmanager
+def _record(attention: Any, function: str, calls: list[_Call]) -> Iterator[None]:
+    """List an attention's calls of its function, or of the weld's in its place."""
+    if not function:
+        yield
+        return
+    is_weld = isinstance(attention, RotaryAttention)
+    name = "weld_rotate" if is_weld else function
+    place = vars(attention) if is_weld else unwrap(forward_of(attention)).__globals__
+    rotate = getattr(attention, name) if is_weld else place[name]
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        result = rotate(*args, **kwargs)
+        calls.append(_Call(rotate, args, kwargs, result))
+        return result
+
+    place[name] = record
+    try:
+        yield
+    finally:
+        if is_weld:
+            del place[name]
+        else:
+            place[name] = rotate
+
+
+def _repeat(call: _Call, tokens: int, normed: bool) -> Iterator[torch.Tensor]:
+    """The results of a call, and of calls with other lengths, tables and sizes of numbers."""
+    yield from call.result
+    if tokens < 2 or len(call.args) < 3 or not all(x.ndim == 4 for x in call.args[:2]):
+        return
+    q, k, *rest = call.args
+    at = [dim for dim in (1, 2) if q.shape[dim] == k.shape[dim] == tokens]
+    if len(at) != 1:  # as many heads as tokens
+        return
+
+    def again(change: Callable[..., Any], table: Callable[..., Any]) -> Iterator[torch.Tensor]:
+        others = [table(x) if isinstance(x, torch.Tensor) else x for x in rest]
+        yield from call.rotate(change(q), change(k), *others, **call.kwargs)
+
+    first = (slice(None),) * at[0] + (slice(1),)
+    yield from again(lambda x: x[first], lambda x: x[..., -1:, :])
+    if rest[0].ndim == 3:
+        yield from again(lambda x: x, lambda x: x[:1])
+    times = -(-_LONG // tokens)
+    with torch.no_grad():
+        # One head of one row.
+        one = (slice(1),) + ((slice(None), slice(1)) if at[0] == 1 else (slice(1),))
+        sizes = (1, times, 1, 1) if at[0] == 1 else (1, 1, times, 1)
+        yield from again(
+            lambda x: x[one].repeat(sizes),
+            lambda x: x[:1].repeat(1, times, 1) if x.ndim == 3 else x.repeat(times, 1),
+        )
+        if not normed:  # a norm takes the size away
+            yield from again(lambda x: _LARGE * x, lambda x: x)
 
 
 def _list_widths(
@@ -279,7 +364,6 @@ def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left
         return
     takes_norms = why_not(lambda: rewrite(forward, function, "_", _NORMS)) is None
     norms = [getattr(module, name, None) for name in _NORMS if takes_norms]
-    scope = _Scope(module, widths, tables)
     is_complex = tables == _COMPLEX
     forms = itertools.product(_FORMS[-1:], (1, 2)) if is_complex else ((f, 1) for f in _FORMS)
     for (angles, interleaved), at in forms:
@@ -296,6 +380,7 @@ def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left
                 "keeps_dtype": is_complex or _keeps_dtype(forward),
                 "inner": tuple(_NORMS) if norm else (),
             }
+            scope = _Scope(module, widths, tables, function, bool(norm))
             inner = tuple(part for part in norms if norm and isinstance(part, torch.nn.Module))
             yield propose(
                 module, RotaryAttention, becomes, settings, scope, inner=inner, inputs=inputs
