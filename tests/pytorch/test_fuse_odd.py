@@ -112,6 +112,50 @@ class Named(nn.Linear):
     """A subclass that changes nothing."""
 
 
+class NumberedNorm(PlainRMSNorm):
+    """The deeper the layer, the smaller the result."""
+
+    layer_idx = 0
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states) / (1 + self.layer_idx)
+
+
+class NumberedGated(Gated):
+    """A helper gets the module."""
+
+    layer_idx = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _divide(self, super().forward(x))
+
+
+class NumberedLinear(nn.Linear):
+    """A linear layer only as the first."""
+
+    layer_idx = 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) / (1 + getattr(self, "layer_idx", 0))
+
+
+def _divide(layer: Any, y: torch.Tensor) -> torch.Tensor:
+    return y / (1 + layer.layer_idx)
+
+
+def _numbered(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Two layers that differ only in their numbers."""
+
+    def build() -> nn.Module:
+        layers = [make(), make()]
+        for at, layer in enumerate(layers):
+            for part in layer.modules():
+                part.layer_idx = at  # type: ignore[assignment]
+        return nn.Sequential(*layers)
+
+    return build
+
+
 class Hidden(nn.Module):
     """A norm with its epsilon hard-coded."""
 
@@ -290,6 +334,15 @@ ODD: dict[str, tuple[Callable[[], nn.Module], set[str], str]] = {
     "float32 norm in a bfloat16 model": (
         _calls(lambda m, x: m.norm(m.fc(x)), fc=lambda: _fc().bfloat16(), norm=PlainRMSNorm),
         *({"norm"}, ""),
+    ),
+    "a norm reads its number": (_numbered(NumberedNorm), {"0"}, "something else"),
+    "a helper reads a number": (
+        _numbered(lambda: NumberedGated(nn.SiLU())),
+        *({"0"}, "something else"),
+    ),
+    "a linear layer reads its number": (
+        _numbered(lambda: _pair(NumberedLinear(WIDTH, WIDTH))),
+        *({"0.fc", "1.act"}, "another kind of linear"),
     ),
     "nothing": (nn.Identity, set(), ""),
     "no norm": (lambda: nn.Sequential(nn.Unflatten(-1, (4, 4, 4)), nn.Flatten()), set(), ""),

@@ -137,12 +137,31 @@ def test_a_rotation_backwards_is_left_alone(name: str, tmp_path: Path) -> None:
     assert row.reason
 
 
+# What no result of an attention of a few tokens shows.
+UNSEEN = {
+    "a long text": "q.shape[-2] > 4096",
+    "one token": "q.shape[-2] == 1",
+    "no gradient": "not torch.is_grad_enabled()",
+    "a table for all rows": "len(cos) < len(q)",
+    "large numbers": "q.abs().max() > 500",
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_rotation_that_depends_on_what_it_gets(name: str, tmp_path: Path) -> None:
+    turn, rotate, width, given = FORMS["halves, as Llama"]
+    model = _make(tmp_path, turn, f"q = 2 * q if {UNSEEN[name]} else q; {rotate}", width, given)
+    (row,) = torchweld.explain_fusion(model)
+    assert "it computes something else" in row.reason
+
+
 # --- What happens between a norm and the rotation -------------------------------------------------
 
 _NORMED = """
 import torch
 
-def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1, scale=1.0):
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1, scale=1.0, **more):
+    sin = sin * more.get("sign", 1)
     def turn(x):
         first, second = x.chunk(2, -1)
         turned = torch.cat((-second, first), -1)
@@ -186,6 +205,16 @@ BETWEEN: dict[str, tuple[str, str, dict[str, Any]]] = {
         _NORMS,
         _ROTATES.replace("sin)", "sin, scale=self.factor)"),
         {"factor": 3.0},
+    ),
+    "a function's argument by position": (
+        _NORMS,
+        _ROTATES.replace("sin)", "sin, 1, self.factor)"),
+        {"factor": 3.0},
+    ),
+    "an argument that the function looks up": (
+        _NORMS,
+        _ROTATES.replace("sin)", "sin, **({} if asked else {'sign': -1}))"),
+        {"asked": False},
     ),
 }
 

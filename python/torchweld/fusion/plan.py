@@ -16,7 +16,7 @@ from torchweld.fusion.patterns import PATTERNS, concerns
 from torchweld.fusion.settings import why_not_fixed
 from torchweld.fusion.trial import measure_gain, why_not_same
 from torchweld.fusion.twin import Twin
-from torchweld.fusion.view import View
+from torchweld.fusion.view import View, read_numbers
 from torchweld.fusion.weld import Left, Proposal, Tried, Weld, find_welds, why_not_change
 from torchweld.table import Table
 
@@ -238,9 +238,11 @@ def _try_once(entry: Proposal, view: View) -> tuple[str | None, float | None]:
         (names[id(change.module)], *change[1:-1], tuple(change.settings.items()))
         for change in entry.list_changes(entry.scope)
     )
-    question = f"tried {changes}"
+    # Code that no longer runs may have read its layer's number.
+    tried = (change.module for change in entry.changes if issubclass(change.weld, Tried))
+    question = (f"tried {changes}", *map(read_numbers, (*entry.inner, *tried)))
     result: tuple[str | None, float | None] = view.ask_once(
-        question, entry.scope, lambda: _try_proposal(entry, view.device(entry.scope))
+        question, entry.scope, lambda: _try_proposal(entry, view.device(entry.scope)), False
     )
     return result
 

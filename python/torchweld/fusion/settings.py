@@ -82,6 +82,13 @@ def read_settings(module: Any, besides: Collection[Any] = _READ) -> Settings:
     return tuple(sorted(settings, key=operator.itemgetter(0)))
 
 
+def may_read(module: torch.nn.Module, name: str) -> bool:
+    """Whether the code of a module's forward may read this attribute."""
+    cls: Any = getattr(type(module), "welded_from", type(module))
+    reads = _read_class(cls, getattr(cls, "forward", None))
+    return reads.escapes or name in reads.paths or name in reads.optional
+
+
 def why_not_fixed(module: torch.nn.Module) -> str | None:
     """Why a module may have effects that its settings do not tell of, or None.
 
@@ -149,7 +156,7 @@ def _read_function(function: FunctionType) -> Reads:
         return Reads(escapes=True)
     paths, stored, optional, escapes = set(), set(), set(), False
     for part in _list_codes(code):
-        if {"getattr", "hasattr"} & {*part.co_names}:
+        if _ASKS & {*part.co_names}:
             words = (word for word in part.co_consts if isinstance(word, str))
             optional |= {word for word in words if word.isidentifier()}
         steps = [step for step in dis.get_instructions(part) if step.opname not in _NO_STEPS]
@@ -167,11 +174,16 @@ def _read_function(function: FunctionType) -> Reads:
                 paths.add(path[0])
             elif is_last and steps[after].opname == "STORE_ATTR":
                 stored.add(steps[after].argval)
-            else:
+            elif not (is_last and steps[at - 1].argval in _ASKS and _is_word(steps[after])):
                 escapes |= not steps[after].opname.startswith("LOAD_SUPER")
     return Reads(frozenset(paths), frozenset(stored), frozenset(optional), escapes)
 
 
+def _is_word(step: dis.Instruction) -> bool:
+    return step.opname.startswith("LOAD_CONST") and isinstance(step.argval, str)
+
+
+_ASKS = {"getattr", "hasattr"}
 _LOADS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "STORE_FAST_LOAD_FAST")
 _NO_STEPS = ("CACHE", "PRECALL", "EXTENDED_ARG", "COPY", "DUP_TOP", "SWAP", "ROT_TWO")
 

@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 from torch.nn.parameter import is_lazy
 
 from torchweld.fusion import probe
+from torchweld.fusion.settings import may_read
 from torchweld.fusion.twin import CannotCopyError, Twin
 from torchweld.fusion.weld import (
     count_elements,
@@ -58,9 +59,18 @@ class View:
                 if child is not None:
                     self.parents.setdefault(id(child), []).append(module)
 
-    def ask_once(self, question: str, module: torch.nn.Module, answer: Callable[[], Any]) -> Any:
-        """The answer for a module's configuration, computed once."""
-        key = (question, make_key(module))
+    def ask_once(
+        self,
+        question: Hashable,
+        module: torch.nn.Module,
+        answer: Callable[[], Any],
+        numbered: bool = True,
+    ) -> Any:
+        """The answer for a module's configuration, computed once.
+
+        Layers that read their numbers share an answer only if the question is not `numbered`.
+        """
+        key = (question, make_key(module), numbered and read_numbers(module))
         if key not in self._answers:
             self._answers[key] = answer()
         return self._answers[key]
@@ -142,7 +152,7 @@ class View:
         """The module with the edges between its leaves, or the reason that it does not run."""
         if reason := why_not_copy(module):
             return reason
-        answer = self.ask_once("edges", module, lambda: _watch(module, self.device(module)))
+        answer = self.ask_once("edges", module, lambda: _watch(module, self.device(module)), False)
         if isinstance(answer, str):
             return answer
         inputs, edges = answer
@@ -284,10 +294,25 @@ def _key_of_module(module: torch.nn.Module, seen: dict[int, int]) -> Hashable:
     return type(module), tuple(attributes)
 
 
+def read_numbers(module: torch.nn.Module) -> Hashable:
+    """The layer's number, and those of its parts, as far as their code may read them."""
+    return tuple(
+        (name, value)
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if _is_number(name, value) and may_read(part, name)
+    )
+
+
+def _is_number(name: str, value: Any) -> bool:
+    return isinstance(value, int) and ("idx" in name or "index" in name or "layer_id" in name)
+
+
 def _is_irrelevant(name: str, value: Any) -> bool:
     """Whether an attribute is the layer's number, a hook, or set by a call."""
-    is_number = isinstance(value, int) and ("idx" in name or "index" in name or "layer_id" in name)
-    return is_number or name in ("training", "_compiled_call_impl") or "_hooks" in name
+    return (
+        _is_number(name, value) or name in ("training", "_compiled_call_impl") or "_hooks" in name
+    )
 
 
 def _key_of_value(value: Any, seen: dict[int, int]) -> Hashable:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,6 +43,8 @@ _FORMS = (
 )
 # Values that == compares.
 _PLAIN = (bool, int, float, str)
+# In a trial: the most rows of a batch, the length of a long text, and a factor of numbers.
+_ROWS, _LONG, _LARGE = 2, 4100, 1e3
 # Norms that the rotation may take along, and the methods that then run in their place.
 _NORMS = {"q_norm": "weld_q_norm", "k_norm": "weld_k_norm"}
 
@@ -60,8 +64,11 @@ class RotaryAttention(Rewritten):
     weld_interleaved: bool
     weld_partial: bool
     weld_keeps_dtype: bool
-    # What else the function of its file takes: with other values than these it runs itself.
-    weld_others: tuple[tuple[str, Any], ...]
+    # Names of what the function of its file takes, with the defaults of those after the angles, and
+    # whether it ignores all others. With values that no trial gave it, it runs itself.
+    weld_names: tuple[str, ...]
+    weld_others: dict[str, Any]
+    weld_ignores_more: bool
     weld_own_function: Callable[..., Any]
     q_norm: torch.nn.Module
     k_norm: torch.nn.Module
@@ -70,12 +77,14 @@ class RotaryAttention(Rewritten):
     def weld_rewrite(cls, forward: Any) -> Callable[..., Any]:
         function = unwrap(forward).__globals__[cls.weld_function]
         cls.weld_own_function = staticmethod(function)
-        named = list(inspect.signature(function).parameters.values())
-        cls.weld_others = tuple(
-            (p.name, p.default)
-            for p in named[3 if cls.weld_function == _ROTATES_COMPLEX else 4 :]
-            if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name != "unsqueeze_dim"
-        )
+        parameters = inspect.signature(function).parameters.values()
+        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        first = 3 if cls.weld_function == _ROTATES_COMPLEX else 4
+        names = ("q", "k", "cos", "sin")[:first]  # of a wrapper that hides them
+        cls.weld_names = names if len(named) < first else tuple(p.name for p in named)
+        cls.weld_others = {p.name: p.default for p in named[first:]}
+        more = {p.name for p in parameters if p.kind == p.VAR_KEYWORD}
+        cls.weld_ignores_more = bool(more) and not _reads_any(function, more)
         methods = _NORMS if cls.weld_norm else {}
         return rewrite(forward, cls.weld_function, "weld_rotate", methods)
 
@@ -94,42 +103,47 @@ class RotaryAttention(Rewritten):
     def weld_k_norm(self, x: torch.Tensor) -> Any:
         return x if self.weld_takes_norms() else self.k_norm(x)
 
+    def weld_is_unlike(self, given: dict[str, Any]) -> bool:
+        """Whether the function of the file gets what no trial gave it."""
+        for name, value in given.items():
+            if name not in self.weld_names:
+                if not self.weld_ignores_more:
+                    return True
+            elif name in self.weld_others and name != "unsqueeze_dim":
+                default = self.weld_others[name]
+                if value is not default and not (isinstance(value, _PLAIN) and value == default):
+                    return True
+        return False
+
     def weld_rotate(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor | None = None,
-        unsqueeze_dim: int = 1,
-        weld_left: bool = True,
-        **others: Any,  # DINOv3's has some, which its function ignores
+        self, *args: Any, weld_left: bool = True, **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate queries and keys, in the dtypes that the attention's own code gives them.
 
         `weld_left` says whether their norms are left to the rotation.
         """
+        given = self.weld_others | dict(zip(self.weld_names, args, strict=False)) | more
+        q, k, cos = (given.pop(name) for name in self.weld_names[:3])
         takes_norms = weld_left and self.weld_takes_norms()
-        for name, default in self.weld_others:
-            value = others.get(name, default)
-            if value is not default and (not isinstance(value, _PLAIN) or value != default):
-                if takes_norms:
-                    q, k = self.q_norm(q), self.k_norm(k)
-                angles = (cos,) if sin is None else (cos, sin)
-                if unsqueeze_dim != 1:
-                    others["unsqueeze_dim"] = unsqueeze_dim
-                return self.weld_own_function(q, k, *angles, **others)  # type: ignore[no-any-return]
-        if sin is None:
+        if self.weld_is_unlike(given) or len(args) > len(self.weld_names):
+            if takes_norms:
+                q, k = self.q_norm(q), self.k_norm(k)
+            more = {name: value for name, value in more.items() if name not in self.weld_names[:2]}
+            return self.weld_own_function(q, k, *args[2:], **more)  # type: ignore[no-any-return]
+        if self.weld_function == _ROTATES_COMPLEX:
             cos, sin, unsqueeze_dim = cos.real, cos.imag, self.weld_heads_at
-        given = cos.shape[-1]
+        else:
+            sin, unsqueeze_dim = given[self.weld_names[3]], given.get("unsqueeze_dim", 1)
+        width = cos.shape[-1]
         if self.weld_angles == "half":
-            cos, sin = cos[..., : given // 2], sin[..., : given // 2]
+            cos, sin = cos[..., : width // 2], sin[..., : width // 2]
         rotated = cos.shape[-1] * (1 if self.weld_angles == "columns" else 2)
         if rotated != q.shape[-1] and not self.weld_partial:
             accepted = (
                 f"for {q.shape[-1]} columns, since the attention did not run with fewer when it was"
                 " fused"
             )
-            raise ArgumentError(self.weld_function, "cos", f"of last size {given}", accepted)
+            raise ArgumentError(self.weld_function, "cos", f"of last size {width}", accepted)
         norm = dict(self.weld_norm) if takes_norms else {}
         inner: list[Any] = [getattr(self, name) for name in _NORMS] if norm else []
         weights = [getattr(part, norm["weight_name"]) for part in inner]
@@ -160,11 +174,23 @@ class RotaryAttention(Rewritten):
 
 
 class _Scope(torch.nn.Module):
-    """An attention, called with as many angles as each of `widths` says."""
+    """An attention, called with as many angles as each of `widths` says.
 
-    def __init__(self, attention: torch.nn.Module, widths: tuple[int, ...], tables: str) -> None:
+    With the name of its function it returns too what that makes of other tensors: softmax hides
+    much, and the function may decide by lengths.
+    """
+
+    def __init__(
+        self,
+        attention: torch.nn.Module,
+        widths: tuple[int, ...],
+        tables: str,
+        function: str = "",
+        normed: bool = False,
+    ) -> None:
         super().__init__()
         self.attention, self.widths, self.tables = attention, widths, tables
+        self.function, self.normed = function, normed
         # What a forward needs besides, such as Falcon's alibi, may be None.
         self.others = dict.fromkeys((probe.name_required(attention) or [])[1:])
 
@@ -179,8 +205,78 @@ class _Scope(torch.nn.Module):
                 wide = torch.promote_types(cos.dtype, torch.float32)
                 angles = torch.complex(*(angle.to(wide) for angle in angles))
             given = {**self.others, "position_embeddings": angles, "attention_mask": None}
-            results.append(self.attention(x, **given)[0])
+            calls: list[_Call] = []
+            with _record(self.attention, self.function, calls):
+                results.append(self.attention(x, **given)[0])
+            if len(x) <= _ROWS:  # traffic is measured with more rows
+                results += [y for call in calls for y in _repeat(call, x.shape[1], self.normed)]
         return results
+
+
+class _Call(NamedTuple):
+    """A call of the function that rotates, and what it returned."""
+
+    rotate: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+
+@contextmanager
+def _record(attention: Any, function: str, calls: list[_Call]) -> Iterator[None]:
+    """List an attention's calls of its function, or of the weld's in its place."""
+    if not function:
+        yield
+        return
+    is_weld = isinstance(attention, RotaryAttention)
+    name = "weld_rotate" if is_weld else function
+    place = vars(attention) if is_weld else unwrap(forward_of(attention)).__globals__
+    rotate = getattr(attention, name) if is_weld else place[name]
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        result = rotate(*args, **kwargs)
+        calls.append(_Call(rotate, args, kwargs, result))
+        return result
+
+    place[name] = record
+    try:
+        yield
+    finally:
+        if is_weld:
+            del place[name]
+        else:
+            place[name] = rotate
+
+
+def _repeat(call: _Call, tokens: int, normed: bool) -> Iterator[torch.Tensor]:
+    """The results of a call, and of calls with other lengths, tables and sizes of numbers."""
+    yield from call.result
+    if tokens < 2 or len(call.args) < 3 or not all(x.ndim == 4 for x in call.args[:2]):
+        return
+    q, k, *rest = call.args
+    at = [dim for dim in (1, 2) if q.shape[dim] == k.shape[dim] == tokens]
+    if len(at) != 1:  # as many heads as tokens
+        return
+
+    def again(change: Callable[..., Any], table: Callable[..., Any]) -> Iterator[torch.Tensor]:
+        others = [table(x) if isinstance(x, torch.Tensor) else x for x in rest]
+        yield from call.rotate(change(q), change(k), *others, **call.kwargs)
+
+    first = (slice(None),) * at[0] + (slice(1),)
+    yield from again(lambda x: x[first], lambda x: x[..., -1:, :])
+    if rest[0].ndim == 3:
+        yield from again(lambda x: x, lambda x: x[:1])
+    times = -(-_LONG // tokens)
+    with torch.no_grad():
+        # One head of one row.
+        one = (slice(1),) + ((slice(None), slice(1)) if at[0] == 1 else (slice(1),))
+        sizes = (1, times, 1, 1) if at[0] == 1 else (1, 1, times, 1)
+        yield from again(
+            lambda x: x[one].repeat(sizes),
+            lambda x: x[:1].repeat(1, times, 1) if x.ndim == 3 else x.repeat(times, 1),
+        )
+        if not normed:  # a norm takes the size away
+            yield from again(lambda x: _LARGE * x, lambda x: x)
 
 
 def _list_widths(
@@ -202,6 +298,15 @@ def _list_widths(
         if len(widths) == 2:
             break
     return tuple(widths)
+
+
+def _reads_any(function: Any, names: set[str]) -> bool:
+    """Whether a function's code may read one of these of its variables."""
+    code = getattr(unwrap(function), "__code__", None)
+    if code is None:
+        return True
+    values = (step.argval for step in dis.get_instructions(code))
+    return any(names & set(v if isinstance(v, tuple) else (v,)) for v in values if v.__hash__)
 
 
 def _keeps_dtype(forward: Any) -> bool:
@@ -250,6 +355,7 @@ def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left
             f"angles {tables}",
             module,
             lambda: _list_widths(module, width, tables, inputs, device),  # noqa: B023
+            numbered=False,
         )
         if widths:
             break
@@ -258,7 +364,6 @@ def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left
         return
     takes_norms = why_not(lambda: rewrite(forward, function, "_", _NORMS)) is None
     norms = [getattr(module, name, None) for name in _NORMS if takes_norms]
-    scope = _Scope(module, widths, tables)
     is_complex = tables == _COMPLEX
     forms = itertools.product(_FORMS[-1:], (1, 2)) if is_complex else ((f, 1) for f in _FORMS)
     for (angles, interleaved), at in forms:
@@ -275,6 +380,7 @@ def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left
                 "keeps_dtype": is_complex or _keeps_dtype(forward),
                 "inner": tuple(_NORMS) if norm else (),
             }
+            scope = _Scope(module, widths, tables, function, bool(norm))
             inner = tuple(part for part in norms if norm and isinstance(part, torch.nn.Module))
             yield propose(
                 module, RotaryAttention, becomes, settings, scope, inner=inner, inputs=inputs
