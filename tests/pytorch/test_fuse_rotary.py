@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,18 @@ def test_a_rotation_backwards_is_left_alone(name: str, tmp_path: Path) -> None:
     (row,) = torchweld.explain_fusion(model)
     assert not row.becomes
     assert row.reason
+
+
+def test_threads_fuse_models_of_one_file(tmp_path: Path) -> None:
+    """The trials record calls of a function that all share, and leave it as it was."""
+    turn, rotate, width, given = FORMS["halves, as Llama"]
+    model = _make(tmp_path, turn, rotate, width, given)
+    names: Any = type(model[0]).forward.__globals__
+    function, models = names["apply_rotary_pos_emb"], [copy.deepcopy(model) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        fused = list(pool.map(torchweld.fuse, models))
+    assert names["apply_rotary_pos_emb"] is function
+    assert all("rotary" in str(torchweld.explain_fusion(each)) for each in fused)
 
 
 # What no result of an attention of a few tokens shows.

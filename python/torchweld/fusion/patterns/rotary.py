@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -231,21 +232,28 @@ def _record(attention: Any, function: str, calls: list[_Call]) -> Iterator[None]
     is_weld = isinstance(attention, RotaryAttention)
     name = "weld_rotate" if is_weld else function
     place = vars(attention) if is_weld else unwrap(forward_of(attention)).__globals__
-    rotate = getattr(attention, name) if is_weld else place[name]
+    mine = threading.get_ident()
+    with _recording:
+        rotate = getattr(attention, name) if is_weld else place[name]
 
-    def record(*args: Any, **kwargs: Any) -> Any:
-        result = rotate(*args, **kwargs)
-        calls.append(_Call(rotate, args, kwargs, result))
-        return result
+        def record(*args: Any, **kwargs: Any) -> Any:
+            result = rotate(*args, **kwargs)
+            if threading.get_ident() == mine:
+                calls.append(_Call(rotate, args, kwargs, result))
+            return result
 
-    place[name] = record
-    try:
-        yield
-    finally:
-        if is_weld:
-            del place[name]
-        else:
-            place[name] = rotate
+        place[name] = record
+        try:
+            yield
+        finally:
+            if is_weld:
+                del place[name]
+            else:
+                place[name] = rotate
+
+
+# Attentions of one file share their function, also with other threads.
+_recording = threading.RLock()
 
 
 def _repeat(call: _Call, tokens: int, normed: bool) -> Iterator[torch.Tensor]:
