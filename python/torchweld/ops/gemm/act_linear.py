@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from torchweld.dispatch.autograd import list_reached, make_unaliased, make_views
+from torchweld.dispatch.autograd import (
+    differentiate,
+    list_reached,
+    make_unaliased,
+    make_views,
+)
 from torchweld.dispatch.bare import BareOp
 from torchweld.ops.activation import BIAS_ACT
 from torchweld.ops.gemm import gemm
@@ -128,7 +133,4 @@ def _derivatives(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...
     """Differentiable gradients, for second derivatives."""
     z, bias, *factors = saved = make_views(ctx.saved_tensors)
     y = linear(BIAS_ACT.reference(z, bias, *ctx.kind), *factors)
-    needs = [at for at, need in enumerate(ctx.needs_input_grad) if need]
-    wanted = torch.autograd.grad(y, [saved[at] for at in needs], grad, create_graph=True)
-    by_position = dict(zip(needs, wanted, strict=True))
-    return tuple([by_position.get(at) for at in range(len(ctx.needs_input_grad))])
+    return (*differentiate([y], saved, [grad]), None, None)

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from torchweld import checks
 from torchweld.dispatch import choice
-from torchweld.dispatch.autograd import find_apply, make_views, wants_gradient
+from torchweld.dispatch.autograd import differentiate, find_apply, make_views, wants_gradient
 from torchweld.ops.loss import arguments, nodes, results, rows
 from torchweld.ops.loss.arguments import Settings
 from torchweld.ops.loss.chunks import NO_GRADIENT, Gemms, Layer, Needs, Plan
@@ -195,7 +195,7 @@ def _differentiate_eagerly(call: _Call, layer: Layer, grad: torch.Tensor, *rest:
         x, weight, bias = make_views(layer[:3])
         layer = layer._replace(input=x, weight=weight, bias=bias)
         loss = call.run_eagerly(layer, *rest)
-        return results.differentiate([loss], layer[:3], [grad], is_graph)
+        return differentiate([loss], layer[:3], [grad], is_graph)
 
 
 def _flatten(of_rows: Any) -> torch.Tensor | None:

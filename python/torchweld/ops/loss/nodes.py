@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchweld import checks
-from torchweld.dispatch.autograd import exports_a_derivative, make_views
+from torchweld.dispatch.autograd import differentiate, exports_a_derivative, make_views
 from torchweld.dispatch.library import define_differentiable
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks, results, rows, sharded
@@ -170,7 +170,7 @@ class _Rows(torch.autograd.Function):
             _refuse_shared(ctx.classes)
             layer = Layer(*make_views(layer[:3]), *ctx.layer)
             row_results = find_by_reference(layer, target, how, Wanted(*ctx.wanted))
-            return (*results.differentiate(row_results, layer[:3], grads), *after)
+            return (*differentiate(row_results, layer[:3], grads), *after)
         coefficients = results.make_coefficients(grads, target, how, statistics)
         if linear_weight is None:
             given = (target, statistics, *coefficients, *how[1:6])
@@ -247,7 +247,7 @@ class _Total(torch.autograd.Function):
             layer = Layer(*make_views((x, linear_weight, bias)), *ctx.layer)
             row_results = find_by_reference(layer, target, how, ctx.factors.find_wanted())
             total = ctx.factors.add_up(row_results)
-            return (*results.differentiate([total], layer[:3], [grad]), *after)
+            return (*differentiate([total], layer[:3], [grad]), *after)
         kept = ctx.kept
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         if keeps_graph or not checks.can_read(grad, *kept):

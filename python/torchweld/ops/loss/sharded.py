@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld import checks
-from torchweld.dispatch.dtensor import is_dtensor, is_strided, replicate, take_part
+from torchweld.dispatch.dtensor import (
+    as_dtensor,
+    is_dtensor,
+    is_strided,
+    replicate,
+    take_part,
+)
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import rows
 from torchweld.ops.loss.results import Wanted
@@ -93,18 +99,18 @@ def run_both(
 
 
 class Place(NamedTuple):
-    """The rows and classes that this device holds of tensors on a mesh."""
+    """The rows and classes that this device holds of tensors on a mesh; without one, all."""
 
     function: str
-    mesh: Any
-    of_rows: tuple[Any, ...]  # placements of tensors that have the input's leading dimensions
-    leading: tuple[int, ...]  # of the rows of all devices
-    shared_along: int | None  # the dimension of the mesh that shares the vocabulary
-    classes: Classes | None  # None: the device has all classes
+    mesh: Any = None
+    of_rows: tuple[Any, ...] = ()  # placements of tensors that have the input's leading dimensions
+    leading: tuple[int, ...] = ()  # of the rows of all devices
+    shared_along: int | None = None  # the dimension of the mesh that shares the vocabulary
+    classes: Classes | None = None  # None: the device has all classes
 
     def take_rows(self, name: str, value: Any) -> Any:
         """Take this device's rows of a tensor; return any other value unchanged."""
-        if not isinstance(value, torch.Tensor):
+        if self.mesh is None or not isinstance(value, torch.Tensor):
             return value
         if tuple(value.shape[: len(self.leading)]) != self.leading:
             accepted = f"the rows' shape, {[*self.leading]}"
@@ -130,7 +136,7 @@ class Place(NamedTuple):
 
     def take_whole(self, name: str, value: Any) -> Any:
         """All of a tensor."""
-        if not isinstance(value, torch.Tensor):
+        if self.mesh is None:
             return value
         whole = replicate(self.mesh)
         return take_part(self.function, name, value, self.mesh, whole, whole)
@@ -153,6 +159,8 @@ class Place(NamedTuple):
 
     def add_up(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over the devices that have different rows."""
+        if self.mesh is None:
+            return x
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
         if all(isinstance(of, Replicate) for of in self.of_rows):
@@ -161,26 +169,22 @@ class Place(NamedTuple):
         total = DTensor.from_local(x, self.mesh, parts, run_check=False)
         return total.redistribute(self.mesh, replicate(self.mesh)).to_local()  # type: ignore[no-any-return]
 
-    def wrap(self, result: torch.Tensor) -> Any:
-        """A result of each row, or one number that all devices have, as a DTensor."""
-        from torch.distributed.tensor import DTensor
-
+    def wrap(self, result: Any) -> Any:
+        """Results of each row, or one number that all devices have, as DTensors."""
+        if self.mesh is None:
+            return result
+        if isinstance(result, tuple):
+            return tuple(map(self.wrap, result))
         if result.ndim == 0:
-            return DTensor.from_local(result, self.mesh, replicate(self.mesh), run_check=False)
+            return as_dtensor(result, self.mesh, replicate(self.mesh), ())
         shape = (*self.leading, *result.shape[len(self.leading) :])
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            result.contiguous(),
-            self.mesh,
-            self.of_rows,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=stride,
-        )
+        return as_dtensor(result.contiguous(), self.mesh, self.of_rows, shape)
 
 
 def find_place(function: str, input: Any, weight: Any, bias: Any) -> tuple[Place, Any]:
     """Where this device's part of the work is, and its input, weight and bias."""
+    if not any(map(is_dtensor, (input, weight, bias))):
+        return Place(function), (input, weight, bias)
     if not is_dtensor(input):
         accepted = (
             "a DTensor, as linear_weight is: from_local(input, mesh, [Replicate()]) where devices "
