@@ -147,10 +147,11 @@ def _compute(
     logits = _as_rows(settings, input)
     target, how = arguments.read_rows(settings, target, weight, temperature)
     factors, count = results.make_factors(settings, target, how, token_weights)
+    given = (target, how, factors.find_wanted())
     if takes_eager:
-        rows = results.reference(logits, target, how, factors.find_wanted())
+        rows = results.reference(logits, *given)
     else:
-        rows = nodes.find_of_logits(logits, target, how, factors.find_wanted(), inplace)
+        rows = nodes.find(nodes.as_layer(logits), *given, inplace)
     made = results.reduce(settings, factors, rows, count)
     if not checks.autocasts(input.device.type):
         made = made.to(input.dtype)

@@ -24,11 +24,10 @@ from torchweld.ops.loss import (
     sharded,
     small,
 )
-from torchweld.ops.loss.arguments import Settings
+from torchweld.ops.loss.arguments import Classes, Place, Settings
 from torchweld.ops.loss.chunks import Layer, Needs, Plan
 from torchweld.ops.loss.results import RowResults, Wanted
 from torchweld.ops.loss.rows import How
-from torchweld.ops.loss.sharded import Classes, Place
 from torchweld.registry import why_not_now
 
 _CROSS_ENTROPY, _LOGPROBS = "linear_cross_entropy", "linear_logprobs"
@@ -118,7 +117,7 @@ def linear_cross_entropy(
     soft = isinstance(target, torch.Tensor) and target.is_floating_point()
     if soft and ignore_index is not None:
         raise ArgumentError(_CROSS_ENTROPY, "ignore_index", ignore_index, "None with probabilities")
-    place, parts = sharded.find_place(_CROSS_ENTROPY, input, linear_weight, linear_bias)
+    place, parts = arguments.find_place(_CROSS_ENTROPY, input, linear_weight, linear_bias)
     target = place.take_target(target)
     weight, temperature, token_weights = (
         place.take_whole("weight", weight),
@@ -193,7 +192,7 @@ def linear_logprobs(
         ("return_argmax", return_argmax),
     ):
         checks.flag(_LOGPROBS, flag, value)
-    place, parts = sharded.find_place(_LOGPROBS, input, linear_weight, linear_bias)
+    place, parts = arguments.find_place(_LOGPROBS, input, linear_weight, linear_bias)
     target = place.take_rows("target", target)
     temperature = place.take_rows("temperature", temperature)
     chunking = (logits_dtype, memory, accumulate, batch_invariant)

@@ -17,10 +17,10 @@ from torchweld.dispatch.autograd import differentiate, exports_a_derivative, mak
 from torchweld.dispatch.library import define_differentiable
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks, results, rows, sharded
+from torchweld.ops.loss.arguments import Classes
 from torchweld.ops.loss.chunks import Begun, Layer, Needs, Plan
 from torchweld.ops.loss.results import Factors, RowResults, Wanted
 from torchweld.ops.loss.rows import How
-from torchweld.ops.loss.sharded import Classes
 from torchweld.ops.opaque import define_opaque
 
 _LAYER = (
@@ -314,10 +314,3 @@ def as_layer(logits: torch.Tensor) -> Layer:
     """Given logits: a layer without a weight."""
     nothing: Any = None
     return Layer(logits, nothing, None, 0, logits.dtype, False, False, 0)
-
-
-def find_of_logits(
-    logits: torch.Tensor, target: torch.Tensor, how: How, wanted: Wanted, in_place: bool
-) -> RowResults:
-    """Compute the results of rows of given logits."""
-    return find(as_layer(logits), target, how, wanted, in_place)
