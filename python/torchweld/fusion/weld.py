@@ -363,10 +363,6 @@ class Change(NamedTuple):
     becomes: str = ""
     settings: dict[str, Any] = {}  # noqa: RUF012 - never written to
 
-    def of(self, module: torch.nn.Module) -> Change:
-        """The same change for another module."""
-        return self._replace(module=module)
-
     def apply(self) -> None:
         """Set the class. A class that proposals share gets the pairs of all of them."""
         was: Any = type(self.module)

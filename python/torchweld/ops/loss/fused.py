@@ -243,23 +243,16 @@ def make_run(
     )
     trains = wants_gradient(*layer[:3])
 
-    def run(
-        x: torch.Tensor,
-        linear_weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        target: torch.Tensor,
-        weight: torch.Tensor | None,
-        temperature: Any,
-        token_weights: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def run(*given: Any) -> torch.Tensor:
+        *parts, target, weight, temperature, token_weights = given
         if arguments.is_checked(target):
             arguments.mark_ignored(settings.function, target, settings.classes, settings.ignored)
         whole = None
         if smoothing and weight is not None:
             whole = weight.detach().to(settings.kind).sum()
         flat = [_flatten(t) for t in (target, temperature, token_weights)]
-        given = (x, linear_weight, bias, flat[0], weight, whole, *flat[1:])
-        loss = _apply(call, *given) if trains else call.run(*given)[0]
+        parts += [flat[0], weight, whole, *flat[1:]]
+        loss = _apply(call, *parts) if trains else call.run(*parts)[0]
         return loss.view(leading) if is_shaped else loss
 
     return run

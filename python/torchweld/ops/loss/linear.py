@@ -335,10 +335,9 @@ def _fuse(
 def _negate(run: small.Run) -> small.Run:
     """Log-probabilities of classes [*], or [*, 1], by their losses."""
 
-    def find(
-        input: torch.Tensor, weight: torch.Tensor, bias: Any, target: torch.Tensor, temperature: Any
-    ) -> torch.Tensor:
-        losses = run(input, weight, bias, target, None, temperature, None)
+    def find(*given: Any) -> torch.Tensor:
+        *layer, target, temperature = given
+        losses: torch.Tensor = run(*layer, target, None, temperature, None)
         return -losses.view(target.shape)
 
     return find
@@ -373,19 +372,11 @@ def _make_layer(
     return Layer(flat, weight, bias, *kind.chunking)
 
 
-def _compute_loss(
-    kind: _Kind,
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    linear_bias: torch.Tensor | None,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    temperature: Any,
-    token_weights: torch.Tensor | None,
-) -> Any:
+def _compute_loss(kind: _Kind, *given: Any) -> Any:
+    *parts, target, weight, temperature, token_weights = given
     settings, place = kind.settings, kind.place
     averages = settings.reduction == "mean"
-    layer, begun = _make_layer(kind, input, linear_weight, linear_bias), None
+    layer, begun = _make_layer(kind, *parts), None
     if kind.plan is not None and settings.several is not None and place.classes is None:
         with torch.no_grad():  # the node that takes it has the derivative
             begun = chunks.begin(kind.plan, layer, target.reshape(-1, 1), settings.ignored)
@@ -405,15 +396,9 @@ def _compute_loss(
     return (made, found.lse.reshape(settings.leading)) if kind.returns_lse else made
 
 
-def _compute_logprobs(
-    kind: _Kind,
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    linear_bias: torch.Tensor | None,
-    target: torch.Tensor,
-    temperature: Any,
-) -> Any:
-    layer = _make_layer(kind, input, linear_weight, linear_bias)
+def _compute_logprobs(kind: _Kind, *given: Any) -> Any:
+    *parts, target, temperature = given
+    layer = _make_layer(kind, *parts)
     marked, how = arguments.read_rows(kind.settings, target, None, temperature)
     marked, how = kind.place.take_classes(marked, how)
     found = _find(kind, layer, marked, how, kind.wanted)
