@@ -491,9 +491,15 @@ def _attend_to_part(
     if not is_own:
         given = (module, query, key, value, mask, dropout, scaling, is_causal)
         return sdpa_attention_forward(*given)[0]
-    dropout = dropout if module.training else 0.0
-    y = _attend_with_mask(query, key, value, mask, scaling, softcap, sinks, dropout)
-    return y.transpose(1, 2).contiguous()
+    # With the soft cap and the sinks, which torch's attention lacks.
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    z = reference.scores(query, key, None, scale, softcap, None).float()
+    column = None if sinks is None else sinks.float().view(-1, 1, 1)
+    weights, _ = reference.softmax(z, mask, column)
+    weights = torch.nn.functional.dropout(weights, dropout, module.training)
+    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous()
 
 
 def _make_window(size: int, causal: bool) -> Layouts:
@@ -519,24 +525,3 @@ def _add_to_mask(
     if mask is None:
         return bias
     return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
-
-
-def _attend_with_mask(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    dropout: float,
-) -> torch.Tensor:
-    """Attention with a mask of tokens, and with the soft cap and sinks that torch's lacks."""
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    z = reference.scores(query, key, None, scale, softcap, None).float()
-    column = None if sinks is None else sinks.float().view(-1, 1, 1)
-    weights, _ = reference.softmax(z, mask, column)
-    weights = torch.nn.functional.dropout(weights, dropout, dropout > 0)
-    return weights.to(value.dtype) @ value

@@ -291,16 +291,10 @@ class DecoderLayer(_Layer):
         return self._blocks(tgt, [attend, cross, self._feed_forward])
 
 
-def _run(
-    attention: Any,
-    x: torch.Tensor,
-    memory: torch.Tensor,
-    mask: torch.Tensor | None,
-    key_padding_mask: torch.Tensor | None,
-    is_causal: bool,
-) -> torch.Tensor:
+def _run(attention: Any, x: torch.Tensor, memory: torch.Tensor, *given: Any) -> torch.Tensor:
     """The result of a layer's attention, without weights."""
-    masks = {"attn_mask": mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
+    mask, padding, is_causal = given
+    masks = {"attn_mask": mask, "key_padding_mask": padding, "is_causal": is_causal}
     return attention(x, memory, memory, **masks, need_weights=False)[0]  # type: ignore[no-any-return]
 
 

@@ -161,19 +161,10 @@ def _fused(backend: str, *inputs: Any) -> torch.Tensor:
 # --- The reference --------------------------------------------------------------------------------
 
 
-def _reference(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    indices: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    *how: Any,
-) -> torch.Tensor:
-    tensors = (x, gate_up, down, indices, weights, gate_up_bias, down_bias)
-    _check(*tensors, *how)
-    form, factors = Form(*how[:-1]), Factors(gate_up, down, gate_up_bias, down_bias)
+def _reference(*inputs: Any) -> torch.Tensor:
+    _check(*inputs)
+    x, gate_up, down, indices, weights, *biases = inputs[:_TENSORS]
+    form, factors = Form(*inputs[_TENSORS:-1]), Factors(gate_up, down, *biases)
     flat, top = x.reshape(x.shape[:-1].numel(), x.shape[-1]), indices.shape[-1]
     kind = grouped.accumulate_type(x.dtype)
     ids, scales = indices.reshape(-1), weights.reshape(-1)

@@ -22,14 +22,8 @@ from torchweld.ops.activation import BIAS_ACT
 from torchweld.ops.gemm import gemm
 
 
-def _fake(
-    grad_y: torch.Tensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    approximate: str,
-    need_bias: bool,
-) -> torch.Tensor:
+def _fake(_: Any, x: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> torch.Tensor:
+    *_, need_bias = rest
     return x.new_empty(0) if bias is None or not need_bias else torch.empty_like(bias)
 
 
@@ -47,14 +41,13 @@ def act_linear(
     bias: torch.Tensor | None,
     weight: torch.Tensor,
     weight_bias: torch.Tensor | None,
-    activation: str,
-    approximate: str,
+    *kind: str,
 ) -> torch.Tensor:
     """linear(activation(z + bias), weight, weight_bias)."""
     if torch.is_autocast_enabled(z.device.type):
         weight = weight.to(z.dtype)
         weight_bias = None if weight_bias is None else weight_bias.to(z.dtype)
-    return _ActLinear.apply(z, bias, weight, weight_bias, activation, approximate)
+    return _ActLinear.apply(z, bias, weight, weight_bias, *kind)
 
 
 class _ActLinear(torch.autograd.Function):

@@ -18,7 +18,7 @@ from torchweld.dispatch.library import define_differentiable
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks, results, rows, sharded
 from torchweld.ops.loss.arguments import Classes
-from torchweld.ops.loss.chunks import Begun, Layer, Needs, Plan
+from torchweld.ops.loss.chunks import Layer, Needs, Plan
 from torchweld.ops.loss.results import Factors, RowResults, Wanted
 from torchweld.ops.loss.rows import How
 from torchweld.ops.opaque import define_opaque
@@ -275,20 +275,15 @@ def _refuse_shared(classes: Classes | None) -> None:
 
 
 def find_total(
-    layer: Layer,
-    target: torch.Tensor,
-    how: How,
-    factors: Factors,
-    needs: Needs,
-    plan: Plan | None,
-    classes: Classes | None,
-    begun: Begun | None = None,
+    layer: Layer, target: torch.Tensor, how: How, factors: Factors, *rest: Any
 ) -> torch.Tensor:
     """Compute the weighted sum of the rows' losses, and its gradients at once.
 
-    Without a plan an op of torch.library does so: the numbers cannot be read.
+    The rest are the gradients that are wanted, the plan, the classes that devices share, and the
+    pass if it has begun. Without a plan an op of torch.library computes them: the numbers cannot be
+    read.
     """
-    return _Total.apply(*layer, *how, *factors, target, needs, plan, classes, begun)  # type: ignore[no-any-return]
+    return _Total.apply(*layer, *how, *factors, target, *rest)  # type: ignore[no-any-return]
 
 
 def find(
