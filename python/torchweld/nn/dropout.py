@@ -2,7 +2,6 @@
 
 import numbers
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -60,7 +59,9 @@ class BiasDropoutAdd(torch.nn.Module):
 
 
 class _DropoutAddNorm(torch.nn.Module):
-    _names: tuple[str, ...]  # of the parameters
+    # Names of the function, which torch.fx finds by its name, and of the parameters.
+    _function: str
+    _names: tuple[str, ...]
 
     def __init__(
         self,
@@ -90,14 +91,10 @@ class _DropoutAddNorm(torch.nn.Module):
         for name, parameter in self.named_parameters():
             torch.nn.init.constant_(parameter, 1.0 if name == "weight" else 0.0)
 
-    @staticmethod
-    def _function(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
     def forward(
         self, input: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        y, z = self._function(
+        y, z = getattr(functional, self._function)(
             input,
             residual,
             *[getattr(self, name) for name in self._names],
@@ -147,7 +144,7 @@ class DropoutAddLayerNorm(_DropoutAddNorm):
     weight: torch.nn.Parameter | None
     bias: torch.nn.Parameter | None
     eps: float
-    _names, _function = ("weight", "bias"), staticmethod(functional.dropout_add_layer_norm)
+    _function, _names = "dropout_add_layer_norm", ("weight", "bias")
 
     def __init__(
         self,
@@ -176,7 +173,7 @@ class DropoutAddRMSNorm(_DropoutAddNorm):
 
     weight: torch.nn.Parameter | None
     eps: float | None
-    _names, _function = ("weight",), staticmethod(functional.dropout_add_rms_norm)
+    _function, _names = "dropout_add_rms_norm", ("weight",)
 
     def __init__(
         self,
