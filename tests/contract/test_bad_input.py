@@ -232,6 +232,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
             *({"down": torch.ones(2, 10, 12)}, {"down": torch.ones(3, 10, 12).double()}),
             *({"gate_up_bias": torch.ones(3, 12)}, {"down_bias": torch.ones(10)}),
             {"up_offset": 1.0, "gated": False, "gate_up": torch.ones(3, 12, 10)},
+            {"limit": 0, "gated": False, "gate_up": torch.ones(3, 12, 10)},
             *({"limit": -1.0}, {"gated": 1}, {"activation": "swish"}),
         )
     ],

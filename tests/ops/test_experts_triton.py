@@ -5,7 +5,6 @@ Tiles are small here, so that few rows fill several; one test takes the GPU's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from conftest import PLACES, running_at
 from oracle import exact, incoming, run
+from selection import GPU, of_triton
+from selection import TRITON_DEVICE as DEVICE
 from torchweld.bench.cases import CASES
 from torchweld.ops.experts import grouped, mlp
 from torchweld.registry import Made, materialize
@@ -25,11 +25,7 @@ experts = pytest.importorskip("torchweld.triton_kernels.experts")
 experts_rows = pytest.importorskip("torchweld.triton_kernels.experts_rows")
 tile = pytest.importorskip("torchweld.triton_kernels.tile")
 
-PLACE = "gpu-triton" if torch.cuda.is_available() else "interpreter"
-DEVICE = PLACES[PLACE][1]
-pytestmark = [
-    pytest.mark.skipif(PLACES[PLACE][2] is not None, reason=str(PLACES[PLACE][2])),
-]
+pytestmark = of_triton
 
 OP = mlp.OP
 # Rows of a tile.
@@ -42,12 +38,12 @@ SMALL = experts.Tiles(
 )
 
 
+OF_GPUS = dict(experts.TILES)
+
+
 @pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in experts.TILES:
-        monkeypatch.setitem(experts.TILES, name, SMALL)
-    with running_at(PLACE, monkeypatch):
-        yield
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "TILES", dict.fromkeys(OF_GPUS, SMALL))
 
 
 def _make(sample: Any, dtype: torch.dtype = torch.float32, **how: Any) -> list[Any]:
@@ -76,24 +72,21 @@ def test_every_form(form: str, biases: bool) -> None:
 
 
 @pytest.mark.parametrize("form", ["gated", "plain", "gpt_oss", "weights_first"])
-@pytest.mark.parametrize("size", experts.TILES)
+@pytest.mark.parametrize("size", OF_GPUS)
 def test_tiles_of_gpus(size: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows for a tile and part of another; widths like 2880, a multiple of 64 and not of 128.
 
     Router weights are float32, and rows of 16 bits. The interpreter has no bfloat16.
     """
-    monkeypatch.undo()
-    chosen = experts.TILES[size]
-    with monkeypatch.context() as patch, running_at(PLACE, patch):
-        patch.setattr(experts, "choose_tiles", lambda *_: chosen)
-        # Limits and zeros, where 16 bits round to another side, are in test_every_form.
-        how = mlp.FORMS["gated" if form == "plain" else form]
-        how = mlp._vary(gated=False, activation="gelu") if form == "plain" else how
-        how = (*how[:6], None, *how[7:])
-        sample = mlp.arguments((140,), 2, 3, (192, 104, 200), how, biases=True, skipped=True)
-        inputs = _make(sample, torch.float16)
-        inputs[4] = inputs[4].float()
-        assert _assert_bounded(inputs)["grad_weights"].dtype == torch.float32
+    monkeypatch.setattr(experts, "choose_tiles", lambda *_: OF_GPUS[size])
+    # Limits and zeros, where 16 bits round to another side, are in test_every_form.
+    how = mlp.FORMS["gated" if form == "plain" else form]
+    how = mlp._vary(gated=False, activation="gelu") if form == "plain" else how
+    how = (*how[:6], None, *how[7:])
+    sample = mlp.arguments((140,), 2, 3, (192, 104, 200), how, biases=True, skipped=True)
+    inputs = _make(sample, torch.float16)
+    inputs[4] = inputs[4].float()
+    assert _assert_bounded(inputs)["grad_weights"].dtype == torch.float32
 
 
 counts = st.lists(st.sampled_from([0, 1, ROWS - 1, ROWS, ROWS + 1, 40]), min_size=1, max_size=5)
@@ -135,7 +128,7 @@ def test_bits(form: str) -> None:
     inputs = _make(mlp.arguments((50,), 3, 4, (24, 20, 28), mlp.FORMS[form], biases=True))
     found = run(OP, inputs)
     assert all(torch.equal(value, found[name]) for name, value in run(OP, inputs).items())
-    if PLACE == "interpreter":
+    if not GPU:
         return
     order = torch.randperm(50, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     moved = [value[order] if at in (0, 3, 4) else value for at, value in enumerate(inputs)]

@@ -45,7 +45,12 @@ def _interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         yield
 
 
-def agree(got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
+def agree(got: Any, exact: Any, dtype: torch.dtype) -> None:
+    """Hold a tensor to its exact value, or each of several."""
+    if not isinstance(got, torch.Tensor):
+        for pair in zip(got, exact, strict=True):
+            agree(*pair, dtype)
+        return
     assert got.shape == exact.shape
     exact = exact.detach().double()
     largest = max(exact.abs().max().item(), 2.0**-30) if exact.numel() else 1.0
@@ -139,8 +144,7 @@ def test_cross_entropy(backend: str, dtype: torch.dtype, name: str, soft: bool) 
     wanted = exact_loss(exact, target, kw)
     wanted.backward(grad.double())
     assert loss.dtype == dtype
-    agree(loss, wanted, dtype)
-    agree(ours.grad, exact.grad, dtype)
+    agree([loss, ours.grad], [wanted, exact.grad], dtype)
 
 
 @BACKENDS
@@ -166,9 +170,7 @@ def test_linear(backend: str, dtype: torch.dtype, name: str, soft: bool) -> None
         with torchweld.use_backend(backend):
             loss = LINEAR(given[0], given[1], target, linear_bias=given[2], memory=memory, **kw)
             found = torch.autograd.grad(loss, given, grad)
-        agree(loss, wanted, dtype)
-        for got, true in zip(found, exact, strict=True):
-            agree(got, true, dtype)
+        agree([loss, *found], [wanted, *exact], dtype)
 
 
 @BACKENDS
@@ -211,8 +213,7 @@ def test_logprobs(backend: str, dtype: torch.dtype, targets: int | None) -> None
             )
             kind = found[0].dtype
             made = torch.autograd.grad(found, given, [g.to(kind) for g in grads])
-        for got, true in zip([*found, *made], [*wanted, *exact], strict=True):
-            agree(got, true, dtype)
+        agree([*found, *made], [*wanted, *exact], dtype)
         assert (argmax == torch.where(row, u.argmax(1), -1)).float().mean() > 0.9
         if dtype != torch.bfloat16:
             assert torch.equal(argmax, torch.where(row, u.argmax(1), -1))
@@ -228,8 +229,7 @@ def test_a_float32_head_of_16_bits() -> None:
     kw: dict[str, Any] = {"logits_dtype": torch.float32, "memory": 20000}
     found = LOGPROBS(given[0], given[1], target, linear_bias=given[2], **kw)
     agree(found, wanted, torch.float32)
-    for got, true in zip(torch.autograd.grad(found.sum(), given), exact, strict=True):
-        agree(got, true, torch.bfloat16)
+    agree(torch.autograd.grad(found.sum(), given), exact, torch.bfloat16)
 
 
 @CHOICES
@@ -285,8 +285,8 @@ def test_infinite_logits(backend: str) -> None:
     wanted.sum().backward()
     assert loss.isnan().tolist() == [False, True, False, False, False]
     whole = [0, 2, 3, 4]
-    agree(loss[whole], wanted[whole], torch.float32)
-    agree(ours.grad[whole], exact.grad[whole], torch.float32)
+    found = [loss[whole], ours.grad[whole]]
+    agree(found, [wanted[whole], exact.grad[whole]], torch.float32)
     x = torch.eye(3).requires_grad_()
     bias = torch.tensor([0.0, -torch.inf, 1.0, -torch.inf])
     entropy = LOGPROBS(
@@ -371,9 +371,8 @@ def test_kept_gradients_under_a_scale_and_twice() -> None:
     wanted = torch.autograd.grad(F.cross_entropy(F.linear(*given), target), given)
     once = torch.autograd.grad(loss * 1024.0, given, retain_graph=True)
     twice = torch.autograd.grad(loss, given)
-    for scaled, plain, true in zip(once, twice, wanted, strict=True):
-        agree(scaled / 1024.0, true, torch.float32)
-        agree(plain, true, torch.float32)
+    agree([grad / 1024.0 for grad in once], wanted, torch.float32)
+    agree(twice, wanted, torch.float32)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(loss, given)
 

@@ -77,8 +77,7 @@ def test_kernels_are_the_general_path(
     assert backward.reference is not None
     inputs: tuple[Any, ...] = (logits, target, *how, reduction, torch.float32)
     found, wanted = forward.overload("triton")(*inputs), forward.reference(*inputs)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, **close)
+    torch.testing.assert_close(found, wanted, **close)
     each = found[0].isnan() if reduction == "none" else found[0].isnan()[None]
     assert each.any()
     assert reduction != "none" or each.tolist() == [at in (2, 3) for at in range(ROWS)]
@@ -87,8 +86,7 @@ def test_kernels_are_the_general_path(
     for x in (given["x"], None):
         inputs = (grad, logits, target, found[2], found[1], *how, x)
         made, expected = backward.overload("triton")(*inputs), backward.reference(*inputs)
-        for one, other in zip(made, expected, strict=True):
-            torch.testing.assert_close(one, other, **close)
+        torch.testing.assert_close(made, expected, **close)
         assert made[0].stride() == logits.stride()
         assert not made[0][1].any()
         assert x is None or not made[1][1].any()
@@ -122,8 +120,7 @@ def test_second_derivatives_and_gradients_in_batches(name: str) -> None:
     scales = torch.tensor([1.0, -2.0])
     found += torch.autograd.grad(loss, [x, weight], scales, is_grads_batched=True)
     wanted += [torch.stack([one, -2 * one]) for one in wanted[:2]]
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_padded_logits_of_an_odd_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import torchweld
-from conftest import PLACES, running_at
+from selection import TRITON_DEVICE as DEVICE
+from selection import of_triton
 from torchweld import functional
 from torchweld.ops.experts import route
 
 pytest.importorskip("triton")
 
-PLACE = "gpu-triton" if torch.cuda.is_available() else "interpreter"
-DEVICE = PLACES[PLACE][1]
-pytestmark = [
-    pytest.mark.skipif(PLACES[PLACE][2] is not None, reason=str(PLACES[PLACE][2])),
-]
+pytestmark = of_triton
 
 DEEPSEEK = {"groups": 8, "top_groups": 3, "scale": 2.5}
 RESULTS = ("indices", "weights", "balance_loss", "z_loss", "gradient")
-
-
-@pytest.fixture(autouse=True)
-def _triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with running_at(PLACE, monkeypatch):
-        yield
 
 
 def _run(logits: torch.Tensor, k: int, **how: Any) -> dict[str, torch.Tensor]:
@@ -106,7 +96,7 @@ def test_all_tokens_are_masked() -> None:
 def test_second_derivatives_are_eager_torchs() -> None:
     logits = _draw(8, torch.float32, 5)
     seconds = []
-    for backend in (PLACES[PLACE][0], "eager"):
+    for backend in ("triton", "eager"):
         with torchweld.use_backend(backend):
             leaf = logits.detach().requires_grad_()
             total = functional.route(leaf, 2, renormalize=True).weights.square().sum()

@@ -208,14 +208,12 @@ def test_settings_are_those_of_now(kind: str) -> None:
     fused = torchweld.fuse(copy.deepcopy(model))
     assert torchweld.explain_fusion(fused)[0].welded
     for one in (fused, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-        for mine, theirs in zip(run(one, x), before, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(run(one, x), before, rtol=2e-5, atol=2e-5)
         setattr(_get_part(one, part), name, value)
         setattr(_get_part(model, part), name, value)
         expected = run(model, x)
         assert not torch.allclose(expected[0], before[0], rtol=1e-5, atol=1e-5)
-        for mine, theirs in zip(run(one, x), expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(run(one, x), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["forward", "scale", "of_type"])
@@ -481,8 +479,7 @@ def test_running_statistics() -> None:
         for x in batches:
             found(x)
     for _ in range(2):
-        for a, b in zip(model.buffers(), plain.buffers(), strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close([*model.buffers()], [*plain.buffers()])
         torch.testing.assert_close(model.eval()(batches[0]), plain.eval()(batches[0]))
         for found in (plain, model):
             torch.optim.swa_utils.update_bn(batches, found)

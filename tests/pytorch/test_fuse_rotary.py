@@ -89,22 +89,26 @@ class Attention(torch.nn.Module):
 def _make(folder: Path, turn: str, rotate: str, width: int, given: str) -> Any:
     is_complex = given == "complex"
     function = "apply_rotary_emb" if is_complex else "apply_rotary_pos_emb"
-    file = folder / "rotations.py"
-    file.write_text(
-        _MODULE.format(
-            turn=turn.replace("; ", "\n    "),
-            rotate=rotate.replace("; ", "\n    "),
-            width=width,
-            function=function,
-            sliced=given == "sliced",
-            is_complex=is_complex,
-        )
+    text = _MODULE.format(
+        turn=turn.replace("; ", "\n    "),
+        rotate=rotate.replace("; ", "\n    "),
+        width=width,
+        function=function,
+        sliced=given == "sliced",
+        is_complex=is_complex,
     )
-    spec: Any = importlib.util.spec_from_file_location("rotations", file)
+    return nn.ModuleList([_make_attention(folder, text)])
+
+
+def _make_attention(folder: Path, text: str) -> Any:
+    """The attention of a file with this text."""
+    file = folder / "attention_of_test.py"
+    file.write_text(text)
+    spec: Any = importlib.util.spec_from_file_location(file.stem, file)
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     torch.manual_seed(0)
-    return nn.ModuleList([made.Attention()])
+    return made.Attention()
 
 
 def _run(model: Any, width: int, given: str) -> list[torch.Tensor]:
@@ -236,12 +240,7 @@ BETWEEN: dict[str, tuple[str, str, dict[str, Any]]] = {
 def test_what_happens_between_norm_and_rotation(name: str, tmp_path: Path) -> None:
     """After a change that no trial saw the results are the code's."""
     norms, rotates, change = BETWEEN[name]
-    file = tmp_path / "normed.py"
-    file.write_text(_NORMED.format(norms=norms, rotates=rotates))
-    spec: Any = importlib.util.spec_from_file_location("normed", file)
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    model = made.Attention().double()
+    model = _make_attention(tmp_path, _NORMED.format(norms=norms, rotates=rotates)).double()
     fused = torchweld.fuse(copy.deepcopy(model))
     assert "rotary_embedding_qk" in getattr(fused, "weld_becomes", "")
     x, angles = (torch.randn(3, 6, n, dtype=torch.float64) for n in (32, 16))
@@ -250,5 +249,5 @@ def test_what_happens_between_norm_and_rotation(name: str, tmp_path: Path) -> No
         for each in (model, fused):
             vars(each).update({k: v for k, v in more.items() if k != "asked"})
         given |= {k: v for k, v in more.items() if k == "asked"}
-        for mine, theirs in zip(run(fused, x, **given), run(model, x, **given), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+        found, expected = (run(each, x, **given) for each in (fused, model))
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)

@@ -278,6 +278,28 @@ def make_views(tensors: Sequence[Any]) -> list[Any]:
     return [x.view_as(x) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in tensors]
 
 
+def differentiate(
+    outputs: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor | None],
+    grads: Sequence[torch.Tensor | None],
+    create_graph: bool = True,
+) -> list[torch.Tensor | None]:
+    """The gradients of the sources, with a graph; None for a source without one."""
+    pairs = [
+        (output, grad)
+        for output, grad in zip(outputs, grads, strict=False)
+        if grad is not None and output.requires_grad
+    ]
+    wanted = [x for x in sources if x is not None and x.requires_grad]
+    made = torch.autograd.grad(
+        *([output for output, _ in pairs], wanted, [grad for _, grad in pairs]),
+        create_graph=create_graph,
+        allow_unused=True,
+    )
+    by_id = {id(x): grad for x, grad in zip(wanted, made, strict=True)}
+    return [None if x is None else by_id.get(id(x)) for x in sources]
+
+
 def derive_from_reference(op: Op) -> Callable[..., tuple[torch.Tensor | None, ...]]:
     """Make a differentiable backward function from the reference (create_graph=True)."""
 
@@ -286,16 +308,8 @@ def derive_from_reference(op: Op) -> Callable[..., tuple[torch.Tensor | None, ..
     def backward(*arguments: Any) -> tuple[torch.Tensor | None, ...]:
         values = dict(zip(given, make_views(arguments), strict=True))
         inputs = [values[name] for name in op.forward_signature.arguments]
-        names = [name.removeprefix("grad_") for name in op.backward_signature.results]
-        needed = [
-            name
-            for name in names
-            if isinstance(values[name], torch.Tensor) and values[name].requires_grad
-        ]
+        sources = [values[n.removeprefix("grad_")] for n in op.backward_signature.results]
         grads = [values[f"grad_{name}"] for name in op.public]
-        sources = [values[name] for name in needed]
-        gradients = torch.autograd.grad(op.reference(*inputs), sources, grads, create_graph=True)
-        by_name = dict(zip(needed, gradients, strict=True))
-        return tuple([by_name.get(name) for name in names])
+        return tuple(differentiate(as_tuple(op.reference(*inputs)), sources, grads))
 
     return backward

@@ -40,7 +40,7 @@ def move_placement(placement: Any, dim: int) -> Any:
 
 def run_on_shards(op: Op, run: Callable[..., Any], *inputs: Any) -> Any:
     """Run the op on this device's shards of DTensors; results get the placements used for x."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import Replicate, Shard
 
     x = inputs[0]
     mesh, rank = x.device_mesh, x.ndim
@@ -84,11 +84,8 @@ def run_on_shards(op: Op, run: Callable[..., Any], *inputs: Any) -> Any:
         if result.ndim == 1 < rank and result.shape[0] == 0 < local_rows:
             return result  # it stands for the result of an absent argument
         # Statistics have no columns, and attention's values may have others than x.
-        shape = torch.Size((*x.shape[:rows][: result.ndim], *result.shape[rows:]))
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            result, mesh, placements, run_check=False, shape=shape, stride=stride
-        )
+        shape = (*x.shape[:rows][: result.ndim], *result.shape[rows:])
+        return as_dtensor(result, mesh, placements, shape)
 
     return tuple(map(whole, results)) if isinstance(results, tuple) else whole(results)
 
@@ -130,6 +127,14 @@ def is_strided(placement: Any) -> bool:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return isinstance(placement, _StridedShard)
+
+
+def as_dtensor(part: torch.Tensor, mesh: Any, placements: Any, shape: Sequence[int]) -> Any:
+    """The contiguous DTensor of this shape whose part on this device is `part`."""
+    from torch.distributed.tensor import DTensor
+
+    stride, size = torch.empty(shape, device="meta").stride(), torch.Size(shape)
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def take_part(function: str, name: str, value: Any, mesh: Any, placements: Any, grads: Any) -> Any:

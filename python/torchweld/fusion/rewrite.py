@@ -10,6 +10,8 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from torchweld.fusion.settings import list_codes
+
 # Decorators of transformers that rename or fill in arguments, or make a tuple of the result: the
 # rewritten forward runs under them too. `capture_outputs` is none of them: it looks up the name of
 # the module's class.
@@ -66,7 +68,7 @@ def _keep_decorators(forward: Any, decorators: list[ast.expr]) -> list[ast.expr]
             raise CannotRewriteError(
                 f"its forward is decorated by {called}, which fuse() does not know"
             )
-        codes = _list_codes(getattr(inner.__globals__.get(called), "__code__", None))
+        codes = list_codes(getattr(inner.__globals__.get(called), "__code__", None))
         if getattr(forward, "__code__", None) in codes and forward is not inner:
             forward = forward.__wrapped__
             kept.append(decorator)
@@ -79,18 +81,10 @@ def _unwrap_base(forward: Any) -> Any:
     """The forward that `_WRAPPING_BASE` wraps, once for each class down to the module's."""
     while (base := getattr(forward, "__globals__", {}).get(_WRAPPING_BASE)) is not None:
         wraps = getattr(base.__init_subclass__, "__func__", None)  # older ones have none
-        if forward.__code__ not in _list_codes(getattr(wraps, "__code__", None)):
+        if forward.__code__ not in list_codes(getattr(wraps, "__code__", None)):
             break
         forward = forward.__wrapped__
     return forward
-
-
-def _list_codes(code: Any) -> Iterator[Any]:
-    """A function's code, and the code of the functions in it."""
-    if isinstance(code, types.CodeType):
-        yield code
-        for constant in code.co_consts:
-            yield from _list_codes(constant)
 
 
 def _name(function: Any) -> str:

@@ -155,7 +155,7 @@ def _read_function(function: FunctionType) -> Reads:
     if not code.co_argcount:
         return Reads(escapes=True)
     paths, stored, optional, escapes = set(), set(), set(), False
-    for part in _list_codes(code):
+    for part in list_codes(code):
         if _ASKS & {*part.co_names}:
             words = (word for word in part.co_consts if isinstance(word, str))
             optional |= {word for word in words if word.isidentifier()}
@@ -188,12 +188,12 @@ _LOADS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "STORE_FAST_LOAD_FAST")
 _NO_STEPS = ("CACHE", "PRECALL", "EXTENDED_ARG", "COPY", "DUP_TOP", "SWAP", "ROT_TWO")
 
 
-def _list_codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and the code of the functions in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _list_codes(constant)
+def list_codes(code: Any) -> Iterator[Any]:
+    """A function's code, and the code of the functions in it; nothing of anything else."""
+    if isinstance(code, CodeType):
+        yield code
+        for constant in code.co_consts:
+            yield from list_codes(constant)
 
 
 def _follow(value: Any, path: str) -> Any:

@@ -80,7 +80,7 @@ def _make_pair(
     original = Twin(scope, device, dtype)
     changed = Twin(scope, device, dtype, original)
     for change in changes:
-        change.of(changed.of(change.module)).apply()
+        change._replace(module=changed.of(change.module)).apply()
     return original.module, changed.module
 
 

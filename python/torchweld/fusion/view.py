@@ -16,12 +16,11 @@ from torchweld.fusion import probe
 from torchweld.fusion.settings import may_read
 from torchweld.fusion.twin import CannotCopyError, Twin
 from torchweld.fusion.weld import (
+    Weld,
     count_elements,
     forward_of,
-    has_state,
     is_overridden,
     is_sharded,
-    is_welded,
     name_hooks,
     why_not_change,
     why_not_copy,
@@ -90,7 +89,7 @@ class View:
         """Name and approximation of the activation that a module or a function computes."""
         if not isinstance(module, torch.nn.Module):
             return recognise_activation([module])
-        if is_welded(module) or any(True for _ in module.children()) or has_state(module):
+        if not _is_plain_leaf(module):
             return None
         kind: tuple[str, str] | None = self.ask_once(
             "activation", module, lambda: recognise_module_activation(module)
@@ -99,17 +98,18 @@ class View:
 
     def is_unknown_activation(self, module: torch.nn.Module) -> bool:
         """Whether a module is elementwise but none of torchweld's activations."""
-        if is_welded(module) or module._modules or has_state(module) or self.activation(module):
+        if not _is_plain_leaf(module) or self.activation(module):
             return False
         return bool(self.ask_once("elementwise", module, lambda: is_elementwise(module)))
 
     def linear(self, module: torch.nn.Module) -> str | None:
         """The kind of linear layer: "plain", "transposed" like GPT-2's Conv1D, or None."""
         names = [name for name, value in module._parameters.items() if value is not None]
-        if is_welded(module) or module._modules or module._buffers or names[:1] != ["weight"]:
+        if names not in (["weight"], ["weight", "bias"]) or module._modules or module._buffers:
             return None
         weight = module._parameters["weight"]
-        if weight is None or is_lazy(weight) or weight.ndim != 2 or set(names) - {"weight", "bias"}:
+        assert weight is not None
+        if isinstance(module, Weld) or is_lazy(weight) or weight.ndim != 2:
             return None
         if forward_of(module) is torch.nn.Linear.forward:
             return "plain"
@@ -176,6 +176,12 @@ class View:
         if is_sharded(module):
             return f"{name} has its own shards: fuse before fully_shard"
         return None
+
+
+def _is_plain_leaf(module: torch.nn.Module) -> bool:
+    """Whether a module is no weld, and has no submodules, parameters or buffers."""
+    own = {*module.children(), *module._parameters.values(), *module._buffers.values()}
+    return not isinstance(module, Weld) and own <= {None}
 
 
 def _watch(
@@ -273,16 +279,13 @@ def _is_near(y: Any, expected: torch.Tensor, allowed: Any) -> bool:
 _SCALARS = (bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, type)
 
 
-def make_key(module: torch.nn.Module) -> Hashable:
+def make_key(module: torch.nn.Module, seen: dict[int, int] | None = None) -> Hashable:
     """Make a key that is equal for modules that compute the same.
 
     It holds classes, shapes, dtypes and settings, but not a layer's number. Objects of other kinds
-    count as equal only if they are identical.
+    count as equal only if they are identical. `seen` has the numbers of modules around this one.
     """
-    return _key_of_module(module, {})
-
-
-def _key_of_module(module: torch.nn.Module, seen: dict[int, int]) -> Hashable:
+    seen = {} if seen is None else seen
     if id(module) in seen:
         return "seen", seen[id(module)]
     seen[id(module)] = len(seen)
@@ -319,7 +322,7 @@ def _key_of_value(value: Any, seen: dict[int, int]) -> Hashable:
     if isinstance(value, _SCALARS):
         return type(value), value
     if isinstance(value, torch.nn.Module):
-        return _key_of_module(value, seen)
+        return make_key(value, seen)
     if isinstance(value, torch.Tensor) and not is_lazy(value):
         return type(value), tuple(value.shape), value.dtype, value.device.type, value.layout
     if isinstance(value, (set, frozenset)) and all(isinstance(item, _SCALARS) for item in value):

@@ -315,17 +315,6 @@ _LARGEST = 2**30
 _BLOCK = 24
 
 
-def is_welded(module: torch.nn.Module) -> bool:
-    """Whether the module is already welded."""
-    return isinstance(module, Weld)
-
-
-def has_state(module: torch.nn.Module) -> bool:
-    """Whether the module itself has parameters or buffers, not only its submodules."""
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    return any(tensor is not None for tensor in tensors)
-
-
 def is_sharded(module: torch.nn.Module) -> bool:
     """Whether fully_shard made the module a unit of its own."""
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
@@ -373,10 +362,6 @@ class Change(NamedTuple):
     weld: type[Weld]
     becomes: str = ""
     settings: dict[str, Any] = {}  # noqa: RUF012 - never written to
-
-    def of(self, module: torch.nn.Module) -> Change:
-        """The same change for another module."""
-        return self._replace(module=module)
 
     def apply(self) -> None:
         """Set the class. A class that proposals share gets the pairs of all of them."""

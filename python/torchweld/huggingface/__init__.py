@@ -35,11 +35,10 @@ from torchweld.huggingface import _experts
 from torchweld.huggingface._masks import NAME, PADDING, mask
 from torchweld.ops.attention import reference
 from torchweld.sparse import BlockBias, BlockLayout, Layouts
-from torchweld.sparse.by_length import Source
+from torchweld.sparse.by_length import DENSE, Source
 
 # The attribute that holds a module's layouts.
 _LAYOUTS, _PASS = "torchweld_layouts", "torchweld_pass"
-_DENSE = Layouts(lambda lengths: BlockLayout.dense(lengths))
 _WINDOWS: dict[int, Layouts] = {}
 _COUNTED: set[Callable[..., Any]] = set()  # methods `generate` that are wrapped
 # Names of the modules with which a decoder attends to its encoder.
@@ -134,7 +133,7 @@ def set_layout(
         elif isinstance(getattr(module, "relative_attention_bias", None), torch.nn.Embedding):
             _keep_table(module)
         crosses = getattr(module, "is_cross_attention", False) or _CROSS.search(name)
-        setattr(module, _LAYOUTS, (_DENSE if crosses else own, state))
+        setattr(module, _LAYOUTS, (DENSE if crosses else own, state))
         count += 1
     if not count:
         if layout is None:
@@ -282,9 +281,7 @@ def _attend_globally(
         sums = long_t5._create_global_aggregates(hidden_states, numbers, segments.shape[-1])
         sums = module.global_input_layer_norm(sums)
         q, k, v = _project(module, hidden_states, sums)
-        far, far_lse = _attend_without_scale(
-            module, q, k, v, _DENSE.of(q, k), None, side_bias.to(q.dtype)
-        )
+        far, far_lse = _attend(module, q, k, v, DENSE.of(q, k), bias=side_bias.to(q.dtype))
         # A padded query sees nothing near it; the difference of two infinities would be NaN.
         lse = lse.masked_fill(lse == -torch.inf, torch.finfo(lse.dtype).min)
         share = torch.sigmoid(lse - far_lse).unsqueeze(-1).to(y.dtype)
@@ -308,7 +305,7 @@ def _attend_in_window(
     q, k, v = _project(module, x, x)
     layout = getattr(module, _LAYOUTS)[0].of(q, k)
     bias = None if shared is None else shared.view()
-    return _attend_without_scale(module, q, k, v, layout, None if keep is None else ~keep, bias)
+    return _attend(module, q, k, v, layout, bias=bias, padding=None if keep is None else ~keep)  # type: ignore[no-any-return]
 
 
 def _project(module: Any, x: torch.Tensor, of_keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -317,28 +314,11 @@ def _project(module: Any, x: torch.Tensor, of_keys: torch.Tensor) -> tuple[torch
     return tuple(y.unflatten(-1, (module.n_heads, -1)).transpose(1, 2) for y in projected)
 
 
-def _attend_without_scale(
-    module: Any,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: BlockLayout,
-    padding: torch.Tensor | None,
-    bias: torch.Tensor | BlockBias | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    y, lse = functional.block_sparse_attention(
-        q,
-        k,
-        v,
-        layout,
-        scale=1.0,
-        key_padding_mask=padding,
-        bias=bias,
-        dropout_p=module.dropout,
-        training=module.training,
-        return_lse=True,
-    )
-    return y, lse
+def _attend(module: Any, *inputs: Any, bias: Any, padding: Any = None) -> Any:
+    """LongT5's attention, which does not scale its scores; and their log-sum-exp."""
+    options: dict[str, Any] = {"dropout_p": module.dropout, "training": module.training}
+    options |= {"bias": bias, "key_padding_mask": padding}
+    return functional.block_sparse_attention(*inputs, scale=1.0, return_lse=True, **options)
 
 
 def _before_pass(model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -421,7 +401,7 @@ def attention(
     bias: Any = position_bias
     if isinstance(bias, _SharedBias):
         bias = bias.view()
-    is_part, crosses = query.shape[2] != key.shape[2], layouts is _DENSE
+    is_part, crosses = query.shape[2] != key.shape[2], layouts is DENSE
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if not is_part:
         attention_mask, bias = _separate_bias(attention_mask, bias, query)
@@ -434,7 +414,7 @@ def attention(
         return _attend_to_part(module, *inputs, *settings, causal and not crosses), None
     without = state.has_cache or is_part or (causal and state.generating)
     if without and not crosses:
-        layouts = _DENSE if sliding_window is None else _make_window(sliding_window, causal)
+        layouts = DENSE if sliding_window is None else _make_window(sliding_window, causal)
     layout = layouts.of(query, key)
     if attention_mask is not None and attention_mask.dtype == torch.int64:
         layout = state.within_documents(layout, attention_mask)
@@ -511,9 +491,15 @@ def _attend_to_part(
     if not is_own:
         given = (module, query, key, value, mask, dropout, scaling, is_causal)
         return sdpa_attention_forward(*given)[0]
-    dropout = dropout if module.training else 0.0
-    y = _attend_with_mask(query, key, value, mask, scaling, softcap, sinks, dropout)
-    return y.transpose(1, 2).contiguous()
+    # With the soft cap and the sinks, which torch's attention lacks.
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    z = reference.scores(query, key, None, scale, softcap, None).float()
+    column = None if sinks is None else sinks.float().view(-1, 1, 1)
+    weights, _ = reference.softmax(z, mask, column)
+    weights = torch.nn.functional.dropout(weights, dropout, module.training)
+    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous()
 
 
 def _make_window(size: int, causal: bool) -> Layouts:
@@ -539,24 +525,3 @@ def _add_to_mask(
     if mask is None:
         return bias
     return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
-
-
-def _attend_with_mask(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    dropout: float,
-) -> torch.Tensor:
-    """Attention with a mask of tokens, and with the soft cap and sinks that torch's lacks."""
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    z = reference.scores(query, key, None, scale, softcap, None).float()
-    column = None if sinks is None else sinks.float().view(-1, 1, 1)
-    weights, _ = reference.softmax(z, mask, column)
-    weights = torch.nn.functional.dropout(weights, dropout, dropout > 0)
-    return weights.to(value.dtype) @ value

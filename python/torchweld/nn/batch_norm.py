@@ -91,18 +91,11 @@ class LinearBatchNormAct(torch.nn.Module):
             z = linear(input)
             z = norm(z.reshape(-1, z.shape[-1])).view(z.shape)
             return functional.bias_act(z, activation=self.activation, approximate=self.approximate)
-        tracked = norm.track_running_stats or not norm.training
         return functional.linear_batch_norm_act(
             input,
             linear.weight,
             linear.bias,
-            norm.running_mean if tracked else None,
-            norm.running_var if tracked else None,
-            norm.weight,
-            norm.bias,
-            norm.training or norm.running_mean is None,
-            count_momentum(norm),
-            norm.eps,
+            *read_norm(norm),
             process_group=self._group(),
             activation=self.activation,
             approximate=self.approximate,
@@ -124,11 +117,18 @@ class LinearBatchNormAct(torch.nn.Module):
         return f"activation={self.activation!r}, approximate={self.approximate!r}"
 
 
-def count_momentum(norm: Any) -> float | torch.Tensor:
-    """Count a batch; return its momentum, as a tensor so that it compiles only once."""
+def read_norm(norm: Any) -> tuple[Any, ...]:
+    """The arguments of batch_norm_act after its input, up to eps. In training it counts a batch.
+
+    A momentum that changes from step to step is a tensor, so that it compiles only once.
+    """
+    tracked = norm.track_running_stats or not norm.training
+    statistics = (norm.running_mean, norm.running_var) if tracked else (None, None)
+    momentum = 0.0 if norm.momentum is None else norm.momentum
     if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:
         if is_first():
             norm.num_batches_tracked.add_(1)
         if norm.momentum is None:
-            return norm.num_batches_tracked.double().reciprocal()
-    return 0.0 if norm.momentum is None else norm.momentum
+            momentum = norm.num_batches_tracked.double().reciprocal()
+    training = norm.training or norm.running_mean is None
+    return *statistics, norm.weight, norm.bias, training, momentum, norm.eps

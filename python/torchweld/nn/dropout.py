@@ -59,6 +59,10 @@ class BiasDropoutAdd(torch.nn.Module):
 
 
 class _DropoutAddNorm(torch.nn.Module):
+    # Names of the function, which torch.fx finds by its name, and of the parameters.
+    _function: str
+    _names: tuple[str, ...]
+
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -86,6 +90,22 @@ class _DropoutAddNorm(torch.nn.Module):
         """Weights of one, biases of zero."""
         for name, parameter in self.named_parameters():
             torch.nn.init.constant_(parameter, 1.0 if name == "weight" else 0.0)
+
+    def forward(
+        self, input: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        y, z = getattr(functional, self._function)(
+            input,
+            residual,
+            *[getattr(self, name) for name in self._names],
+            p=self.p,
+            eps=self.eps,
+            training=self.training,
+            return_residual=True,
+            normalized_shape=self.normalized_shape,
+            y_dtype=self.y_dtype,
+        )
+        return (y, z) if self.return_residual else y
 
     def extra_repr(self) -> str:
         return (
@@ -124,6 +144,7 @@ class DropoutAddLayerNorm(_DropoutAddNorm):
     weight: torch.nn.Parameter | None
     bias: torch.nn.Parameter | None
     eps: float
+    _function, _names = "dropout_add_layer_norm", ("weight", "bias")
 
     def __init__(
         self,
@@ -143,23 +164,6 @@ class DropoutAddLayerNorm(_DropoutAddNorm):
         self._learn("bias", elementwise_affine and bias, device, dtype)
         self.reset_parameters()
 
-    def forward(
-        self, input: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        y, z = functional.dropout_add_layer_norm(
-            input,
-            residual,
-            self.weight,
-            self.bias,
-            p=self.p,
-            eps=self.eps,
-            training=self.training,
-            return_residual=True,
-            normalized_shape=self.normalized_shape,
-            y_dtype=self.y_dtype,
-        )
-        return (y, z) if self.return_residual else y
-
 
 class DropoutAddRMSNorm(_DropoutAddNorm):
     """rms_norm(dropout(input, p) + residual), with the parameter of torch.nn.RMSNorm.
@@ -169,6 +173,7 @@ class DropoutAddRMSNorm(_DropoutAddNorm):
 
     weight: torch.nn.Parameter | None
     eps: float | None
+    _function, _names = "dropout_add_rms_norm", ("weight",)
 
     def __init__(
         self,
@@ -185,19 +190,3 @@ class DropoutAddRMSNorm(_DropoutAddNorm):
         super().__init__(normalized_shape, p, eps, return_residual, y_dtype)
         self._learn("weight", elementwise_affine, device, dtype)
         self.reset_parameters()
-
-    def forward(
-        self, input: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        y, z = functional.dropout_add_rms_norm(
-            input,
-            residual,
-            self.weight,
-            p=self.p,
-            eps=self.eps,
-            training=self.training,
-            return_residual=True,
-            normalized_shape=self.normalized_shape,
-            y_dtype=self.y_dtype,
-        )
-        return (y, z) if self.return_residual else y

@@ -62,3 +62,6 @@ class Layouts:
 
     def _make(self, lengths: tuple[int, int]) -> BlockLayout:
         return self.source if isinstance(self.source, BlockLayout) else self.source(lengths)
+
+
+DENSE = Layouts(lambda lengths: BlockLayout.dense(lengths))

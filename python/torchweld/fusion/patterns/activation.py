@@ -22,7 +22,7 @@ from torchweld.fusion.weld import (
     why_not_change,
 )
 from torchweld.names import ActivationName, Approximation
-from torchweld.nn.batch_norm import count_momentum
+from torchweld.nn.batch_norm import read_norm
 from torchweld.ops.activation import ACTIVATIONS
 
 # Eager torch's kernels for these modules move no more bytes than ours.
@@ -84,18 +84,9 @@ class BatchNormAct(Weld):
         if weld_asked is None or input.ndim != 2:
             y: torch.Tensor = self.welded_from.forward(self, input)
             return y if weld_asked is None else ACTIVATIONS[weld_asked].function(y)
-        tracked = norm.track_running_stats or not norm.training
+        activation, approximate = weld_asked
         return functional.batch_norm_act(
-            input,
-            norm.running_mean if tracked else None,
-            norm.running_var if tracked else None,
-            norm.weight,
-            norm.bias,
-            norm.training or norm.running_mean is None,
-            count_momentum(norm),
-            norm.eps,
-            activation=weld_asked[0],
-            approximate=weld_asked[1],
+            input, *read_norm(norm), activation=activation, approximate=approximate
         )
 
 

@@ -17,7 +17,7 @@ from torchweld.fusion.patterns.dropout_add_norm import add_and_normalize, is_lay
 from torchweld.fusion.patterns.pairs import Pair, can_ask, find_pair, propose_pair
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Change, Left, Proposal, Weld, forward_of, propose, why_not_change
-from torchweld.sparse import BlockLayout, Layouts
+from torchweld.sparse.by_length import DENSE
 
 _ON_CPU = "on the CPU block_sparse_attention over all keys"
 
@@ -65,7 +65,7 @@ class MultiheadAttention(Weld):
         q, k, v = (_split_heads(part, self) for part in _project(self, inputs))
         if not need_weights:
             result = functional.block_sparse_attention(
-                *(q, k, v, _DENSE.of(q, k)),
+                *(q, k, v, DENSE.of(q, k)),
                 causal=is_causal,
                 key_padding_mask=key_padding_mask,
                 dropout_p=self.dropout,
@@ -79,9 +79,6 @@ class MultiheadAttention(Weld):
             q @ k.transpose(-2, -1), mask, scale=scale, p=self.dropout, training=self.training
         )
         return _project_out(self, weights @ v), weights.mean(1) if average_attn_weights else weights
-
-
-_DENSE = Layouts(lambda lengths: BlockLayout.dense(lengths))
 
 
 def _project_out(module: Any, of_heads: torch.Tensor) -> torch.Tensor:
@@ -294,16 +291,10 @@ class DecoderLayer(_Layer):
         return self._blocks(tgt, [attend, cross, self._feed_forward])
 
 
-def _run(
-    attention: Any,
-    x: torch.Tensor,
-    memory: torch.Tensor,
-    mask: torch.Tensor | None,
-    key_padding_mask: torch.Tensor | None,
-    is_causal: bool,
-) -> torch.Tensor:
+def _run(attention: Any, x: torch.Tensor, memory: torch.Tensor, *given: Any) -> torch.Tensor:
     """The result of a layer's attention, without weights."""
-    masks = {"attn_mask": mask, "key_padding_mask": key_padding_mask, "is_causal": is_causal}
+    mask, padding, is_causal = given
+    masks = {"attn_mask": mask, "key_padding_mask": padding, "is_causal": is_causal}
     return attention(x, memory, memory, **masks, need_weights=False)[0]  # type: ignore[no-any-return]
 
 

@@ -23,10 +23,9 @@ from torchweld.fusion.weld import (
     why_not_change,
     why_not_copy,
 )
-from torchweld.sparse import BlockLayout, Layouts
+from torchweld.sparse.by_length import DENSE
 
 _FUNCTIONS, _GET = "ALL_ATTENTION_FUNCTIONS", "get_interface"
-_DENSE = Layouts(lambda lengths: BlockLayout.dense(lengths))
 # Arguments of transformers' attention functions that ours lacks.
 _UNSERVED = ("softcap", "s_aux", "output_attentions", "cache")
 
@@ -97,7 +96,7 @@ def _attend(
         query,
         key,
         value,
-        _DENSE.of(query, key),
+        DENSE.of(query, key),
         scale=scaling,
         causal=causal,
         bias=_make_bias(query, attention_mask, position_bias),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from torchweld.dispatch.autograd import differentiate
 from torchweld.dispatch.dtensor import is_dtensor
 
 _ADVICE = (
@@ -240,11 +241,7 @@ class _Head(torch.autograd.Function):
             # Of views, so that no hook of a parameter runs here.
             inputs: list[Any] = [t if t is None else t.view_as(t) for t in ctx.saved_tensors]
             y = ctx.compute(*inputs)
-        needed = ctx.needs_input_grad[1:]
-        wanted = [t for t, is_needed in zip(inputs, needed, strict=True) if is_needed]
-        create = torch.is_grad_enabled()
-        grads = iter(torch.autograd.grad(y, wanted, grad, create_graph=create))
-        return None, *(next(grads) if is_needed else None for is_needed in needed)
+        return None, *differentiate([y], inputs, [grad], create_graph=torch.is_grad_enabled())
 
 
 def _mark(tensors: list[Any]) -> tuple[list[int], torch.Tensor]:

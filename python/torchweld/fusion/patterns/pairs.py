@@ -164,7 +164,7 @@ def propose_pair(
 ) -> Proposal | Left:
     """Propose that the changed one of two modules computes both where `parent` asks it to."""
     skips_second = change.module is pair.first
-    found = _find_asked(parent, pair.first, pair.second, change.weld, skips_second, asked)
+    found = _find_asked(parent, pair, change.weld, skips_second, asked)
     if isinstance(found, str):
         return Left(change.module, pair.what, found)
     made, asking = found
@@ -191,14 +191,10 @@ def _find_in_sequence(parent: torch.nn.Module, consumer: torch.nn.Module) -> tor
 
 
 def _find_asked(
-    parent: torch.nn.Module,
-    first: torch.nn.Module,
-    second: torch.nn.Module,
-    weld: type[Weld],
-    skips_second: bool,
-    what: Any,
+    parent: torch.nn.Module, pair: Pair, weld: type[Weld], skips_second: bool, what: Any
 ) -> tuple[Asked, Change] | str:
     """The pair and the change of the module around it that asks for it, or why there is none."""
+    first, second, _ = pair
     names = {id(child): name for name, child in parent._modules.items()}
     if id(first) not in names or id(second) not in names:
         return f"the layer before it is not {type(parent).__name__}'s own"

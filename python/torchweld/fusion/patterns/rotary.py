@@ -24,8 +24,8 @@ from torchweld.fusion.weld import (
     Left,
     Proposal,
     Rewritten,
+    Weld,
     forward_of,
-    is_welded,
     propose,
     why_not_change,
     why_not_copy,
@@ -397,7 +397,8 @@ def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left
 
 def _list_norms(norms: list[Any], view: View) -> Iterator[tuple[tuple[str, Any], ...]]:
     """The settings of norms that a rotation may take along, then none."""
-    if norms and all(isinstance(norm, torch.nn.Module) and not is_welded(norm) for norm in norms):
+    modules = [n for n in norms if isinstance(n, torch.nn.Module) and not isinstance(n, Weld)]
+    if norms and len(modules) == len(norms):
         of_q, of_k = (list(_list_settings(norm, view)) for norm in norms)
         yield from (settings for settings in of_q if settings in of_k)
     yield ()

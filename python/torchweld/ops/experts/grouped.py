@@ -250,20 +250,13 @@ class _Rows:
 
 
 def _run_forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
-    x, factors, indices, weights, form, (save,) = _read(inputs)
-    with torch.autocast(x.device.type, enabled=False):
-        return _forward(x, factors, indices, weights, form, save)
+    with torch.autocast(inputs[0].device.type, enabled=False):
+        return _forward(*inputs)
 
 
-def _forward(
-    x: torch.Tensor,
-    factors: Factors,
-    indices: torch.Tensor,
-    weights: torch.Tensor,
-    form: Form,
-    save: bool,
-) -> tuple[torch.Tensor, ...]:
+def _forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     """The result, and what is kept for the backward pass: the order and the first products."""
+    x, factors, indices, weights, form, (save,) = _read(inputs)
     flat, experts = _flatten(x), _Experts(form, factors, _NONE)
     rows = _Rows(sort(indices, len(factors.gate_up)), weights, x.dtype)  # type: ignore[arg-type]
     kept = x.new_empty((len(rows.order) if save else 0, _find_z(factors, form)))
@@ -289,25 +282,18 @@ def _forward(
 
 
 def _run_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
-    grad, order, kept, *inputs = inputs  # type: ignore[assignment]
-    x, factors, indices, weights, form, needs = _read(tuple(inputs))
+    x = inputs[3]
     with torch.autocast(x.device.type, enabled=False):
-        found = _backward(grad, order, kept, x, factors, indices, weights, form, Needs(*needs))
+        found = _backward(*inputs)
     return tuple([x.new_empty(0) if one is None else one for one in found])
 
 
 def _backward(
-    grad: torch.Tensor,
-    order: torch.Tensor,
-    kept: torch.Tensor,
-    x: torch.Tensor,
-    factors: Factors,
-    indices: torch.Tensor,
-    weights: torch.Tensor,
-    form: Form,
-    needs: Needs,
+    grad: torch.Tensor, order: torch.Tensor, kept: torch.Tensor, *inputs: Any
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients in the order of the arguments; z is computed again if it was not kept."""
+    x, factors, indices, weights, form, rest = _read(inputs)
+    needs = Needs(*rest)
     wanted = Factors(
         *[
             torch.empty_like(like, memory_format=_PACKED) if need and like is not None else None

@@ -161,19 +161,10 @@ def _fused(backend: str, *inputs: Any) -> torch.Tensor:
 # --- The reference --------------------------------------------------------------------------------
 
 
-def _reference(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    indices: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    *how: Any,
-) -> torch.Tensor:
-    tensors = (x, gate_up, down, indices, weights, gate_up_bias, down_bias)
-    _check(*tensors, *how)
-    form, factors = Form(*how[:-1]), Factors(gate_up, down, gate_up_bias, down_bias)
+def _reference(*inputs: Any) -> torch.Tensor:
+    _check(*inputs)
+    x, gate_up, down, indices, weights, *biases = inputs[:_TENSORS]
+    form, factors = Form(*inputs[_TENSORS:-1]), Factors(gate_up, down, *biases)
     flat, top = x.reshape(x.shape[:-1].numel(), x.shape[-1]), indices.shape[-1]
     kind = grouped.accumulate_type(x.dtype)
     ids, scales = indices.reshape(-1), weights.reshape(-1)
@@ -223,51 +214,25 @@ def _run_expert(form: Form, factors: Factors, at: int, rows: torch.Tensor) -> to
 # --- Checks ---------------------------------------------------------------------------------------
 
 
-def _check(
-    x: Any,
-    gate_up: Any,
-    down: Any,
-    indices: Any,
-    weights: Any,
-    gate_up_bias: Any,
-    down_bias: Any,
-    activation: Any,
-    approximate: Any,
-    gated: Any,
-    interleaved: Any,
-    transposed: Any,
-    weights_first: Any,
-    limit: Any,
-    up_offset: Any,
-    recompute: Any,
-) -> None:
-    name = OP.name
-    flags = {
-        "gated": gated,
-        "interleaved": interleaved,
-        "transposed": transposed,
-        "weights_first": weights_first,
-        "recompute": recompute,
-    }
-    for flag, value in flags.items():
-        checks.flag(name, flag, value)
-    if not gated and (interleaved or limit is not None or up_offset):
-        fault = next(
-            n
-            for n, v in (("interleaved", interleaved), ("limit", limit), ("up_offset", up_offset))
-            if v
-        )
-        raise ArgumentError(name, fault, repr(locals()[fault]), "left out where gated is False")
+def _check(*inputs: Any) -> None:
+    name, given = OP.name, dict(zip(OP.forward_signature.arguments, inputs, strict=True))
+    for flag in ("gated", "interleaved", "transposed", "weights_first", "recompute"):
+        checks.flag(name, flag, given[flag])
+    x, limit, up_offset = given["input"], given["limit"], given["up_offset"]
     if limit is not None and not (isinstance(limit, checks.NUMBER) and limit > 0):
         raise ArgumentError(name, "limit", repr(limit), "a number > 0 or None")
     if not isinstance(up_offset, checks.NUMBER):
         raise ArgumentError(name, "up_offset", repr(up_offset), "a number")
-    activations.check(name, activation, approximate)
+    for of_gates in ("interleaved", "limit", "up_offset"):
+        if given[of_gates] and not given["gated"]:
+            accepted = "left out where gated is False"
+            raise ArgumentError(name, of_gates, repr(given[of_gates]), accepted)
+    activations.check(name, given["activation"], given["approximate"])
     checks.dense(name, "input", x, OP.dtypes)
     if x.ndim == 0:
         raise ArgumentError(name, "input", "0-dimensional", "[*, in_features]")
-    _check_routing(x, indices, weights)
-    _check_factors(x, gate_up, down, gate_up_bias, down_bias, gated, transposed)
+    _check_routing(x, given["indices"], given["weights"])
+    _check_factors(**given)
 
 
 def _check_routing(x: torch.Tensor, indices: Any, weights: Any) -> None:
@@ -283,15 +248,9 @@ def _check_routing(x: torch.Tensor, indices: Any, weights: Any) -> None:
 
 
 def _check_factors(
-    x: torch.Tensor,
-    gate_up: Any,
-    down: Any,
-    gate_up_bias: Any,
-    down_bias: Any,
-    gated: bool,
-    transposed: bool,
+    input: torch.Tensor, gate_up: Any, down: Any, gated: bool, transposed: bool, **others: Any
 ) -> None:
-    name = OP.name
+    name, x = OP.name, input
     dtypes = OP.dtypes if checks.autocasts(x.device.type) else (x.dtype,)
     for of, factor in (("gate_up", gate_up), ("down", down)):
         checks.dense(name, of, factor, dtypes, "input")
@@ -307,11 +266,8 @@ def _check_factors(
         shape = f"[{experts}, {hidden}, out]" if transposed else f"[{experts}, out, {hidden}]"
         accepted = f"{shape}, to go with gate_up"
         raise ArgumentError(name, "down", f"of shape {list(down.shape)}", accepted)
-    for of, bias, size in (
-        ("gate_up_bias", gate_up_bias, gate_up.shape[out]),
-        ("down_bias", down_bias, down.shape[out]),
-    ):
-        if bias is not None:
+    for of, size in (("gate_up_bias", gate_up.shape[out]), ("down_bias", down.shape[out])):
+        if (bias := others[of]) is not None:
             checks.dense(name, of, bias, dtypes, "input")
             checks.like(name, of, bias, x, "input")
             checks.shaped(name, of, bias, (experts, size), "a row an expert")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchweld.dispatch.dtensor import (
+    as_dtensor,
     find_offsets,
     is_dtensor,
     is_strided,
@@ -25,7 +26,7 @@ def run_on_devices(run: Callable[..., torch.Tensor], tensors: Sequence[Any]) -> 
     Along the dimensions of the mesh that shard the experts, all tokens are gathered, and the result
     is Partial: its redistribution adds the parts. Along the others tokens stay sharded.
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor import Partial, Replicate, Shard
 
     x, gate_up, down, indices, weights, *biases = tensors
     if not is_dtensor(x):
@@ -71,6 +72,4 @@ def run_on_devices(run: Callable[..., torch.Tensor], tensors: Sequence[Any]) -> 
         take("weights", weights, rows, on_rows),
         *own[2:],
     )
-    shape = torch.Size((*x.shape[:-1], y.shape[-1]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(y, mesh, on_rows, run_check=False, shape=shape, stride=stride)
+    return as_dtensor(y, mesh, on_rows, (*x.shape[:-1], y.shape[-1]))

@@ -11,20 +11,19 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from torchweld.dispatch.autograd import list_reached, make_unaliased, make_views
+from torchweld.dispatch.autograd import (
+    differentiate,
+    list_reached,
+    make_unaliased,
+    make_views,
+)
 from torchweld.dispatch.bare import BareOp
 from torchweld.ops.activation import BIAS_ACT
 from torchweld.ops.gemm import gemm
 
 
-def _fake(
-    grad_y: torch.Tensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    approximate: str,
-    need_bias: bool,
-) -> torch.Tensor:
+def _fake(_: Any, x: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> torch.Tensor:
+    *_, need_bias = rest
     return x.new_empty(0) if bias is None or not need_bias else torch.empty_like(bias)
 
 
@@ -42,14 +41,13 @@ def act_linear(
     bias: torch.Tensor | None,
     weight: torch.Tensor,
     weight_bias: torch.Tensor | None,
-    activation: str,
-    approximate: str,
+    *kind: str,
 ) -> torch.Tensor:
     """linear(activation(z + bias), weight, weight_bias)."""
     if torch.is_autocast_enabled(z.device.type):
         weight = weight.to(z.dtype)
         weight_bias = None if weight_bias is None else weight_bias.to(z.dtype)
-    return _ActLinear.apply(z, bias, weight, weight_bias, activation, approximate)
+    return _ActLinear.apply(z, bias, weight, weight_bias, *kind)
 
 
 class _ActLinear(torch.autograd.Function):
@@ -128,7 +126,4 @@ def _derivatives(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...
     """Differentiable gradients, for second derivatives."""
     z, bias, *factors = saved = make_views(ctx.saved_tensors)
     y = linear(BIAS_ACT.reference(z, bias, *ctx.kind), *factors)
-    needs = [at for at, need in enumerate(ctx.needs_input_grad) if need]
-    wanted = torch.autograd.grad(y, [saved[at] for at in needs], grad, create_graph=True)
-    by_position = dict(zip(needs, wanted, strict=True))
-    return tuple([by_position.get(at) for at in range(len(ctx.needs_input_grad))])
+    return (*differentiate([y], saved, [grad]), None, None)

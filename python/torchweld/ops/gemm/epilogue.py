@@ -92,58 +92,55 @@ def linear_and_act(
     backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kind: str
 ) -> torch.Tensor:
     """activation(linear(x, weight, bias)), in one kernel if that is faster, else in two steps."""
-    activation, approximate = kind
-    if activation == "identity":
+    if kind[0] == "identity":
         return gemm.linear(x, weight, bias)
-    arguments = (x, weight, bias, activation, approximate)
-    if backend == "triton" and (tile := choose_tile_for(*arguments)) is not None:
-        return _in_one_kernel(*arguments, tile)
-    if backend == "cpu" and _onednn_activates(*arguments):
-        algorithm = approximate if activation == "gelu" else ""
-        return gemm.onednn(x, weight, bias, _ONEDNN[activation], algorithm)
-    return layers.run_in_two_steps(backend, *arguments)
+    arguments = (x, weight, bias)
+    if backend == "triton" and (tile := choose_tile_for(*arguments, *kind)) is not None:
+        return _in_one_kernel(*arguments, *kind, tile)
+    if backend == "cpu" and _onednn_activates(*arguments, *kind):
+        return _run_onednn(*arguments, *kind)
+    return layers.run_in_two_steps(backend, *arguments, *kind)
 
 
 def plan(
     backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kind: str
 ) -> Callable[..., torch.Tensor] | None:
     """What `linear_and_act` does for calls like this one, where nothing is left to decide."""
-    activation, approximate = kind
-    if activation == "identity":
+    if kind[0] == "identity":
         return None
-    arguments = (x, weight, bias, activation, approximate)
-    if backend == "triton" and (tile := choose_tile_for(*arguments)) is not None:
-        how = (activation, approximate, tile)
-        return lambda x, weight, bias, *_: _in_one_kernel(x, weight, bias, *how)
-    return layers.plan_in_two_steps(backend, *arguments)
+    arguments = (x, weight, bias)
+    if backend == "triton" and (tile := choose_tile_for(*arguments, *kind)) is not None:
+        return lambda x, weight, bias, *_: _in_one_kernel(x, weight, bias, *kind, tile)
+    return layers.plan_in_two_steps(backend, *arguments, *kind)
+
+
+def _run_onednn(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kind: str
+) -> torch.Tensor:
+    algorithm = kind[1] if kind[0] == "gelu" else ""
+    return gemm.onednn(x, weight, bias, _ONEDNN[kind[0]], algorithm)
 
 
 def _onednn_activates(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    approximate: str,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kind: str
 ) -> bool:
     """Whether oneDNN can run these and is faster: it writes once, and does not round the sum.
 
     In float32 torch's own GEMM is faster by more than the time of the pass.
     """
-    if activation not in _ONEDNN or (activation, approximate) not in activations.KINDS:
+    if kind[0] not in _ONEDNN or kind not in activations.KINDS:
         return False
     if gemm.wants_gradient(x, weight, bias) or not gemm.is_served_by_onednn(x, weight, bias):
         return False
-    return _onednn_keeps_nan(x.dtype, activation, approximate)
+    return _onednn_keeps_nan(x.dtype, *kind)
 
 
 @functools.cache
-def _onednn_keeps_nan(dtype: torch.dtype, activation: str, approximate: str) -> bool:
+def _onednn_keeps_nan(dtype: torch.dtype, *kind: str) -> bool:
     """Whether oneDNN's activation maps NaN to NaN; torch 2.10's float16 sigmoid returns 0."""
     with _disable_current_modes():
         x, weight = torch.full((2, 8), torch.nan, dtype=dtype), torch.ones(3, 8, dtype=dtype)
-        algorithm = approximate if activation == "gelu" else ""
-        y = gemm.onednn(x, weight, None, _ONEDNN[activation], algorithm)
-        return bool(y.isnan().all())
+        return bool(_run_onednn(x, weight, None, *kind).isnan().all())
 
 
 # --- One kernel and its nodes ---------------------------------------------------------------------
@@ -152,24 +149,19 @@ def _onednn_keeps_nan(dtype: torch.dtype, activation: str, approximate: str) -> 
 
 
 def _in_one_kernel(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    approximate: str,
-    tile: int,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any
 ) -> torch.Tensor:
+    *kind, tile = how
     dtype = gemm.find_dtype(x)
     x, weight = x.to(dtype), weight.to(dtype)
     if bias is not None and bias.dtype is not dtype:
         bias = bias.float()
-    how = (activation, approximate)
     if not gemm.wants_gradient(x, weight, bias):
-        return _kernel(x, weight, bias, *how, tile, False)[0]  # type: ignore[no-any-return]
+        return _kernel(x, weight, bias, *kind, tile, False)[0]  # type: ignore[no-any-return]
     with torch.no_grad():
-        y, z = _kernel(x, weight, bias, *how, tile, True)
+        y, z = _kernel(x, weight, bias, *kind, tile, True)
     z = gemm.enter_graph(x, weight, None, z)
-    return _ACTIVATION.enter_graph(z, bias, *how, y)  # type: ignore[no-any-return]
+    return _ACTIVATION.enter_graph(z, bias, *kind, y)  # type: ignore[no-any-return]
 
 
 def _gradients(
@@ -234,37 +226,28 @@ _ACTIVATION = Activation(
 
 
 def choose_tile_for(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    approximate: str,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kind: str
 ) -> int | None:
     """The tile for one kernel; None: no kernel can serve, or two steps are faster."""
     if why_not(x, weight, bias) is not None:
         return None
-    arguments = (x, weight, bias, activation, approximate)
+    arguments = (x, weight, bias)
     # A trial runs outside of the caller's autocast, and without gradients.
     dtype, save_z = gemm.find_dtype(x), gemm.wants_gradient(x, weight, bias)
     tiles = partial(list_tiles, x, weight)
-    contest = partial(_make_contest, dtype, save_z, *arguments)
-    return fused_choice.choose_tile(x, _kind(*arguments), tiles, contest)
+    contest = partial(_make_contest, dtype, save_z, *arguments, *kind)
+    return fused_choice.choose_tile(x, _kind(*arguments, *kind), tiles, contest)
 
 
 def explain(
-    backend: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    approximate: str,
+    backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kind: str
 ) -> str:
     """Whether Triton runs one kernel or two steps, and why."""
     if backend != "triton":
         return ""
     unfused = "torch's GEMM, then a pass for bias and activation"
-    kind = _kind(x, weight, bias, activation, approximate)
-    return fused_choice.explain(unfused, x, kind, why_not(x, weight, bias))
+    arguments = (x, weight, bias)
+    return fused_choice.explain(unfused, x, _kind(*arguments, *kind), why_not(*arguments))
 
 
 def why_not(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
@@ -286,13 +269,7 @@ def why_not(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     return None
 
 
-def _kind(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    approximate: str,
-) -> Kind:
+def _kind(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kind: str) -> Kind:
     """Everything that a timing depends on besides the rows; sizes are text, hence constants."""
     columns, inner = weight.shape
     transposed = [name for name, t in (("input", x), ("weight", weight)) if t.stride(-1) != 1]
@@ -301,7 +278,7 @@ def _kind(
         ("dtype", str(gemm.find_dtype(x)).removeprefix("torch.")),
         ("features", f"{inner} to {columns}"),
         ("transposed", " ".join(transposed)),
-        ("activation", f"{activation} {approximate}"),
+        ("activation", " ".join(kind)),
         ("bias", bias is not None),
         ("saves z", gemm.wants_gradient(x, weight, bias)),
     )
@@ -313,13 +290,11 @@ def _make_contest(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    activation: str,
-    approximate: str,
+    *how: str,
 ) -> Contest:
     """One kernel with each of its tiles against two steps."""
     x, weight = x.detach().to(dtype), weight.detach().to(dtype)
     bias = None if bias is None else bias.detach().to(dtype)
-    how = (activation, approximate)
     names = ("y", "z") if save_z else ("y",)
 
     def unfused(x: torch.Tensor) -> torch.Tensor:
@@ -333,7 +308,7 @@ def _make_contest(
 
     def exact(x: torch.Tensor) -> Results:
         z = linear_in_float64(x, weight, bias)
-        return name_results((activations.ACTIVATIONS[how].function(z), z), *names)
+        return name_results((activations.ACTIVATIONS[how].function(z), z), *names)  # type: ignore[index]
 
     return Contest(
         tensors=[x],

@@ -42,18 +42,13 @@ _kernel = BareOp(
 
 
 def linear_and_gate(
-    backend: str,
-    x: torch.Tensor,
-    gate_weight: torch.Tensor,
-    up_weight: torch.Tensor,
-    activation: str,
-    approximate: str,
+    backend: str, x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, *how: str
 ) -> torch.Tensor:
     """activation(linear(x, gate_weight)) * linear(x, up_weight)."""
-    arguments = (x, gate_weight, up_weight, activation, approximate)
-    if backend == "triton" and _is_in_one_kernel(*arguments):
-        return _run_in_one_kernel(*arguments)
-    return _run_in_steps(backend, *arguments)
+    arguments = (x, gate_weight, up_weight)
+    if backend == "triton" and _is_in_one_kernel(*arguments, *how):
+        return _run_in_one_kernel(*arguments, *how)
+    return _run_in_steps(backend, *arguments, *how)
 
 
 def plan(

@@ -1,15 +1,22 @@
-"""Checks of the arguments of losses, and the rows that losses make of them."""
+"""Checks of the arguments of losses, the rows that losses make of them, and this device's part."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from torchweld import checks
-from torchweld.dispatch.dtensor import is_dtensor
+from torchweld.dispatch.dtensor import (
+    as_dtensor,
+    is_dtensor,
+    is_strided,
+    replicate,
+    take_part,
+)
 from torchweld.dispatch.library import LIBRARY
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import rows
@@ -32,16 +39,16 @@ def check_tensor(
         raise ArgumentError(function, name, "a DTensor", accepted)
 
 
-def check_number(function: str, name: str, value: Any, accepted: str, fits: bool) -> None:
-    """Raise ArgumentError unless the value is a finite number that fits."""
-    if isinstance(value, bool) or not isinstance(value, checks.NUMBER) or not fits:
-        raise ArgumentError(function, name, repr(value), accepted)
-
-
-def check_positive(function: str, name: str, value: Any) -> None:
-    """Check for a positive finite number."""
-    fits = isinstance(value, checks.NUMBER) and 0 < value < math.inf
-    check_number(function, name, value, "a number > 0", fits)
+def check_number(
+    function: str,
+    name: str,
+    value: Any,
+    accepted: str = "a number > 0",
+    fits: Callable[[float], bool] = lambda x: 0 < x < math.inf,
+) -> None:
+    """Check for a number that fits, by default a positive finite one."""
+    is_number = isinstance(value, checks.NUMBER) and not isinstance(value, bool)
+    checks.fits(function, name, value, is_number and fits(value), accepted)
 
 
 def check_choice(function: str, name: str, value: Any, accepted: tuple[Any, ...]) -> None:
@@ -153,10 +160,10 @@ def check_settings(
     if several is not None and type(ignored) is not int:
         raise ArgumentError(function, "ignore_index", repr(ignored), "an integer")
     scale = 1.0 if logit_scale is None else logit_scale
-    fits = isinstance(scale, checks.NUMBER) and math.isfinite(scale) and scale != 0
-    check_number(function, "logit_scale", scale, "a finite number other than 0", fits)
+    accepted = "a finite number other than 0"
+    check_number(function, "logit_scale", scale, accepted, lambda x: 0 < abs(x) < math.inf)
     if softcap is not None:
-        check_positive(function, "softcap", softcap)
+        check_number(function, "softcap", softcap)
     share = 1.0
     if isinstance(temperature, torch.Tensor):
         _check_companion(function, "temperature", temperature, like)
@@ -166,7 +173,7 @@ def check_settings(
             raise ArgumentError(function, "temperature", actual, accepted)
         _refuse_gradient(function, "temperature", temperature)
     elif temperature is not None:
-        check_positive(function, "temperature", temperature)
+        check_number(function, "temperature", temperature)
         share = float(temperature)
     if weight is not None:
         _check_companion(function, "weight", weight, like)
@@ -189,10 +196,8 @@ def check_terms(
     """Check what a loss is made of, and add it to the settings."""
     function = settings.function
     check_choice(function, "reduction", reduction, REDUCTIONS)
-    fits = isinstance(label_smoothing, checks.NUMBER) and 0 <= label_smoothing <= 1
-    check_number(function, "label_smoothing", label_smoothing, "0 to 1", fits)
-    fits = isinstance(z_loss, checks.NUMBER) and abs(z_loss) < math.inf
-    check_number(function, "z_loss", z_loss, "a finite number", fits)
+    check_number(function, "label_smoothing", label_smoothing, "0 to 1", lambda x: 0 <= x <= 1)
+    check_number(function, "z_loss", z_loss, "a finite number", lambda x: abs(x) < math.inf)
     if token_weights is not None:
         _check_companion(function, "token_weights", token_weights, like)
         leading = settings.leading
@@ -247,3 +252,148 @@ def _check_companion(function: str, name: str, value: Any, like: torch.Tensor) -
 def _refuse_gradient(function: str, name: str, value: torch.Tensor) -> None:
     if value.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(function, name, "a tensor that requires grad", "one without")
+
+
+# --- Of several devices -----------------------------------------------------------------------
+
+
+class Classes(NamedTuple):
+    """The classes of this device, of a vocabulary that the devices of a group share."""
+
+    group: str  # the name of the process group
+    begin: int
+    size: int
+    whole: int  # the number of all classes
+    most: int  # the largest number of classes that a device has
+
+
+class Place(NamedTuple):
+    """The rows and classes that this device holds of tensors on a mesh; without one, all."""
+
+    function: str
+    mesh: Any = None
+    of_rows: tuple[Any, ...] = ()  # placements of tensors that have the input's leading dimensions
+    leading: tuple[int, ...] = ()  # of the rows of all devices
+    shared_along: int | None = None  # the dimension of the mesh that shares the vocabulary
+    classes: Classes | None = None  # None: the device has all classes
+
+    def take_rows(self, name: str, value: Any) -> Any:
+        """Take this device's rows of a tensor; return any other value unchanged."""
+        if self.mesh is None or not isinstance(value, torch.Tensor):
+            return value
+        if tuple(value.shape[: len(self.leading)]) != self.leading:
+            accepted = f"the rows' shape, {[*self.leading]}"
+            raise ArgumentError(self.function, name, f"of shape {[*value.shape]}", accepted)
+        return take_part(self.function, name, value, self.mesh, self.of_rows, self.of_rows)
+
+    def take_target(self, target: Any) -> Any:
+        """Take this device's rows of a target, and its classes of probabilities."""
+        soft = isinstance(target, torch.Tensor) and target.is_floating_point()
+        if not soft or self.classes is None:
+            return self.take_rows("target", target)
+        shape = (*self.leading, self.classes.whole)
+        checks.shaped(self.function, "target", target, shape, "one probability a class")
+        if target.requires_grad and torch.is_grad_enabled():
+            accepted = "ones without, where devices share the classes"
+            actual = "probabilities that require grad"
+            raise ArgumentError(self.function, "target", actual, accepted)
+        from torch.distributed.tensor import Shard
+
+        last, at = len(self.leading), self.shared_along
+        placements = [Shard(last) if i == at else of for i, of in enumerate(self.of_rows)]
+        return take_part(self.function, "target", target, self.mesh, placements, placements)
+
+    def take_whole(self, name: str, value: Any) -> Any:
+        """All of a tensor."""
+        if self.mesh is None:
+            return value
+        whole = replicate(self.mesh)
+        return take_part(self.function, name, value, self.mesh, whole, whole)
+
+    def take_classes(self, target: torch.Tensor, how: How) -> tuple[torch.Tensor, How]:
+        """Number targets from this device's first class on, and take its classes' weights.
+
+        Other devices' targets are ELSEWHERE; -1 and targets that are not classes do not change.
+        The sum of weights still covers all classes.
+        """
+        if self.classes is None:
+            return target, how
+        _, begin, size, whole, _ = self.classes
+        here = target - begin
+        here = torch.where((here >= 0) & (here < size), here, rows.ELSEWHERE)
+        here = torch.where(target >= whole, size, here)
+        if how.weight is not None:
+            how = how._replace(weight=how.weight[begin : begin + size])
+        return torch.where(target == -1, -1, here), how
+
+    def add_up(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the devices that have different rows."""
+        if self.mesh is None:
+            return x
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        if all(isinstance(of, Replicate) for of in self.of_rows):
+            return x
+        parts = [of if isinstance(of, Replicate) else Partial() for of in self.of_rows]
+        total = DTensor.from_local(x, self.mesh, parts, run_check=False)
+        return total.redistribute(self.mesh, replicate(self.mesh)).to_local()  # type: ignore[no-any-return]
+
+    def wrap(self, result: Any) -> Any:
+        """Results of each row, or one number that all devices have, as DTensors."""
+        if self.mesh is None:
+            return result
+        if isinstance(result, tuple):
+            return tuple(map(self.wrap, result))
+        if result.ndim == 0:
+            return as_dtensor(result, self.mesh, replicate(self.mesh), ())
+        shape = (*self.leading, *result.shape[len(self.leading) :])
+        return as_dtensor(result.contiguous(), self.mesh, self.of_rows, shape)
+
+
+def find_place(function: str, input: Any, weight: Any, bias: Any) -> tuple[Place, Any]:
+    """Where this device's part of the work is, and its input, weight and bias."""
+    if not any(map(is_dtensor, (input, weight, bias))):
+        return Place(function), (input, weight, bias)
+    if not is_dtensor(input):
+        accepted = (
+            "a DTensor, as linear_weight is: from_local(input, mesh, [Replicate()]) where devices "
+            "share the vocabulary. Of a layer under FSDP2 call the forward, which gathers its "
+            "weight once"
+        )
+        raise ArgumentError(function, "input", "a plain tensor", accepted)
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    mesh, count = input.device_mesh, input.ndim - 1
+    on_weight = weight.placements if is_dtensor(weight) else replicate(mesh)
+    if is_dtensor(weight) and weight.device_mesh != mesh:
+        raise ArgumentError(function, "linear_weight", "on another mesh", "the mesh of input")
+    along = [at for at, of in enumerate(on_weight) if not isinstance(of, Replicate)]
+    fits = [isinstance(on_weight[at], Shard) and on_weight[at].dim == 0 for at in along]
+    if not all(fits) or len(along) > 1 or any(map(is_strided, on_weight)):
+        placed = ", ".join(map(str, on_weight))
+        accepted = "Shard(0) along at most one dimension of the mesh, Replicate() along the others"
+        raise ArgumentError(function, "linear_weight", f"a DTensor placed {placed}", accepted)
+    shared = along[0] if along else None
+    if any(map(is_strided, input.placements)):
+        raise ArgumentError(function, "input", "a DTensor with strided shards", "Shard(dim)")
+    of_rows, on_input, of_classes = [], [], []
+    for at, of in enumerate(input.placements):
+        keeps = at != shared and isinstance(of, Shard) and of.dim < count
+        of_rows.append(of if keeps else Replicate())
+        on_input.append(Partial() if at == shared else of_rows[-1])
+        of_classes.append(Shard(0) if at == shared else Partial() if keeps else Replicate())
+    classes = None
+    if shared is not None:
+        whole, size = weight.shape[0], mesh.size(shared)
+        each = -(-whole // size)
+        begin = min(each * mesh.get_local_rank(shared), whole)
+        group = mesh.get_group(shared).group_name
+        classes = Classes(group, begin, min(each, whole - begin), whole, each)
+    of_weight = tuple(on_weight)
+    parts = (
+        take_part(function, "input", input, mesh, of_rows, on_input),
+        take_part(function, "linear_weight", weight, mesh, of_weight, of_classes),
+        take_part(function, "linear_bias", bias, mesh, of_weight, of_classes),
+    )
+    leading = tuple(input.shape[:-1])
+    return Place(function, mesh, tuple(of_rows), leading, shared, classes), parts

@@ -130,16 +130,9 @@ def _takes_eager(logits: torch.Tensor, soft_trains: bool) -> bool:
 
 
 def _compute(
-    settings: Settings,
-    takes_eager: bool,
-    returns_lse: bool,
-    inplace: bool,
-    input: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    temperature: Any,
-    token_weights: torch.Tensor | None,
+    settings: Settings, takes_eager: bool, returns_lse: bool, inplace: bool, *given: Any
 ) -> Any:
+    input, target, weight, temperature, token_weights = given
     if inplace and input.is_leaf and input.requires_grad:
         raise ArgumentError(_NAME, "inplace", "True for logits that are a leaf", "False")
     if input.ndim > 2 and settings.several is None:
@@ -147,10 +140,11 @@ def _compute(
     logits = _as_rows(settings, input)
     target, how = arguments.read_rows(settings, target, weight, temperature)
     factors, count = results.make_factors(settings, target, how, token_weights)
+    asked = (target, how, factors.find_wanted())
     if takes_eager:
-        rows = results.reference(logits, target, how, factors.find_wanted())
+        rows = results.reference(logits, *asked)
     else:
-        rows = nodes.find_of_logits(logits, target, how, factors.find_wanted(), inplace)
+        rows = nodes.find(nodes.as_layer(logits), *asked, inplace)
     made = results.reduce(settings, factors, rows, count)
     if not checks.autocasts(input.device.type):
         made = made.to(input.dtype)

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from torchweld import checks
 from torchweld.dispatch import choice
-from torchweld.dispatch.autograd import find_apply, make_views, wants_gradient
+from torchweld.dispatch.autograd import differentiate, find_apply, make_views, wants_gradient
 from torchweld.ops.loss import arguments, nodes, results, rows
 from torchweld.ops.loss.arguments import Settings
 from torchweld.ops.loss.chunks import NO_GRADIENT, Gemms, Layer, Needs, Plan
@@ -195,7 +195,7 @@ def _differentiate_eagerly(call: _Call, layer: Layer, grad: torch.Tensor, *rest:
         x, weight, bias = make_views(layer[:3])
         layer = layer._replace(input=x, weight=weight, bias=bias)
         loss = call.run_eagerly(layer, *rest)
-        return results.differentiate([loss], layer[:3], [grad], is_graph)
+        return differentiate([loss], layer[:3], [grad], is_graph)
 
 
 def _flatten(of_rows: Any) -> torch.Tensor | None:
@@ -243,23 +243,16 @@ def make_run(
     )
     trains = wants_gradient(*layer[:3])
 
-    def run(
-        x: torch.Tensor,
-        linear_weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        target: torch.Tensor,
-        weight: torch.Tensor | None,
-        temperature: Any,
-        token_weights: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def run(*given: Any) -> torch.Tensor:
+        *parts, target, weight, temperature, token_weights = given
         if arguments.is_checked(target):
             arguments.mark_ignored(settings.function, target, settings.classes, settings.ignored)
         whole = None
         if smoothing and weight is not None:
             whole = weight.detach().to(settings.kind).sum()
         flat = [_flatten(t) for t in (target, temperature, token_weights)]
-        given = (x, linear_weight, bias, flat[0], weight, whole, *flat[1:])
-        loss = _apply(call, *given) if trains else call.run(*given)[0]
+        parts += [flat[0], weight, whole, *flat[1:]]
+        loss = _apply(call, *parts) if trains else call.run(*parts)[0]
         return loss.view(leading) if is_shaped else loss
 
     return run

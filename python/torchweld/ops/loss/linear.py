@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld import checks
-from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.dispatch.recorder import leave_open, run_final
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
@@ -25,11 +24,10 @@ from torchweld.ops.loss import (
     sharded,
     small,
 )
-from torchweld.ops.loss.arguments import Settings
+from torchweld.ops.loss.arguments import Classes, Place, Settings
 from torchweld.ops.loss.chunks import Layer, Needs, Plan
 from torchweld.ops.loss.results import RowResults, Wanted
 from torchweld.ops.loss.rows import How
-from torchweld.ops.loss.sharded import Classes, Place
 from torchweld.registry import why_not_now
 
 _CROSS_ENTROPY, _LOGPROBS = "linear_cross_entropy", "linear_logprobs"
@@ -119,7 +117,7 @@ def linear_cross_entropy(
     soft = isinstance(target, torch.Tensor) and target.is_floating_point()
     if soft and ignore_index is not None:
         raise ArgumentError(_CROSS_ENTROPY, "ignore_index", ignore_index, "None with probabilities")
-    place, parts = _find_place(_CROSS_ENTROPY, input, linear_weight, linear_bias)
+    place, parts = arguments.find_place(_CROSS_ENTROPY, input, linear_weight, linear_bias)
     target = place.take_target(target)
     weight, temperature, token_weights = (
         place.take_whole("weight", weight),
@@ -135,7 +133,7 @@ def linear_cross_entropy(
         whole = small.linear_cross_entropy(kind.settings, any(kind.needs), whole)
     elif (run := _fuse(kind, parts, token_weights, target, weight, temperature)) is not None:
         whole = run
-    return _wrap(place, run_final(whole, *given))
+    return place.wrap(run_final(whole, *given))
 
 
 @short()
@@ -194,7 +192,7 @@ def linear_logprobs(
         ("return_argmax", return_argmax),
     ):
         checks.flag(_LOGPROBS, flag, value)
-    place, parts = _find_place(_LOGPROBS, input, linear_weight, linear_bias)
+    place, parts = arguments.find_place(_LOGPROBS, input, linear_weight, linear_bias)
     target = place.take_rows("target", target)
     temperature = place.take_rows("temperature", temperature)
     chunking = (logits_dtype, memory, accumulate, batch_invariant)
@@ -211,51 +209,17 @@ def linear_logprobs(
         whole = small.linear_logprobs(kind.settings, whole)
     elif not any(wanted) and (run := _fuse(kind, parts, None, target, temperature)) is not None:
         whole = _negate(run)
-    return _wrap(place, run_final(whole, *given))
+    return place.wrap(run_final(whole, *given))
 
 
 # --- What a kind of call is -------------------------------------------------------------------
-
-
-class _Whole:
-    """The place of plain tensors: this device has all rows and classes."""
-
-    classes = None
-
-    @staticmethod
-    def take_rows(_: str, value: Any) -> Any:
-        """All rows of a tensor."""
-        return value
-
-    @staticmethod
-    def keep(value: Any) -> Any:
-        """What needs no exchange."""
-        return value
-
-    @staticmethod
-    def take_classes(target: torch.Tensor, how: How) -> tuple[torch.Tensor, How]:
-        """All classes."""
-        return target, how
-
-    take_whole = take_rows
-    take_target = add_up = wrap = keep
-
-
-def _find_place(function: str, *parts: Any) -> tuple[Place | _Whole, Any]:
-    if any(map(is_dtensor, parts)):
-        return sharded.find_place(function, *parts)
-    return _Whole(), parts
-
-
-def _wrap(place: Place | _Whole, result: Any) -> Any:
-    return tuple(map(place.wrap, result)) if isinstance(result, tuple) else place.wrap(result)
 
 
 class _Kind(NamedTuple):
     """What is decided once for all calls of a kind, from everything but numbers in tensors."""
 
     settings: Settings
-    place: Place | _Whole
+    place: Place
     casts_to: torch.dtype | None  # autocast's dtype
     dtype: torch.dtype | None  # of a loss; None: as it is computed
     chunking: tuple[Any, ...]  # the fields of a Layer after its tensors
@@ -273,7 +237,7 @@ class _Kind(NamedTuple):
 
 def _prepare(
     function: str,
-    place: Place | _Whole,
+    place: Place,
     parts: Any,
     given: tuple[Any, ...],
     target: Any,
@@ -296,7 +260,6 @@ def _prepare(
     logits_dtype, memory, accumulate, batch_invariant = given
     is_free = logits_dtype is None and memory is None and not batch_invariant
     is_free = is_free and accumulate != "grad"
-    is_whole = isinstance(place, _Whole)  # torch's ops exchange nothing
     kind = _Kind(
         settings,
         place,
@@ -307,7 +270,7 @@ def _prepare(
         needs=Needs(*[trains and x is not None and x.requires_grad for x in parts]),
         takes_eager=soft_trains or why_not_now() is not None,
         is_free=is_free,
-        is_plain=is_whole and is_free and all(options[name] is None for name in _SCALING),
+        is_plain=place.mesh is None and is_free and all(options[name] is None for name in _SCALING),
     )
     chunks.check_memory(function, _make_layer(kind, *parts), kind.needs)
     if kind.into_grad:
@@ -348,9 +311,8 @@ def _fuse(
     settings = kind.settings
     if kind.takes_eager or kind.place.classes is not None or kind.returns_lse or not kind.is_free:
         return None
-    if isinstance(kind.place, Place) or not fused.may_serve(
-        settings, token_weights, *parts, *others
-    ):
+    is_whole = kind.place.mesh is None  # the kernels exchange nothing
+    if not (is_whole and fused.may_serve(settings, token_weights, *parts, *others)):
         return None
     layer, count = _make_layer(kind, *parts), math.prod(settings.leading)
     plan: Plan | None = chunks.make_plan(layer, kind.needs, fused.FORWARD.find(layer.input))
@@ -373,10 +335,9 @@ def _fuse(
 def _negate(run: small.Run) -> small.Run:
     """Log-probabilities of classes [*], or [*, 1], by their losses."""
 
-    def find(
-        input: torch.Tensor, weight: torch.Tensor, bias: Any, target: torch.Tensor, temperature: Any
-    ) -> torch.Tensor:
-        losses = run(input, weight, bias, target, None, temperature, None)
+    def find(*given: Any) -> torch.Tensor:
+        *layer, target, temperature = given
+        losses: torch.Tensor = run(*layer, target, None, temperature, None)
         return -losses.view(target.shape)
 
     return find
@@ -411,19 +372,11 @@ def _make_layer(
     return Layer(flat, weight, bias, *kind.chunking)
 
 
-def _compute_loss(
-    kind: _Kind,
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    linear_bias: torch.Tensor | None,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    temperature: Any,
-    token_weights: torch.Tensor | None,
-) -> Any:
+def _compute_loss(kind: _Kind, *given: Any) -> Any:
+    *parts, target, weight, temperature, token_weights = given
     settings, place = kind.settings, kind.place
     averages = settings.reduction == "mean"
-    layer, begun = _make_layer(kind, input, linear_weight, linear_bias), None
+    layer, begun = _make_layer(kind, *parts), None
     if kind.plan is not None and settings.several is not None and place.classes is None:
         with torch.no_grad():  # the node that takes it has the derivative
             begun = chunks.begin(kind.plan, layer, target.reshape(-1, 1), settings.ignored)
@@ -443,15 +396,9 @@ def _compute_loss(
     return (made, found.lse.reshape(settings.leading)) if kind.returns_lse else made
 
 
-def _compute_logprobs(
-    kind: _Kind,
-    input: torch.Tensor,
-    linear_weight: torch.Tensor,
-    linear_bias: torch.Tensor | None,
-    target: torch.Tensor,
-    temperature: Any,
-) -> Any:
-    layer = _make_layer(kind, input, linear_weight, linear_bias)
+def _compute_logprobs(kind: _Kind, *given: Any) -> Any:
+    *parts, target, temperature = given
+    layer = _make_layer(kind, *parts)
     marked, how = arguments.read_rows(kind.settings, target, None, temperature)
     marked, how = kind.place.take_classes(marked, how)
     found = _find(kind, layer, marked, how, kind.wanted)

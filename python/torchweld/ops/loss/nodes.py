@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from torchweld import checks
-from torchweld.dispatch.autograd import exports_a_derivative, make_views
+from torchweld.dispatch.autograd import differentiate, exports_a_derivative, make_views
 from torchweld.dispatch.library import define_differentiable
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks, results, rows, sharded
-from torchweld.ops.loss.chunks import Begun, Layer, Needs, Plan
+from torchweld.ops.loss.arguments import Classes
+from torchweld.ops.loss.chunks import Layer, Needs, Plan
 from torchweld.ops.loss.results import Factors, RowResults, Wanted
 from torchweld.ops.loss.rows import How
-from torchweld.ops.loss.sharded import Classes
 from torchweld.ops.opaque import define_opaque
 
 _LAYER = (
@@ -170,7 +170,7 @@ class _Rows(torch.autograd.Function):
             _refuse_shared(ctx.classes)
             layer = Layer(*make_views(layer[:3]), *ctx.layer)
             row_results = find_by_reference(layer, target, how, Wanted(*ctx.wanted))
-            return (*results.differentiate(row_results, layer[:3], grads), *after)
+            return (*differentiate(row_results, layer[:3], grads), *after)
         coefficients = results.make_coefficients(grads, target, how, statistics)
         if linear_weight is None:
             given = (target, statistics, *coefficients, *how[1:6])
@@ -247,7 +247,7 @@ class _Total(torch.autograd.Function):
             layer = Layer(*make_views((x, linear_weight, bias)), *ctx.layer)
             row_results = find_by_reference(layer, target, how, ctx.factors.find_wanted())
             total = ctx.factors.add_up(row_results)
-            return (*results.differentiate([total], layer[:3], [grad]), *after)
+            return (*differentiate([total], layer[:3], [grad]), *after)
         kept = ctx.kept
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         if keeps_graph or not checks.can_read(grad, *kept):
@@ -275,20 +275,15 @@ def _refuse_shared(classes: Classes | None) -> None:
 
 
 def find_total(
-    layer: Layer,
-    target: torch.Tensor,
-    how: How,
-    factors: Factors,
-    needs: Needs,
-    plan: Plan | None,
-    classes: Classes | None,
-    begun: Begun | None = None,
+    layer: Layer, target: torch.Tensor, how: How, factors: Factors, *rest: Any
 ) -> torch.Tensor:
     """Compute the weighted sum of the rows' losses, and its gradients at once.
 
-    Without a plan an op of torch.library does so: the numbers cannot be read.
+    The rest are the gradients that are wanted, the plan, the classes that devices share, and the
+    pass if it has begun. Without a plan an op of torch.library computes them: the numbers cannot be
+    read.
     """
-    return _Total.apply(*layer, *how, *factors, target, needs, plan, classes, begun)  # type: ignore[no-any-return]
+    return _Total.apply(*layer, *how, *factors, target, *rest)  # type: ignore[no-any-return]
 
 
 def find(
@@ -314,10 +309,3 @@ def as_layer(logits: torch.Tensor) -> Layer:
     """Given logits: a layer without a weight."""
     nothing: Any = None
     return Layer(logits, nothing, None, 0, logits.dtype, False, False, 0)
-
-
-def find_of_logits(
-    logits: torch.Tensor, target: torch.Tensor, how: How, wanted: Wanted, in_place: bool
-) -> RowResults:
-    """Compute the results of rows of given logits."""
-    return find(as_layer(logits), target, how, wanted, in_place)

@@ -215,27 +215,3 @@ def reference(logits: torch.Tensor, target: torch.Tensor, how: How, wanted: Want
         torch.where(ignored, 0.0, result) if result.numel() else result for result in made
     )
     return RowResults(picked, lse, entropy, smooth, soft, best)
-
-
-def differentiate(
-    outputs: Sequence[torch.Tensor],
-    sources: Sequence[torch.Tensor | None],
-    grads: Sequence[torch.Tensor | None],
-    create_graph: bool = True,
-) -> list[torch.Tensor | None]:
-    """Compute gradients of the sources, with a graph; None for a source without one."""
-    pairs = [
-        (output, grad)
-        for output, grad in zip(outputs, grads, strict=False)
-        if grad is not None and output.requires_grad
-    ]
-    wanted = [x for x in sources if x is not None and x.requires_grad]
-    made: Sequence[torch.Tensor | None] = torch.autograd.grad(
-        [output for output, _ in pairs],
-        wanted,
-        [grad for _, grad in pairs],
-        create_graph=create_graph,
-        allow_unused=True,
-    )
-    by_id = {id(x): grad for x, grad in zip(wanted, made, strict=True)}
-    return [None if x is None else by_id.get(id(x)) for x in sources]

@@ -69,19 +69,14 @@ def linear_cross_entropy(settings: Settings, trains: bool, whole: Run) -> Run:
     find = cross_entropy(settings, trains, lambda *_: None)
     is_flat = len(settings.leading) == 1
 
-    def run(
-        input: torch.Tensor,
-        linear_weight: torch.Tensor,
-        linear_bias: torch.Tensor | None,
-        target: torch.Tensor,
-        *others: torch.Tensor | None,
-    ) -> Any:
-        logits, picked = linear(input, linear_weight, linear_bias), target
+    def run(*given: Any) -> Any:
+        *layer, target, weight, _, _ = given
+        logits, picked = linear(*layer), target
         if not is_flat:
             logits, picked = logits.view(-1, settings.classes), target.reshape(-1)
-        made = find(logits, picked, others[0])
+        made = find(logits, picked, weight)
         if made is None:
-            return whole(input, linear_weight, linear_bias, target, *others)
+            return whole(*given)
         return made.view(settings.leading) if made.ndim else made
 
     return run
@@ -90,19 +85,14 @@ def linear_cross_entropy(settings: Settings, trains: bool, whole: Run) -> Run:
 def linear_logprobs(settings: Settings, whole: Run) -> Run:
     """The log-probabilities of classes [*], or [*, K]."""
 
-    def run(
-        input: torch.Tensor,
-        linear_weight: torch.Tensor,
-        linear_bias: torch.Tensor | None,
-        target: torch.Tensor,
-        temperature: None,
-    ) -> Any:
+    def run(*given: Any) -> Any:
+        *layer, target, _ = given
         try:
-            logprobs = linear(input, linear_weight, linear_bias).log_softmax(-1)
-            if target.ndim == input.ndim:
+            logprobs = linear(*layer).log_softmax(-1)
+            if target.ndim == logprobs.ndim:
                 return logprobs.gather(-1, target)
             return logprobs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
         except _REFUSALS:  # of a target that is ignored
-            return whole(input, linear_weight, linear_bias, target, temperature)
+            return whole(*given)
 
     return run if settings.ignored < 0 else whole

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweld.dispatch.autograd import make_views
+from torchweld.dispatch.autograd import differentiate, make_views
 from torchweld.dispatch.kernels import define
 from torchweld.ops.rotary.arguments import prepare
 from torchweld.ops.rotary.checked import DTYPES, NAME, check
@@ -57,16 +57,9 @@ def _backward_reference(
     x, key, weight, key_weight = tensors = make_views((x, key, weight, key_weight))
     arguments[3:5] = weight, key_weight
     results = _reference(x, key, *arguments)
-    pairs = [
-        (y, grad)
-        for y, grad in zip(results, (grad_y, grad_k_y), strict=True)
-        if y.requires_grad and y.shape == grad.shape
-    ]
-    wanted = [t for t in tensors if t is not None and t.requires_grad]
-    made, grads = zip(*pairs, strict=True)
-    gradients = torch.autograd.grad(made, wanted, grads, create_graph=True, allow_unused=True)
-    by_tensor = {id(t): g for t, g in zip(wanted, gradients, strict=True)}
-    return tuple([None if t is None else by_tensor.get(id(t)) for t in tensors])
+    pairs = zip(results, (grad_y, grad_k_y), strict=True)
+    grads = [grad if y.shape == grad.shape else None for y, grad in pairs]
+    return tuple(differentiate(results, tensors, grads))
 
 
 def _unsaved(*arguments: Any) -> tuple[str, ...]:

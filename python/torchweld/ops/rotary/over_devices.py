@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchweld import checks
-from torchweld.dispatch.dtensor import find_indices, find_sharded_dim, is_dtensor
+from torchweld.dispatch.dtensor import as_dtensor, find_indices, find_sharded_dim, is_dtensor
 from torchweld.errors import ArgumentError
 from torchweld.ops.rotary.checked import DTYPES, NAME, check_norm
 
@@ -37,11 +37,10 @@ def normalize(
     own = x.to_local(grad_placements=x.placements)
     wide = own.to(torch.promote_types(x.dtype, torch.float32))
     squares = wide.square().sum([heads, -1], keepdim=True)
-    shape = torch.Size([1 if at in (heads, rank - 1) else x.shape[at] for at in range(rank)])
-    stride = torch.empty(shape, device="meta").stride()
+    shape = [1 if at in (heads, rank - 1) else x.shape[at] for at in range(rank)]
     rows = [Replicate() if is_cut else p for is_cut, p in zip(along, x.placements, strict=True)]
     parts = [Partial() if is_cut else p for is_cut, p in zip(along, x.placements, strict=True)]
-    total: torch.Tensor = _Sum.apply(squares, mesh, parts, rows, shape, stride)  # type: ignore[no-untyped-call]
+    total: torch.Tensor = _Sum.apply(squares, mesh, parts, rows, shape)  # type: ignore[no-untyped-call]
     y = wide * (total / (x.shape[heads] * x.shape[-1]) + eps).rsqrt()
     if rounded == "both":
         y = y.to(x.dtype).to(wide.dtype)
@@ -60,17 +59,15 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, own: torch.Tensor, mesh: Any, parts: Any, rows: Any, shape: Any, stride: Any
+        ctx: Any, own: torch.Tensor, mesh: Any, parts: Any, rows: Any, shape: Any
     ) -> torch.Tensor:
-        from torch.distributed.tensor import DTensor
-
-        ctx.how = (mesh, parts, rows, shape, stride)
-        whole = DTensor.from_local(own, mesh, parts, run_check=False, shape=shape, stride=stride)
+        ctx.how = (mesh, parts, rows, shape)
+        whole = as_dtensor(own, mesh, parts, shape)
         return whole.redistribute(mesh, rows).to_local()  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return _Sum.apply(grad, *ctx.how), *(None,) * 5  # type: ignore[no-untyped-call]
+        return _Sum.apply(grad, *ctx.how), *(None,) * 4  # type: ignore[no-untyped-call]
 
 
 def _take_weight(x: Any, weight: Any, heads: int, cut: list[int | None]) -> torch.Tensor:

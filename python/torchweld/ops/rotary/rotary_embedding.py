@@ -79,36 +79,22 @@ def rotary_embedding(
         "cu_seqlens": cu_seqlens,
     }
     if norm_across_heads is True and shares_heads(x, heads):
-        norm = (norm_weight, norm_eps, norm_plus_one, norm_rounding)
-        return _normalize_first(x, heads, norm, (cos, sin, position_ids), **how)
-    inputs = prepare(
-        x,
-        cos,
-        sin,
-        position_ids,
-        norm_weight=norm_weight,
-        norm_eps=norm_eps,
-        norm_plus_one=norm_plus_one,
-        norm_rounding=norm_rounding,
-        norm_across_heads=norm_across_heads,
-        **how,
-    )
-    y: torch.Tensor = call(OP, *inputs)[0]
+        # Normalise over the heads of several devices, rotate, and round once.
+        wide = normalize(x, norm_weight, norm_eps, norm_plus_one, norm_rounding, heads)
+        given: list[Any] = [cos, sin]
+        for at, t in enumerate(given):
+            if isinstance(t, torch.Tensor) and not t.is_complex():
+                given[at] = t.to(wide.dtype)
+        return rotary_embedding(wide, given[0], given[1], position_ids, **how).to(x.dtype)
+    how |= {
+        "norm_weight": norm_weight,
+        "norm_eps": norm_eps,
+        "norm_plus_one": norm_plus_one,
+        "norm_rounding": norm_rounding,
+        "norm_across_heads": norm_across_heads,
+    }
+    y: torch.Tensor = call(OP, *prepare(x, cos, sin, position_ids, **how))[0]
     return y
-
-
-def _normalize_first(
-    x: torch.Tensor, heads: int, norm: tuple[Any, ...], angles: tuple[Any, ...], **how: Any
-) -> torch.Tensor:
-    """Normalise over the heads of several devices, rotate, and round once."""
-    weight, eps, plus_one, rounded = norm
-    normalized = normalize(x, weight, eps, plus_one, rounded, heads)
-    *tables, positions = angles
-    cos, sin = (
-        t.to(normalized.dtype) if isinstance(t, torch.Tensor) and not t.is_complex() else t
-        for t in tables
-    )
-    return rotary_embedding(normalized, cos, sin, positions, **how).to(x.dtype)
 
 
 @short()
