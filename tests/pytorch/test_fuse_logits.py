@@ -24,14 +24,16 @@ def _causal_loss(
     vocab_size: int,
     num_items_in_batch: Any = None,
     shift_labels: Any = None,
+    **more: Any,
 ) -> Any:
-    """As transformers computes it."""
+    """As transformers computes it, or a next release, which may read more keywords."""
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
     reduction = "mean" if num_items_in_batch is None else "sum"
     loss = nn.functional.cross_entropy(
         logits.view(-1, vocab_size), shift_labels.reshape(-1), reduction=reduction
     )
+    loss = loss + more.get("z_loss", 0.0) * logits.logsumexp(-1).square().mean()
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
@@ -210,6 +212,15 @@ def test_what_frameworks_do_with_outputs_computes_nothing(monkeypatch: pytest.Mo
     assert not calls
     kept[-1].sum()
     assert len(calls) == 1
+
+
+def test_a_loss_reads_a_keyword_that_it_does_not_declare() -> None:
+    pair = _pair(kind=WithLossFunction)
+    with_it, fused = (each(_ids(), _ids(), z_loss=0.5).loss for each in pair)
+    torch.testing.assert_close(fused, with_it)
+    unused, fused = (each(_ids(), _ids(), window=3).loss for each in pair)
+    torch.testing.assert_close(fused, unused)
+    assert (with_it - unused).abs() > 0.1
 
 
 @pytest.mark.parametrize("way", ["torch", "fused", "8 bits"])

@@ -216,11 +216,17 @@ def _is_known(loss: Any) -> bool:
 
 
 def _list_others(loss: Any) -> tuple[str, ...]:
-    """What a loss function and the functions that it calls take, besides what weld_loss does."""
+    """What a loss function and the functions that it calls take, besides what weld_loss does.
+
+    A word in their code may be the name of what they read from their keywords.
+    """
     code = getattr(loss, "__code__", None)
     called = [loss, *(loss.__globals__.get(name) for name in code.co_names)] if code else []
     functions = [each for each in called if isinstance(each, FunctionType)]
-    return tuple(sorted({p for f in functions for p in inspect.signature(f).parameters} - _SERVED))
+    taken = {name for each in functions for name in inspect.signature(each).parameters}
+    words = (word for each in functions for word in each.__code__.co_consts)
+    read = {word for word in words if isinstance(word, str) and word.isidentifier()}
+    return tuple(sorted((taken | read) - _SERVED))
 
 
 def _why_not(module: Any, head: torch.nn.Module, name: str, view: View) -> str | None:
