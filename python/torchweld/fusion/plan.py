@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import textwrap
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -117,8 +118,14 @@ def decide(
 
     `verify` tries changes of classes that are not torch's own, and `measure` tries all.
     """
-    with probe.isolate({tensor.device for tensor in (*model.parameters(), *model.buffers())}):
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    with _one_at_a_time, probe.isolate(devices):
         return _decide(View(model), filter_fn, verify, measure)
+
+
+# Trials change what threads share: the backend, functions in the files of models, and a flag of
+# torch's dispatch modes, with which torch.compile does nothing.
+_one_at_a_time = threading.RLock()
 
 
 def _decide(

@@ -232,28 +232,23 @@ def _record(attention: Any, function: str, calls: list[_Call]) -> Iterator[None]
     is_weld = isinstance(attention, RotaryAttention)
     name = "weld_rotate" if is_weld else function
     place = vars(attention) if is_weld else unwrap(forward_of(attention)).__globals__
+    rotate = getattr(attention, name) if is_weld else place[name]
     mine = threading.get_ident()
-    with _recording:
-        rotate = getattr(attention, name) if is_weld else place[name]
 
-        def record(*args: Any, **kwargs: Any) -> Any:
-            result = rotate(*args, **kwargs)
-            if threading.get_ident() == mine:
-                calls.append(_Call(rotate, args, kwargs, result))
-            return result
+    def record(*args: Any, **kwargs: Any) -> Any:
+        result = rotate(*args, **kwargs)
+        if threading.get_ident() == mine:
+            calls.append(_Call(rotate, args, kwargs, result))
+        return result
 
-        place[name] = record
-        try:
-            yield
-        finally:
-            if is_weld:
-                del place[name]
-            else:
-                place[name] = rotate
-
-
-# Attentions of one file share their function, also with other threads.
-_recording = threading.RLock()
+    place[name] = record
+    try:
+        yield
+    finally:
+        if is_weld:
+            del place[name]
+        else:
+            place[name] = rotate
 
 
 def _repeat(call: _Call, tokens: int, normed: bool) -> Iterator[torch.Tensor]:
