@@ -298,7 +298,7 @@ def make_key(module: torch.nn.Module, seen: dict[int, int] | None = None) -> Has
 
 
 def read_numbers(module: torch.nn.Module) -> Hashable:
-    """The layer's number, and those of its parts, as far as their code may read them."""
+    """The numbers of a layer and its parts that their code may read."""
     return tuple(
         (name, value)
         for part in module.modules()
