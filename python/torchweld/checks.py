@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchweld import state
 from torchweld.errors import ArgumentError
 
 # A module-level tuple: a union would be built at every call. numbers.Real admits NumPy's numbers.
@@ -23,14 +24,12 @@ def can_read(*tensors: torch.Tensor | None) -> bool:
 
     It may not while torch compiles, records or transforms, nor for fake, meta or batched tensors.
     """
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if state.is_compiling() or state.is_transforming():
         return False
-    keys, find_mode = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
-    if find_mode(keys.PROXY) is not None or find_mode(keys.FAKE) is not None:
+    if state.is_recording() or state.is_faking():
         return False
-    is_batched = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched=True
     for t in tensors:
-        if t is not None and (type(t) not in _PLAIN or t.is_meta or is_batched(t)):
+        if t is not None and (type(t) not in _PLAIN or t.is_meta or state.is_batched(t)):
             return False
     return True
 

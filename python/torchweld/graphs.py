@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from torchweld import state
 from torchweld.dispatch import choice
 from torchweld.dispatch.alike import PLAIN, is_constant, is_ordinary, is_plain
 from torchweld.errors import ArgumentError
@@ -93,7 +94,7 @@ class _KeptGraphs:
         return "\n  ".join([*lines, *map(repr, self.kinds)])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not (self.model.training and torch.is_grad_enabled()):
+        if state.is_compiling() or not (self.model.training and torch.is_grad_enabled()):
             return self.__wrapped__(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         if not _may_capture(leaves):
@@ -160,7 +161,7 @@ def _may_capture(leaves: Sequence[Any]) -> bool:
         and all(isinstance(leaf, torch.Tensor) or is_constant(leaf) for leaf in leaves)
         and is_ordinary()
         and not torch.nn.modules.module._has_any_global_hook()
-        and not torch._C._are_functorch_transforms_active()
+        and not state.is_transforming()
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         and (_DEVICE != "cuda" or _is_gpu_ready(tensors))
     )
@@ -170,7 +171,7 @@ def _is_gpu_ready(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the tensors are on the current GPU, whose streams a capture takes."""
     current = torch.cuda.current_device()
     is_there = all(t.get_device() == current for t in tensors)
-    return is_there and not torch.cuda.is_current_stream_capturing()
+    return is_there and not state.is_capturing()
 
 
 def _describe(leaf: Any) -> Any:
@@ -257,11 +258,7 @@ class _Step:
 
 def _accumulates(node: Any) -> bool:
     """Whether the running backward pass accumulates a leaf's gradient; grad() returns it."""
-    try:
-        torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        return False
-    return True
+    return state.will_run(node) is not None
 
 
 def _free_gradients(graph: _Graph) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from torchweld import state
 from torchweld.dispatch import op_question
 from torchweld.dispatch.alike import PLAIN
 from torchweld.dispatch.engine import asking
@@ -122,7 +123,7 @@ def _choose_on_gpu(op: Choosable, inputs: Sequence[Any]) -> str:
         return EAGER
     if is_tried(x):
         return op_question.choose_on_gpu(op, inputs)
-    if torch.compiler.is_compiling():
+    if state.is_compiling():
         direction = op_question.find_direction(inputs)
         backend = op_question.choose_while_compiling(op.name, x.device.index, x.dtype, direction)
         return backend if backend == EAGER or op.why_not(backend, inputs) is None else EAGER
@@ -139,7 +140,7 @@ def is_tried(x: torch.Tensor) -> bool:
 
     Tensor subclasses, such as fake tensors, cannot be tried.
     """
-    return is_on_gpu(x) and not torch.compiler.is_compiling() and type(x) in PLAIN
+    return is_on_gpu(x) and not state.is_compiling() and type(x) in PLAIN
 
 
 def _choose_by_name(op: Choosable, inputs: Sequence[Any], names: Sequence[str]) -> str:

@@ -12,22 +12,22 @@ import threading
 
 import torch
 
+from torchweld import state
 from torchweld.dispatch.library import LIBRARY
 
 # torch's generators of GPUs have offsets, which are multiples of 4; a draw takes as many.
 _TAKEN = 4
 _HAS_OFFSETS = hasattr(torch.Generator, "get_offset") and hasattr(torch.Generator, "set_offset")
 _BITS = 2**64 - 1
-_MODES = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
 _drawing = threading.Lock()
 _ONE = torch.ones(1, dtype=torch.int64, device="cpu")
 
 
 def seed(device: torch.device | str = "cpu") -> torch.Tensor:
     """Draw a seed from torch's default generator of the device: one int64, from 0 to 2**63 - 1."""
-    if torch.compiler.is_compiling():
+    if state.is_compiling():
         return torch.ops.torchweld.seed(torch.empty(1, device=device))
-    if torch._C._are_functorch_transforms_active():  # vmap cannot draw in place
+    if state.is_transforming():  # vmap cannot draw in place
         # The same draw as random_(): all 64 bits except the first.
         return torch.randint(-(2**63), 2**63 - 1, (1,), device=device) & (2**63 - 1)
     return torch.empty(1, dtype=torch.int64, device=device).random_()
@@ -40,7 +40,7 @@ def draw(x: torch.Tensor) -> torch.Tensor:
 
 def draw_again(x: torch.Tensor) -> torch.Tensor:
     """As `draw`, for a call like one that nothing recorded; a CUDA graph may capture any call."""
-    is_captured = not x.is_cuda or torch.cuda.is_current_stream_capturing()
+    is_captured = not x.is_cuda or state.is_capturing()
     return seed(x.device) if is_captured or not _HAS_OFFSETS else _draw_on_host(x)
 
 
@@ -53,12 +53,13 @@ def is_known_to_host(x: torch.Tensor) -> bool:
     """Whether the seed of a call on x, which is on a GPU, is a number: nothing records the call."""
     return (
         _HAS_OFFSETS
-        and not torch.compiler.is_compiling()
-        and not torch.cuda.is_current_stream_capturing()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._get_tracing_state()
-        and type(x).__name__ != "FakeTensor"
-        and not any(map(torch._C._get_dispatch_mode, _MODES))
+        and not state.is_compiling()
+        and not state.is_capturing()
+        and not state.is_transforming()
+        and not state.is_tracing()
+        and not state.is_recording()
+        and not state.is_faking()
+        and not state.is_fake(x)
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweld import checks
+from torchweld import checks, state
 from torchweld.dispatch.autograd import (
     autograd_function,
     exports_a_derivative,
@@ -326,7 +326,7 @@ class _Training:
         self.function = autograd_function(BATCH_NORM_ACT, self, results)
 
     def _find_parts(self) -> tuple[Any, Any, Any]:
-        return self._while_compiling if torch.compiler.is_compiling() else self._steps
+        return self._while_compiling if state.is_compiling() else self._steps
 
     def forward(self, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         _, _, weight, bias, _, _, eps, group, *kind = rest
@@ -400,7 +400,7 @@ def normalize_training(
 
 def is_first() -> bool:
     """Whether this forward is the first: False while a checkpoint recomputes it."""
-    return torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
+    return state.is_compiling() or state.find_backward_pass() == -1
 
 
 @torch.no_grad()

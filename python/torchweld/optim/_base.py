@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchweld import checks
+from torchweld import checks, state
 from torchweld.dispatch import choice
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer import passes
@@ -267,7 +267,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Whether a step depends on nothing but its batches."""
         if self._chosen is not None or self._shown or self.max_grad_norm is not None:
             return False
-        if choice.forced is not None or torch.compiler.is_compiling():
+        if choice.forced is not None or state.is_compiling():
             return False
         return (
             getattr(self, "grad_scale", None) is None and getattr(self, "found_inf", None) is None
@@ -310,7 +310,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _work_or_kept(self) -> list[tuple[Group, Batch]]:
         """The work of the last step with new gradients, or of a step that gathers it."""
-        if self._chosen is not None or self._shown or torch.compiler.is_compiling():
+        if self._chosen is not None or self._shown or state.is_compiling():
             return self._work()
         kept = self._kept
         if kept is not None and self._refresh(kept):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from torchweld import state
 from torchweld.errors import ArgumentError
 from torchweld.optim._shards import local_part
 
@@ -49,7 +49,7 @@ def check_apart(function: str, groups: Sequence[Group]) -> None:
 
 def _find_memory(number: int, p: torch.Tensor) -> _Memory | None:
     part = local_part(p.detach())
-    if isinstance(part, FakeTensor):
+    if state.is_fake(part):
         return None
     try:
         begin = part.data_ptr()

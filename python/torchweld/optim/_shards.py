@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from torchweld import state
 from torchweld.dispatch.dtensor import find_sharded_dim, is_dtensor, move_placement
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer.passes import Exchange, Part
@@ -142,7 +143,7 @@ def cache_tensors(maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]
 
         @functools.wraps(function)
         def call(*arguments: Any) -> T:
-            has_mode = torch._C._len_torch_dispatch_stack() or torch.is_inference_mode_enabled()
+            has_mode = state.count_dispatch_modes() or torch.is_inference_mode_enabled()
             return function(*arguments) if has_mode else cached(*arguments)
 
         return call

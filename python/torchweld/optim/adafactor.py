@@ -12,7 +12,7 @@ from torch.optim._adafactor import adafactor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from torchweld import checks
+from torchweld import checks, state
 from torchweld.ops.optimizer.batch import Batch, Task, Tensors
 from torchweld.ops.optimizer.passes import Exchange, Part, Pass
 from torchweld.ops.optimizer.reference import Read, number_of, read
@@ -257,8 +257,8 @@ def _torchs(task: Task) -> bool:
     assert isinstance(s, AdafactorSettings)
     of_torch = ("decay_rate", "eps_floor", "eps_scale", "clip", "weight_decay")
     rule = AdafactorSettings(**{name: getattr(s, name) for name in of_torch})
-    captured = batch.params[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    waits = not (torch.compiler.is_compiling() or captured)
+    captured = batch.params[0].is_cuda and state.is_capturing()
+    waits = not (state.is_compiling() or captured)
     whole = not batch.is_sharded and all(p.numel() for p in batch.params)
     if s != rule or task.found_inf is not None or not (waits and whole):
         return False

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchweld import checks
+from torchweld import checks, state
 from torchweld.errors import ArgumentError
 from torchweld.optim._base import FusedOptimizer, Group
 from torchweld.optim._sharded_blocks import split_rows
@@ -73,7 +73,7 @@ class GradientRelease:
 
     def _watch_pass(self) -> None:
         """Have the current backward pass forgotten if it fails."""
-        current = torch._C._current_graph_task_id()
+        current = state.find_backward_pass()
         if current == self._pass:
             return
         self._pass = current

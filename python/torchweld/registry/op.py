@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchweld import state
 from torchweld.registry.backends import BACKENDS, EAGER
 from torchweld.registry.samples import take_rows
 from torchweld.registry.schema import Signature
@@ -174,12 +175,12 @@ class Op(Differentiable):
 
 def why_not_now() -> str | None:
     """The current mode of torch that only eager serves; None if there is none."""
-    if torch._C._are_functorch_transforms_active():
+    if state.is_transforming():
         return "inside a torch.func transform, whose rules eager has"
-    if torch.autograd.forward_ad._current_level >= 0:
+    if state.has_forward_ad():
         return "inside forward-mode AD, whose rules eager has"
-    if torch.jit.is_tracing():
+    if state.is_tracing():
         return "while torch.jit.trace records, which takes eager's ops"
-    if torch.compiler._is_exporting_flag and torch.onnx.is_in_onnx_export():
+    if state.is_exporting() and torch.onnx.is_in_onnx_export():
         return "inside torch.onnx.export, which knows eager's ops"
     return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import embedding
 
+from torchweld import state
 from torchweld.errors import ArgumentError
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -55,7 +56,7 @@ class BlockBias:
         if table.device != places.device:
             actual, accepted = f"on {places.device}", f"the device of table, {table.device}"
             raise ArgumentError(name, "bucket_of_distance", actual, accepted)
-        if not torch.compiler.is_compiling() and not places.is_meta:
+        if not state.is_compiling() and not places.is_meta:
             low, high = (int(n) for n in places.aminmax())
             if low < 0 or high >= table.shape[1]:
                 accepted = f"buckets below {table.shape[1]}, the number of buckets in table"

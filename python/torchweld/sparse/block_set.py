@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchweld import state
 from torchweld.errors import ArgumentError
 from torchweld.sparse import lists, patterns, picture
 from torchweld.sparse.lists import Blocks, Lists
@@ -41,7 +42,7 @@ class BlockSet:
         """Make a layout; None: of all blocks. With a key, it equals others of its key and grid."""
         key = _Itself() if key is None else (key, grid)
         # Dynamo cannot trace this query, and a layout made in a graph serves only that graph.
-        traced = torch.compiler.is_dynamo_compiling()
+        traced = state.is_dynamo_compiling()
         if made is not None and not traced and torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # training cannot save inference tensors
                 made = Lists(*[t.clone() for t in made])

@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torchweld import state
 from torchweld.errors import ArgumentError
 from torchweld.sparse.layout import BlockLayout
 from torchweld.sparse.lists import Lists
@@ -46,16 +46,16 @@ class Layouts:
     def of(self, q: torch.Tensor, k: torch.Tensor) -> BlockLayout:
         """The layout for these queries and keys. Their lengths are the second to last dimension."""
         key = (q.shape[-2], k.shape[-2], q.device)
-        if torch.jit.is_tracing():  # sizes are tensors
+        if state.is_tracing():  # sizes are tensors
             key = (int(key[0]), int(key[1]), q.device)
         layout = self._made.get(key)
         if layout is None:
-            with nullcontext() if torch.compiler.is_dynamo_compiling() else _leave_modes():
+            with nullcontext() if state.is_dynamo_compiling() else _leave_modes():
                 layout = self._make(key[:2]).to(q.device)
             if len(self._made) == _CAPACITY:  # ragged batches have many lengths
                 self._made.pop(next(iter(self._made)))
             self._made[key] = layout
-        if isinstance(q, FakeTensor) and layout.lists and not torch.compiler.is_exporting():
+        if state.is_fake(q) and layout.lists and not torch.compiler.is_exporting():
             fakes = Lists(*[q.fake_mode.from_tensor(t) for t in layout.lists])
             return dataclasses.replace(layout, lists=fakes)
         return layout

@@ -22,6 +22,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torchweld import state
 from torchweld.dispatch.engine import store
 from torchweld.dispatch.engine.judge import Judge, in_a_line
 from torchweld.dispatch.engine.question import Answer, Key, Question, as_text
@@ -77,7 +78,7 @@ def has_trials(device: torch.device) -> bool:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured: no trial may run meanwhile."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and state.is_capturing()
 
 
 class Engine:

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -30,7 +29,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchweld import nn
+from torchweld import nn, state
 from torchweld.distributed.tensor.sums import Sums
 from torchweld.errors import ArgumentError
 
@@ -95,7 +94,7 @@ class Style(ParallelStyle):
             placements = self.place_weights(place(parameter))
             new = _MADE.get(parameter)
             if new is None or (new.device_mesh, new.placements) != (mesh, placements):
-                source = None if isinstance(parameter, FakeTensor) else 0  # it has nothing to send
+                source = None if state.is_fake(parameter) else 0  # it has nothing to send
                 part = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=source)
                 new = torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
                 if new.requires_grad:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from torchweld import state
 from torchweld.collectives.runs import divide_into_runs
 from torchweld.dispatch.dtensor import SUMMED_LATER
 
@@ -101,7 +102,7 @@ class Sums:
                 a if _is_part(a) else b for a, b in zip(before.placements, kept_parts, strict=True)
             ]
             parameter.grad, grad = extend_parts(before, parts), extend_parts(grad, parts)
-        task = torch._C._current_graph_task_id()
+        task = state.find_backward_pass()
         # A backward pass that failed has not called back.
         if not self._waits and self._queued_in != task:
             self._queued_in = task

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from torchweld import state
 from torchweld.dispatch.autograd import (
     differentiate,
     list_reached,
@@ -65,7 +66,7 @@ class _ActLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not state.is_compiling():
             return _derivatives(ctx, grad)
         with torch.autocast(grad.device.type, enabled=False):
             return _gradients(ctx, grad)

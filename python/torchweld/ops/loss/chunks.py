@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchweld import state
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import rows
 from torchweld.ops.loss.rows import How
@@ -188,7 +189,7 @@ def find_counted(target: torch.Tensor, ignored: int = -1) -> torch.Tensor | None
 
     A CUDA graph cannot wait for the number of rows, so there the row kernels skip the others.
     """
-    if target.shape[1] == 0 or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if target.shape[1] == 0 or (target.is_cuda and state.is_capturing()):
         return None
     counts = target != ignored
     counts = counts[:, 0] if target.shape[1] == 1 else counts.any(1)

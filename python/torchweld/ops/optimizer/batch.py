@@ -35,7 +35,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from torchweld import state
 
 Tensor = torch.Tensor
 Tensors = list[torch.Tensor]
@@ -170,7 +171,7 @@ def has_kernel_dtype(t: torch.Tensor) -> bool:
 def is_foreign_to_kernels(t: torch.Tensor) -> bool:
     """Whether t is of a subclass that overrides ops and may hold several tensors."""
     handles = type(t).__torch_dispatch__
-    return handles is not torch.Tensor.__torch_dispatch__ and not isinstance(t, FakeTensor)
+    return handles is not torch.Tensor.__torch_dispatch__ and not state.is_fake(t)
 
 
 # The most elements of a sample.

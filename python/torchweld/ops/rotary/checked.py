@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchweld import checks
+from torchweld import checks, state
 from torchweld.errors import ArgumentError
 
 NAME = "rotary_embedding"
@@ -64,7 +64,7 @@ def check_positions(positions: torch.Tensor, rows: int) -> None:
     """Name the first position that the table has no row for; on a CPU, where looking is free."""
     if positions.device.type != "cpu" or type(positions) is not torch.Tensor:
         return
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if state.is_compiling() or state.is_transforming():
         return
     bad = ((positions < 0) | (positions >= rows)).flatten().nonzero()
     if bad.numel():
@@ -153,7 +153,7 @@ def find_positions(cu_seqlens: Any, x: torch.Tensor, tokens: int) -> torch.Tenso
     if cu_seqlens.ndim != 1 or not cu_seqlens.numel():
         accepted = "a number for the begin of each document and one for the end of the last"
         raise ArgumentError(NAME, "cu_seqlens", f"of shape {list(cu_seqlens.shape)}", accepted)
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if cu_seqlens.device.type == "cpu" and not state.is_compiling():
         begins = cu_seqlens.tolist()
         if begins[0] != 0 or begins != sorted(begins) or begins[-1] > tokens:
             accepted = f"numbers that rise from 0 to at most {tokens}, the tokens of x"

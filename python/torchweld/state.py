@@ -1,0 +1,109 @@
+"""What torch is doing now. Callers name the states that matter to them; only this file asks torch.
+
+Dynamo traces these functions, so none may hide what it knows: `is_compiling` is torch's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling, is_dynamo_compiling
+
+# Of torch's dispatch modes, two that record a call or compute only its sizes.
+_RECORDS, _FAKES = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
+
+count_dispatch_modes = torch._C._len_torch_dispatch_stack
+count_function_modes = torch._C._len_torch_function_stack
+is_transforming = torch._C._are_functorch_transforms_active
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces. Dynamo in torch 2.11 takes torch's own function for True."""
+    return torch.compiler._is_exporting_flag
+
+
+def is_tracing() -> bool:
+    """Whether torch.jit.trace records."""
+    return bool(torch._C._get_tracing_state())
+
+
+def is_recording() -> bool:
+    """Whether make_fx, or a transform built on it, records."""
+    return torch._C._get_dispatch_mode(_RECORDS) is not None
+
+
+def is_faking() -> bool:
+    """Whether a FakeTensorMode computes sizes only."""
+    return torch._C._get_dispatch_mode(_FAKES) is not None
+
+
+def is_fake(x: Any) -> bool:
+    """Whether a tensor has sizes, but no numbers."""
+    return isinstance(x, FakeTensor)
+
+
+def is_batched(x: torch.Tensor) -> bool:
+    """Whether vmap, or a backward pass with is_grads_batched=True, has batched a tensor."""
+    return is_batchedtensor(x) or is_legacy_batchedtensor(x)
+
+
+def has_modes() -> bool:
+    """Whether a mode of torch sees or changes calls."""
+    return bool(count_dispatch_modes() or count_function_modes())
+
+
+def has_forward_ad() -> bool:
+    """Whether forward-mode AD is on."""
+    return forward_ad._current_level >= 0
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph captures the current stream."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+# --- The running backward pass --------------------------------------------------------------------
+
+
+def find_backward_pass() -> int:
+    """The number of the running backward pass, -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def retains_graph() -> bool:
+    """Whether the running backward pass leaves the graph for another one."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def will_run(node: Any) -> bool | None:
+    """Whether the running backward pass goes on to a node; None: it returns a leaf's gradient."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return None
+
+
+__all__ = [
+    "count_dispatch_modes",
+    "count_function_modes",
+    "find_backward_pass",
+    "has_forward_ad",
+    "has_modes",
+    "is_batched",
+    "is_capturing",
+    "is_compiling",
+    "is_dynamo_compiling",
+    "is_exporting",
+    "is_fake",
+    "is_faking",
+    "is_legacy_batchedtensor",
+    "is_recording",
+    "is_tracing",
+    "is_transforming",
+    "retains_graph",
+    "will_run",
+]
