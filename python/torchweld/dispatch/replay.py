@@ -19,9 +19,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchweld.dispatch.alike import IsLike, guards, is_lazy, make_comparison
+from torchweld.isolate import leave_dispatch_modes
 
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
@@ -143,7 +144,7 @@ class _Recorder(TorchDispatchMode):
 
     def start(self, launch: Any, options: dict[str, Any]) -> None:
         """Start a kernel, unseen by this mode, and keep how."""
-        with _disable_current_modes():  # the interpreter is written in torch
+        with leave_dispatch_modes():  # the interpreter is written in torch
             compiled = self._start(launch, options)
         self.launches.append((launch, options, compiled))
 

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from torchweld import state
 from torchweld.errors import ArgumentError
+from torchweld.isolate import leave_modes
 from torchweld.sparse.layout import BlockLayout
 from torchweld.sparse.lists import Lists
 
 # A layout, or a function that makes one from the lengths (queries, keys).
 Source = BlockLayout | Callable[[tuple[int, int]], BlockLayout]
 _CAPACITY = 16
-
-
-@contextmanager
-def _leave_modes() -> Iterator[None]:
-    """Leave the caller's modes and transforms, since later calls run without them."""
-    with ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(temporarily_clear_interpreter_stack())
-        stack.enter_context(torch.inference_mode(False))
-        yield
 
 
 class Layouts:
@@ -50,7 +39,7 @@ class Layouts:
             key = (int(key[0]), int(key[1]), q.device)
         layout = self._made.get(key)
         if layout is None:
-            with nullcontext() if state.is_dynamo_compiling() else _leave_modes():
+            with nullcontext() if state.is_dynamo_compiling() else leave_modes():
                 layout = self._make(key[:2]).to(q.device)
             if len(self._made) == _CAPACITY:  # ragged batches have many lengths
                 self._made.pop(next(iter(self._made)))

@@ -6,7 +6,6 @@ order is declared. Nothing is timed but the tiles that `torchweld tune` tries.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import hashlib
@@ -14,19 +13,18 @@ import importlib.util
 import os
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 
 from torchweld import state
 from torchweld.dispatch.engine import store
 from torchweld.dispatch.engine.judge import Judge, in_a_line
 from torchweld.dispatch.engine.question import Answer, Key, Question, as_text
 from torchweld.dispatch.engine.store import Entry, Store
+from torchweld.isolate import apart
 from torchweld.version import __version__
 
 # off: the baseline serves. kept: stored answers are used as well. check: contenders are checked at
@@ -194,25 +192,6 @@ def _choose(question: Question, right: Sequence[str]) -> tuple[str, dict[str, fl
     ms = take_times({name: question.prepare(name) for name in (baseline, *right)})
     best = min(ms, key=lambda name: ms[name] * (1 if name == baseline else LEAD), default=baseline)
     return best, ms
-
-
-@contextlib.contextmanager
-def apart(device: torch.device) -> Iterator[None]:
-    """Run on a device, out of sight of the caller's modes, hooks, autocast and inference mode.
-
-    A checkpoint's hooks would call the op again when a saved tensor is unpacked, counters would
-    count the trial, and offloading would move its tensors.
-    """
-    with contextlib.ExitStack() as stack:
-        if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch._C.DisableTorchFunction())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.autocast(device.type, enabled=False))
-        if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-            stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
-        yield
 
 
 def engine_for(device: torch.device) -> Engine:

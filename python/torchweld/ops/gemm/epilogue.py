@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.nn.functional import linear
-from torch.utils._python_dispatch import _disable_current_modes
 
 from torchweld.dispatch.autograd import (
     autograd_function,
@@ -24,6 +23,7 @@ from torchweld.dispatch.autograd import (
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.engine.judge import name_results
 from torchweld.dispatch.engine.question import Results
+from torchweld.isolate import leave_dispatch_modes
 from torchweld.ops import activation as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import fused_choice, gemm
@@ -138,7 +138,7 @@ def _onednn_activates(
 @functools.cache
 def _onednn_keeps_nan(dtype: torch.dtype, *kind: str) -> bool:
     """Whether oneDNN's activation maps NaN to NaN; torch 2.10's float16 sigmoid returns 0."""
-    with _disable_current_modes():
+    with leave_dispatch_modes():
         x, weight = torch.full((2, 8), torch.nan, dtype=dtype), torch.ones(3, 8, dtype=dtype)
         return bool(_run_onednn(x, weight, None, *kind).isnan().all())
 
