@@ -26,20 +26,8 @@ EMULATOR := build/emulator/lib
 EMULATOR_ASAN := build/emulator-asan/lib
 ASAN := build/asan/lib
 PYTEST := $(PY) -m pytest
-# Tests of eager torch and of the references execute no native code.
-NATIVE := not interpreter and not compile and not [eager and not -eager and not of_the_reference
-# Files of tests/ that ask whether kernels are right, and others that call kernels.
-NUMBERS := contract/test_{absent_lanes,determinism,oracle,random,shapes}.py,$\
-  ops/test_{batch_invariant,linear,losses,losses_in_examples,losses_of_torch,losses_recorded}.py,$\
-  ops/test_quantize_{8bit,one_bit}.py,optim/test_optim{,_cuda,_cuda_cut}.py,$\
-  optim/test_optim_{gradients,published,rounding}.py
-KERNELS := contract/test_{bad_input,gradients}.py,tools/test_replay.py::test_samples_have_the_bits_of_their_calls,$\
-  ops/test_{attention_few,experts,experts_triton,out_of_memory,rotary,rotary_triton,route_triton}.py
-# Those that depend on torch's version, and one of each kind of the tests of several processes.
-OF_TORCH := pytorch,contract/test_{acceptance,bad_input,declaration,gradients,oracle,random}.py,$\
-  ops/test_{batch_norm,choice,experts,linear_act_roles,losses_of_torch,losses_recorded,residual,route,seams}.py,$\
-  optim/test_optim{,_arguments,_checkpoints,_conformance,_gradients}.py,tools/test_{native,triton_aot}.py
-OF_EACH_KIND := distributed/test_{experts_distributed,shards,stack}.py
+# The tests of some lanes.
+lanes = $$($(PY) tests/helpers/lanes.py $(1))
 
 say = @printf '\033[1m== %s\033[0m\n' "$(1)"
 
@@ -86,12 +74,12 @@ emulator: env ## Build the CUDA kernels for the CPU, for the tests
 .PHONY: test
 test: emulator ## Run the package's own test suite
 	$(call say,testing)
-	@$(PYTEST) -n 2 --dist worksteal tests $(ARGS)
+	@$(PYTEST) -n 2 --dist worksteal -m "not nightly" tests $(ARGS)
 
 .PHONY: check
 check: env ## Run the tests for every change: each op, optimizer and tool once, on the best instruction set
 	$(call say,checking)
-	@$(PYTEST) -n 2 --dist worksteal -m "not slow and not processes" -k "not interpreter and not emulator" $(ARGS)
+	@$(PYTEST) -n 2 --dist worksteal -m "not processes and not stand_in and not nightly" tests $(ARGS)
 
 .PHONY: test-matrix
 test-matrix: export TORCHWELD_MATRIX := 1
@@ -101,7 +89,7 @@ test-matrix: test ## Run `make test` with all combinations of tests that otherwi
 test-isa: env ## Test kernels on every CPU instruction set except the best, which `make test` uses
 	@for isa in $$($(PY) -c 'from torchweld.dispatch import native; print(*native.list_supported_isas()[1:])'); do \
 	  printf '== %s\n' $$isa; \
-	  TORCHWELD_CPU_ISA=$$isa $(PYTEST) -n 2 tests/{$(NUMBERS)} -k "$(NATIVE) and not emulator" || exit 1; \
+	  TORCHWELD_CPU_ISA=$$isa $(PYTEST) -n 2 $(call lanes,numbers) -m "native and not emulated" || exit 1; \
 	done
 
 # What depends on the source of transformers, with its oldest release that pyproject.toml accepts.
@@ -131,9 +119,9 @@ stack: env ## Run all cells of the matrix of strategies and write docs/stack.md
 # python3.12 itself, or pyenv's where that is not the version in use.
 PYTHON312 ?= $(firstword $(shell python3.12 -c 'import sys, venv; print(sys.executable)' 2>/dev/null) \
 	$(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12))
-LANE := $(OF_TORCH),$(OF_EACH_KIND)
+LANE := of_torch of_each_kind
 .PHONY: test-lane-all
-test-lane-all: export LANE := $(OF_TORCH),distributed
+test-lane-all: export LANE := of_torch processes
 test-lane-all: test-lane ## Run `make test-lane` with all tests of several processes
 
 .PHONY: test-lane
@@ -151,7 +139,7 @@ test-newest: ## Run the tests of `make test-lane` under the newest torch, which 
 # Triton 3.6 does not interpret under numpy >= 2.4.
 .PHONY: lane
 lane: env
-	@$(PYTEST) -n 2 --dist worksteal tests/{$(LANE)} -k "not interpreter and not emulator" $(ARGS)
+	@$(PYTEST) -n 2 --dist worksteal $(call lanes,$(LANE)) -m "not interpreted and not emulated" $(ARGS)
 
 .PHONY: resources
 resources: env ## Compile every Triton kernel for sm_80, sm_90 and sm_100, and record its resources
@@ -210,7 +198,7 @@ wheel-matrix: wheel ## Test the wheel under Python 3.12 and torch 2.11
 	@.venv-wheel/bin/pip install -q -r requirements.txt
 	@.venv-wheel/bin/pip install -q --force-reinstall --no-deps dist/torchweld-*.whl
 	@.venv-wheel/bin/python -c 'import torchweld; print(torchweld.__file__, torchweld.backends())'
-	@.venv-wheel/bin/python -m pytest -n 2 tests/{$(OF_TORCH),distributed} -k "not interpreter and not emulator" $(ARGS)
+	@.venv-wheel/bin/python -m pytest -n 2 $(call lanes,of_torch processes) -m "not interpreted and not emulated" $(ARGS)
 
 .PHONY: cuda-check
 cuda-check: env ## Compile changed CUDA kernels for sm_80, sm_90 and sm_100; a register spill fails
@@ -228,7 +216,7 @@ sanitize: env ## Run the contract on the CPU kernels and the emulated CUDA kerne
 	@$(PY) csrc/build.py --emulator --sanitize address,undefined --out $(EMULATOR_ASAN)
 	@$(SANITIZED) TORCHWELD_LIB=$(CURDIR)/$(ASAN) \
 	  TORCHWELD_EMULATOR=$(CURDIR)/$(EMULATOR_ASAN)/libtorchweld_emulated_cuda.so \
-	  $(PYTEST) -n 2 tests/{$(NUMBERS),$(KERNELS)} -k "$(NATIVE) and not inductor and not resident" $(ARGS)
+	  $(PYTEST) -n 2 $(call lanes,numbers kernels) -m native -k "not inductor and not resident" $(ARGS)
 
 gpu gpu-sanitize: export TORCHWELD_CUDA := 1
 NEEDS_GPU = @$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
@@ -244,7 +232,7 @@ gpu-sanitize: env ## On a GPU: run compute-sanitizer's memcheck and racecheck on
 	$(NEEDS_GPU)
 	@for tool in memcheck racecheck; do \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes all $(PYTEST) -p no:xdist \
-	    tests/{$(NUMBERS)} -k "gpu-cuda and (layouts or every_sample or part_drops or lie_anywhere)" $(ARGS) || exit 1; \
+	    $(call lanes,numbers) -k "gpu-cuda and (layouts or every_sample or part_drops or lie_anywhere)" $(ARGS) || exit 1; \
 	done
 
 .PHONY: clean

@@ -36,6 +36,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import interpreting
+import lanes
 import torchweld
 from selection import EMULATED, GPU, KERNELS, PLACES, TRITON, Target, choose_targets
 from torchweld.dispatch import way
@@ -65,13 +66,12 @@ COLLECT = 10_000, 10, 10
 LAST_MOMENT = float(os.environ.get("TORCHWELD_TESTS_UNTIL", "inf"))
 
 
-# The mark that all tests of a folder have.
-MARKS = {"distributed": "processes", "emulator": "slow"}
+TESTS = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if mark := MARKS.get(item.path.parent.name):
+        for mark in lanes.find_marks(item.path.relative_to(TESTS).as_posix(), item.name):
             item.add_marker(mark)
     # The longest tests begin first, so that the last minutes have work for every worker.
     items.sort(key=lambda item: "test_triton_aot" not in item.nodeid)

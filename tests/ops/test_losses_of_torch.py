@@ -137,7 +137,6 @@ print_memory(theirs, measure("VmRSS"))  # the highest mark is ours
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this torch has none")
 def test_resident_memory_is_a_tenth_of_torchs() -> None:
     """A 16-bit head has 128256 words. torch has a copy and a sum of it in float32."""

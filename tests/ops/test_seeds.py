@@ -200,7 +200,6 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.slow
 def test_kernels_compile_with_a_seed_by_value() -> None:
     """Each kernel that drops, for an H100: the seed is a number of 64 bits, and nothing spills."""
     pytest.importorskip("triton", reason="Triton is not installed")

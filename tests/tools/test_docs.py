@@ -62,7 +62,6 @@ def test_a_pages_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.Monk
 PAGES = _with("processes")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_a_pages_processes_run(page: str, tmp_path: Path) -> None:
     """In two processes: every block of the page, in order.

@@ -255,7 +255,6 @@ OUTCOMES = {
 }
 
 
-@pytest.mark.slow
 def test_a_fault_is_its_ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In real processes of pytest, on made-up tests."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # hypothesis is slow to import
@@ -292,7 +291,6 @@ runner.measure = planted
 """
 
 
-@pytest.mark.slow
 def test_a_jobs_process_may_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it told before counts, its fault is its backend's, and the next job is measured."""
     (tmp_path / "sitecustomize.py").write_text(_PLANTED)

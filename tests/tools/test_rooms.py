@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import lanes
+
 ROOT = Path(__file__).resolve().parents[2]
 # What a room may import besides itself; each module at the top of the package is its own room.
 BELOW: dict[str, set[str]] = {
@@ -152,14 +154,9 @@ def test_every_room_is_packaged() -> None:
     assert all((folder / "__init__.py").exists() for folder in folders)
 
 
-@pytest.mark.parametrize("name", ["NUMBERS", "KERNELS", "OF_TORCH", "OF_EACH_KIND"])
-def test_the_tests_that_make_names_exist(name: str) -> None:
-    text = (ROOT / "Makefile").read_text().replace("$\\\n  ", "")
-    found = re.search(rf"^{name} := (.*)$", text, re.MULTILINE)
-    assert found, name
-    command = ["bash", "-c", f"printf '%s\n' tests/{{{found[1]},conftest.py}}"]
-    named = subprocess.check_output(command, cwd=ROOT, text=True).split()
-    assert len(named) > 1
-    for path, _, function in (each.partition("::") for each in named):
-        assert (ROOT / path).exists(), path
-        assert not function or f"def {function}(" in (ROOT / path).read_text(), function
+@pytest.mark.parametrize(("name", "listed"), [*lanes.MARKS.items(), *lanes.LANES.items()])
+def test_the_tests_that_lanes_name_exist(name: str, listed: tuple[str, ...]) -> None:
+    for path, _, function in (each.partition("::") for each in listed):
+        found = ROOT / "tests" / path
+        assert found.exists(), path
+        assert not function or f"def {function}(" in found.read_text(), function

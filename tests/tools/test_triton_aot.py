@@ -22,8 +22,6 @@ from oracle import TORCH
 from resources import CAPABILITIES, NEVER_UNALIGNED
 from torchweld.bench import evidence
 
-pytestmark = [pytest.mark.slow]
-
 pytest.importorskip("triton", reason="Triton is not installed")
 
 # Compute capability -> the most bytes of shared memory per block.

@@ -12,8 +12,6 @@ import pytest
 import fresh
 import slots
 
-pytestmark = [pytest.mark.slow]
-
 pytest.importorskip("triton", reason="Triton is not installed")
 
 # The compiler of another version of Triton counts a few more or fewer.

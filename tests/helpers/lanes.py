@@ -1,0 +1,136 @@
+"""Which tests run when: one table. A path is below tests/ and names a folder, a file, or one test.
+
+conftest.py turns the first lists into marks, which a test's parameters add to: whether it runs in
+Triton's interpreter or in the emulator, and whether it runs native code. The other lists are lanes:
+
+python tests/helpers/lanes.py numbers kernels      prints their paths, for the Makefile
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+# `make check` leaves these out, since each starts processes.
+PROCESSES = ("distributed",)
+
+# `make check` leaves these out, since they stand in for a GPU: its compilers, and what runs its
+# kernels on the CPU. So are tests in Triton's interpreter and in the emulator.
+STAND_INS = (
+    "emulator",
+    "ops/test_seeds.py::test_kernels_compile_with_a_seed_by_value",
+    "tools/test_gpu.py",
+    "tools/test_triton_aot.py",
+    "tools/test_triton_slots.py",
+)
+
+# Only `make nightly` runs these, for the reason given.
+NIGHTLY: dict[str, str] = {}
+
+# Whether kernels are right: run on every CPU instruction set, and under sanitizers.
+NUMBERS = (
+    "contract/test_absent_lanes.py",
+    "contract/test_determinism.py",
+    "contract/test_oracle.py",
+    "contract/test_random.py",
+    "contract/test_shapes.py",
+    "ops/test_batch_invariant.py",
+    "ops/test_linear.py",
+    "ops/test_losses.py",
+    "ops/test_losses_in_examples.py",
+    "ops/test_losses_of_torch.py",
+    "ops/test_losses_recorded.py",
+    "ops/test_quantize_8bit.py",
+    "ops/test_quantize_one_bit.py",
+    "optim/test_optim.py",
+    "optim/test_optim_cuda.py",
+    "optim/test_optim_cuda_cut.py",
+    "optim/test_optim_gradients.py",
+    "optim/test_optim_published.py",
+    "optim/test_optim_rounding.py",
+)
+
+# Others that call kernels: run under sanitizers.
+KERNELS = (
+    "contract/test_bad_input.py",
+    "contract/test_gradients.py",
+    "ops/test_attention_few.py",
+    "ops/test_experts.py",
+    "ops/test_experts_triton.py",
+    "ops/test_out_of_memory.py",
+    "ops/test_rotary.py",
+    "ops/test_rotary_triton.py",
+    "ops/test_route_triton.py",
+    "tools/test_replay.py::test_samples_have_the_bits_of_their_calls",
+)
+
+# What depends on torch's version: run under the oldest torch too.
+OF_TORCH = (
+    "contract/test_acceptance.py",
+    "contract/test_bad_input.py",
+    "contract/test_declaration.py",
+    "contract/test_gradients.py",
+    "contract/test_oracle.py",
+    "contract/test_random.py",
+    "ops/test_batch_norm.py",
+    "ops/test_choice.py",
+    "ops/test_experts.py",
+    "ops/test_linear_act_roles.py",
+    "ops/test_losses_of_torch.py",
+    "ops/test_losses_recorded.py",
+    "ops/test_residual.py",
+    "ops/test_route.py",
+    "ops/test_seams.py",
+    "optim/test_optim.py",
+    "optim/test_optim_arguments.py",
+    "optim/test_optim_checkpoints.py",
+    "optim/test_optim_conformance.py",
+    "optim/test_optim_gradients.py",
+    "pytorch",
+    "tools/test_native.py",
+    "tools/test_triton_aot.py",
+)
+
+# One of each kind of the tests of several processes: run under the oldest torch too.
+OF_EACH_KIND = (
+    "distributed/test_experts_distributed.py",
+    "distributed/test_shards.py",
+    "distributed/test_stack.py",
+)
+
+MARKS = {"processes": PROCESSES, "stand_in": STAND_INS, "nightly": (*NIGHTLY,)}
+LANES = {
+    "numbers": NUMBERS,
+    "kernels": KERNELS,
+    "of_torch": OF_TORCH,
+    "of_each_kind": OF_EACH_KIND,
+    "processes": PROCESSES,
+}
+
+
+def find_marks(path: str, name: str) -> Iterator[str]:
+    """The marks of a test by its file below tests/ and its name with parameters."""
+    function = name.partition("[")[0]
+    for mark, listed in MARKS.items():
+        if any(_holds(each, path, function) for each in listed):
+            yield mark
+    if "interpreter" in name:
+        yield from ("stand_in", "interpreted")
+    if "emulator" in name:
+        yield from ("stand_in", "emulated")
+    if not any(word in name for word in _NO_NATIVE_CODE):
+        yield "native"
+
+
+# Eager torch, references and compilers execute none.
+_NO_NATIVE_CODE = ("interpreter", "compile", "[eager", "-eager", "of_the_reference")
+
+
+def _holds(listed: str, path: str, function: str) -> bool:
+    file, _, only = listed.partition("::")
+    is_within = path == file or path.startswith(f"{file}/")
+    return is_within and only in ("", function)
+
+
+if __name__ == "__main__":
+    print(*[f"tests/{path}" for lane in sys.argv[1:] for path in LANES[lane]])
