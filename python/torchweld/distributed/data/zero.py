@@ -237,6 +237,10 @@ def zero3(model: torch.nn.Module, mesh: DeviceMesh, **settings: Any) -> FSDPModu
 
 
 def _shard_layers(model: Any, mesh: DeviceMesh, reshard: bool, **settings: Any) -> FSDPModule:
+    # FSDP2 cannot reduce gradients without elements. These parameters stay plain tensors.
+    empty = {p for p in model.parameters() if p.numel() == 0}
+    if empty:
+        settings["ignored_params"] = {*settings.get("ignored_params", ()), *empty}
     for block in find_blocks(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, **settings)
         _gather_in_forward(block)
