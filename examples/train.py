@@ -187,10 +187,8 @@ def train(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
 def _resume(args: argparse.Namespace, training: Training) -> int:
     try:
         return training.load(args.resume)
-    except (RuntimeError, ValueError, KeyError, dist.checkpoint.api.CheckpointException) as error:
-        what = f"a model of these sizes with --optimizer {args.optimizer}"
-        reason = str(error).strip().splitlines()[-1]
-        raise SystemExit(f"--resume: {args.resume} is not of {what}: {reason}") from None
+    except ArgumentError as error:
+        raise SystemExit(f"--resume: {error}") from None
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import difflib
 import re
 import textwrap
+from typing import Any
 
 # Characters of a value in a message: a tensor in a list's place has thousands.
 _LONGEST = 200
@@ -22,6 +23,12 @@ class ArgumentError(ValueError, RuntimeError):
         )
         self.function = function
         self.argument = argument
+        self._given = function, argument, got, accepted
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Processes send it to each other; by default only the message would arrive.
+        function, argument, got, accepted = self._given
+        return type(self), (function, argument, str(got), accepted)
 
 
 class BackendError(RuntimeError):

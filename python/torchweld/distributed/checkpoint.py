@@ -1,54 +1,42 @@
 """Checkpoints that any strategy and any number of processes can resume from.
 
-A folder has a subfolder for the data of each save, whose name has the step and a unique id, and
-`.metadata`, which says where the data of the last finished save is:
-
-    .metadata
-    step-200-<id>/__0_0.distcp, __1_0.distcp, ...
-
-`save` writes a new subfolder and replaces `.metadata` once all processes have written their parts.
-So an interrupted save leaves the last checkpoint as it was, and the next save first deletes what it
-wrote. Each part has the name of its save, and `load` refuses parts that are of different saves.
+A checkpoint has the entries of torch's flat form, which names them by the parameters' names in the
+whole model: the stages of a pipeline share those.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
-import re
-import shutil
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
+    _get_fqns,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from torchweld.distributed.data.zero import RowSharded
-from torchweld.distributed.one_for_all import compute_once
+from torchweld.distributed.one_for_all import fail_together
+from torchweld.distributed.saves import check_folder, read, read_whole, write
 from torchweld.errors import ArgumentError
+from torchweld.optim._codecs import STEP
+from torchweld.optim._shards import local_part, shard_like
 
-# Entries are keyed by the names of parameters, which the stages of a pipeline share.
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-_METADATA = ".metadata"
-_NAME = re.compile(r"step-\d+-[0-9a-f]{32}")
+_LOAD = "checkpoint.load"
+# What the flat form has of a parameter: the entries of its state, and the settings of its group.
+_STATE, _SETTINGS = "state", "param_groups"
+Entries = dict[str, Any]
 
 
 def save(folder: str | Path, model: Any, optimizer: Any, step: int = 0) -> None:
     """Write this process's part by names and whole shapes, using torch.distributed.checkpoint.
 
     A checkpoint that is in the folder already is kept until this one is complete. So the folder
-    needs room for two.
+    needs room for two. The model and the optimizer do not change.
 
     Args:
         folder: a folder that all processes can access.
@@ -57,43 +45,193 @@ def save(folder: str | Path, model: Any, optimizer: Any, step: int = 0) -> None:
         optimizer: its optimizer, a ZeroRedundancyOptimizer or a RowSharded.
         step: the number of steps taken, the same on all processes.
     """
-    folder = _check_folder("save", folder)
-    name = _choose_name(step)
-    compute_once("checkpoint.save", lambda: _delete_unfinished(folder))
-    content = _get_content(model, *_name_states(model, _make_unsharded(optimizer, filled=True)))
-    content |= {"step": step, "part": {str(_rank()): name}}
-    dcp.save(content, checkpoint_id=folder / name)
-    compute_once("checkpoint.save", lambda: _publish(folder, name))
+    folder = check_folder("save", folder)
+    named = _Named("checkpoint.save", model, _make_unsharded(optimizer, filled=True))
+    content = {"model": get_model_state_dict(model), "optimizer": named.flatten(), "step": step}
+    write(folder, content, step, {name: named.describe(p) for name, p in named.params.items()})
 
 
 def load(folder: str | Path, model: Any, optimizer: Any) -> int:
-    """Load a checkpoint that `save` wrote under any strategy; return the number of steps taken."""
-    folder = _check_folder("load", folder)
-    _check_parts(folder)
+    """Load a checkpoint that `save` wrote under any strategy; return the number of steps taken.
+
+    All files are read, and found unchanged and of this model, this optimizer and its options,
+    before anything changes. The settings of groups, such as lr, are the checkpoint's.
+    """
+    folder = check_folder("load", folder)
+    entries, optimizers = read_whole(folder)
     whole = _make_unsharded(optimizer, filled=False)
-    named, inner = _name_states(model, whole)
-    content = _get_content(model, named, inner) | {"step": 0}
-    dcp.load(content, checkpoint_id=folder)
-    set_model_state_dict(model, content["model"])  # in place: RowSharded's rows are views of it
-    states = content["optimizer"]
-    set_optimizer_state_dict(named, inner, optim_state_dict=states, options=_FLAT)
+    of_model = get_model_state_dict(model)
+    with fail_together(_LOAD):
+        named = _Named(_LOAD, model, whole)
+        named.check_optimizers(folder, optimizers)
+        _check_model(folder, of_model, entries)
+        settings = _make_settings(entries, named)
+    content: Entries = {"step": 0, "optimizer": settings}
+    read(folder, content)
+    with fail_together(_LOAD):
+        groups = named.find_groups(settings)
+        states = named.make_states(folder, entries, groups)
+    flat = {
+        f"{_STATE}.{name}.{entry}": value
+        for name, state in states.items()
+        for entry, value in state.items()
+    }
+    read(folder, {"model": of_model} | ({"optimizer": flat} if flat else {}))
+    set_model_state_dict(model, of_model)  # in place: RowSharded's rows are views of it
+    named.load(groups, states, flat)
     if whole is not optimizer:
         optimizer.load_state_dict(whole.state_dict())
     return int(content["step"])
 
 
-def _name_states(model: Any, optimizer: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Return an optimizer, and a module that has its parameters under the model's names."""
-    if isinstance(optimizer, RowSharded):  # states are DTensors of rows
-        return optimizer.name_shards(model), optimizer.optimizer
-    return model, optimizer
+class _Named:
+    """An optimizer whose parameters have the model's names."""
+
+    def __init__(self, function: str, model: Any, optimizer: Any) -> None:
+        if isinstance(optimizer, RowSharded):  # its parameters are DTensors of rows
+            model, optimizer = optimizer.name_shards(model), optimizer.optimizer
+        self.optimizer = optimizer
+        known = {p: next(iter(_get_fqns(model, name))) for name, p in model.named_parameters()}
+        self.groups: list[dict[str, torch.Tensor]] = []
+        for group in optimizer.param_groups:
+            if any(p not in known for p in group["params"]):
+                accepted = "one of the model's parameters only"
+                raise ArgumentError(function, "optimizer", "of others too", accepted)
+            self.groups.append({known[p]: p for p in group["params"]})
+        self.params = {name: p for group in self.groups for name, p in group.items()}
+
+    def describe(self, p: torch.Tensor) -> str:
+        """The optimizer, and the options that the state of p depends on."""
+        if hasattr(self.optimizer, "describe"):
+            return self.optimizer.describe(p)
+        return type(self.optimizer).__name__
+
+    def flatten(self) -> Entries:
+        """The entries of all states, and the settings of each parameter's group."""
+        # 1-bit optimizers have entries of their own on each rank.
+        get = getattr(self.optimizer, "whole_state_dict", self.optimizer.state_dict)
+        saved = get()
+        flat: Entries = {}
+        for names, of_group in zip(self.groups, saved["param_groups"], strict=True):
+            settings = {key: value for key, value in of_group.items() if key != "params"}
+            for name, key in zip(names, of_group["params"], strict=True):
+                state = saved["state"].get(key, {})
+                flat |= {f"{_STATE}.{name}.{entry}": value for entry, value in state.items()}
+                flat |= {f"{_SETTINGS}.{name}.{entry}": v for entry, v in settings.items()}
+        return flat
+
+    def check_optimizers(self, folder: Path, optimizers: dict[str, str]) -> None:
+        """Check that this optimizer wrote the checkpoint, with the same options."""
+        for name, p in self.params.items():
+            own, theirs = self.describe(p), optimizers.get(name)
+            if theirs is not None and own != theirs:
+                accepted = f"{theirs}, which wrote {folder}"
+                raise ArgumentError(_LOAD, "optimizer", f"{own} for {name}", accepted)
+
+    def find_groups(self, settings: Entries) -> list[Entries]:
+        """The saved settings of each group; a group without parameters keeps its own."""
+        of_params: dict[str, Entries] = {}
+        for key, value in settings.items():
+            name, _, entry = key.removeprefix(f"{_SETTINGS}.").rpartition(".")
+            of_params.setdefault(name, {})[entry] = value
+        groups = []
+        for names, own in zip(self.groups, self.optimizer.param_groups, strict=True):
+            found = [of_params.get(name, {}) for name in names]
+            for name, of_param in zip(names, found, strict=True):
+                if not of_param:
+                    raise ArgumentError(_LOAD, "optimizer", f"with {name}", "of saved parameters")
+                if of_param != found[0]:
+                    first, accepted = next(iter(names)), "the same settings of both"
+                    actual = f"with {name} in the group of {first}, which had others"
+                    raise ArgumentError(_LOAD, "optimizer", actual, accepted)
+            groups.append(found[0] if found else {k: v for k, v in own.items() if k != "params"})
+        return groups
+
+    def make_states(
+        self, folder: Path, entries: Entries, groups: list[Entries]
+    ) -> dict[str, Entries]:
+        """Make tensors for all saved states, sharded like the parameters, to read them into."""
+        of_params: dict[str, Entries] = {}
+        for key, known in entries.items():
+            if key.startswith(f"optimizer.{_STATE}."):
+                name, _, entry = key.removeprefix(f"optimizer.{_STATE}.").rpartition(".")
+                of_params.setdefault(name, {})[entry] = known
+        found = {}
+        for names, group in zip(self.groups, groups, strict=True):
+            for name, p in names.items():
+                if saved := of_params.get(name):
+                    found[name] = self._make_state(folder, name, p, saved, group)
+        return found
+
+    def _make_state(
+        self, folder: Path, name: str, p: torch.Tensor, saved: Entries, group: Entries
+    ) -> Entries:
+        sizes = {e: m.size for e, m in saved.items() if isinstance(m, TensorStorageMetadata)}
+        new: Entries = {}
+        if hasattr(self.optimizer, "make_state"):
+            new = self.optimizer.make_state(group, p)
+            fits = all(new[entry].shape == sizes[entry] for entry in new.keys() & sizes.keys())
+            lacks = new.keys() - saved.keys() - {STEP}
+            more = sizes.keys() - new.keys() - self.optimizer.extra_entries
+            if lacks or more or not fits:
+                actual = f"{self.describe(p)}, whose state of {name} has {_list_sizes(new)}"
+                accepted = f"the one that wrote {folder}, with {_list_sizes(saved)}"
+                raise ArgumentError(_LOAD, "optimizer", actual, accepted)
+        state: Entries = dict.fromkeys(saved)
+        for entry, size in sizes.items():
+            dtype, part = saved[entry].properties.dtype, local_part(p.detach())
+            if entry in new:
+                state[entry] = new[entry].to(dtype)
+            elif size == p.shape:
+                state[entry] = shard_like(p, torch.empty_like(part, dtype=dtype))
+            else:
+                state[entry] = torch.empty(size, dtype=dtype, device=part.device if size else "cpu")
+        return state
+
+    def load(self, groups: list[Entries], states: dict[str, Entries], flat: Entries) -> None:
+        """Load these settings and states; `flat` has the values of states that were read."""
+        numbers = {name: number for number, name in enumerate(self.params)}
+        by_number = {
+            numbers[name]: {entry: flat[f"{_STATE}.{name}.{entry}"] for entry in state}
+            for name, state in states.items()
+        }
+        listed = [
+            group | {"params": [numbers[name] for name in names]}
+            for group, names in zip(groups, self.groups, strict=True)
+        ]
+        self.optimizer.load_state_dict({"state": by_number, "param_groups": listed})
 
 
-def _get_content(
-    model: Any, named: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
-    states = get_optimizer_state_dict(named, optimizer, options=_FLAT)
-    return {"model": get_model_state_dict(model), "optimizer": states}
+def _check_model(folder: Path, of_model: Entries, entries: Entries) -> None:
+    """Check that the checkpoint has all entries of a model, of these sizes."""
+    for name, value in of_model.items():
+        known = entries.get(f"model.{name}")
+        sizes = [list(t.size()) for t in (value,) if isinstance(t, torch.Tensor)]
+        if known is not None and sizes and list(getattr(known, "size", ())) == sizes[0]:
+            continue
+        if known is None or sizes:
+            actual = f"one with {name}" + (f" of shape {sizes[0]}" if sizes else "")
+            has = "no such entry" if known is None else f"one of shape {list(known.size)}"
+            raise ArgumentError(_LOAD, "model", actual, f"the one saved in {folder}, with {has}")
+
+
+def _make_settings(entries: Entries, named: _Named) -> Entries:
+    """Make the entries to read the saved settings of groups into."""
+    settings: Entries = {}
+    for key, known in entries.items():
+        kind, _, entry = key.removeprefix("optimizer.").partition(".")
+        if kind != _SETTINGS or entry.rpartition(".")[0] not in named.params:
+            continue
+        is_tensor = isinstance(known, TensorStorageMetadata)
+        value = torch.empty(known.size, dtype=known.properties.dtype) if is_tensor else None
+        settings[f"{_SETTINGS}.{entry}"] = value
+    return settings
+
+
+def _list_sizes(entries: Entries) -> str:
+    sizes = {name: getattr(t, "size", None) for name, t in entries.items()}
+    shown = {name: list(size() if callable(size) else size or ()) for name, size in sizes.items()}
+    return ", ".join(f"{name} {shape}" for name, shape in sorted(shown.items()))
 
 
 def _make_unsharded(optimizer: Any, filled: bool) -> Any:
@@ -110,126 +248,3 @@ def _make_unsharded(optimizer: Any, filled: bool) -> Any:
             if rank == dist.get_rank(group):
                 whole.load_state_dict(optimizer.state_dict())
     return whole
-
-
-# --- Saves that are whole or absent ---------------------------------------------------------------
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _exchange(value: Any) -> Iterator[Any]:
-    """Give the values of all processes, in the order of ranks, without None."""
-    values = [value]
-    if dist.is_initialized():
-        values = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-    return (each for each in values if each is not None)
-
-
-def _check_folder(function: str, folder: str | Path) -> Path:
-    if "://" in str(folder):
-        accepted = "a folder of a file system, where a file can be replaced in one step"
-        raise ArgumentError(f"checkpoint.{function}", "folder", repr(folder), accepted)
-    return Path(folder)
-
-
-def _choose_name(step: int) -> str:
-    """Choose the name of a save, on the first process, and check that all save the same step."""
-    names = [*_exchange(f"step-{step}-{uuid.uuid4().hex}")]
-    steps = sorted({int(name.split("-")[1]) for name in names})
-    if len(steps) > 1:
-        actual = f"{', '.join(map(str, steps))} on different processes"
-        raise ArgumentError("checkpoint.save", "step", actual, "the same on all")
-    return names[0]
-
-
-def _delete_unfinished(folder: Path) -> None:
-    """Delete the data of interrupted saves, as of a full disk: later saves need its room."""
-    if folder.is_dir():
-        paths = _list_files(folder) if (folder / _METADATA).exists() else ()
-        _delete_saves(folder, {relative.split("/")[0] for relative in paths})
-
-
-def _delete_saves(folder: Path, kept: set[str]) -> None:
-    for path in folder.iterdir():
-        if _NAME.fullmatch(path.name) and path.name not in kept:
-            shutil.rmtree(path)
-
-
-def _publish(folder: Path, name: str) -> None:
-    """Make a finished save the folder's checkpoint in one step, and delete the data of others."""
-    metadata, old = _read_metadata(folder / name), set[str]()
-    for info in metadata.storage_data.values():
-        info.relative_path = f"{name}/{info.relative_path}"
-    if (folder / _METADATA).exists():
-        old = _list_files(folder)
-    new = folder / name / "published"
-    with new.open("wb") as file:
-        pickle.dump(metadata, file)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(folder / _METADATA)
-    _sync_folder(folder)  # before anything is deleted
-    _delete_saves(folder, {name})
-    for relative in old:  # data of torch's own saves, which is in the folder itself
-        (folder / relative).unlink(missing_ok=True)
-
-
-def _read_metadata(folder: Path) -> Any:
-    return dcp.FileSystemReader(folder).read_metadata()
-
-
-def _list_files(folder: Path) -> set[str]:
-    """The files of a finished save, as paths in the folder."""
-    return {info.relative_path for info in _read_metadata(folder).storage_data.values()}
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _check_parts(folder: Path) -> None:
-    """Raise an error on all processes unless all parts are there, and are of one save."""
-    rank, count = _rank(), dist.get_world_size() if dist.is_initialized() else 1
-    _raise_fault(folder, _find_incomplete(folder, rank, count))
-    metadata = _read_metadata(folder)
-    numbers = [key.split(".")[1] for key in metadata.state_dict_metadata if key[:5] == "part."]
-    parts: dict[str, Any] = dict.fromkeys(numbers[rank::count])
-    dcp.load({"part": parts}, checkpoint_id=folder)
-    saves = {Path(info.relative_path).parent.name for info in metadata.storage_data.values()}
-    others = (
-        f"whose part {number} is of {name}" for number, name in parts.items() if {name} != saves
-    )
-    fault = next(others, None)
-    _raise_fault(folder, fault and f"{fault}, and others of {', '.join(sorted(saves))}")
-
-
-def _raise_fault(folder: Path, fault: str | None) -> None:
-    if fault := next(_exchange(fault), None):
-        accepted = "the folder of a finished and complete save"
-        raise ArgumentError("checkpoint.load", "folder", f"{folder}, {fault}", accepted)
-
-
-def _find_incomplete(folder: Path, rank: int, count: int) -> str | None:
-    """Find a file that is missing or cut short among each process's share of them."""
-    if not (folder / _METADATA).exists():
-        return f"which has no {_METADATA}: no save has finished"
-    ends: dict[str, int] = {}
-    try:
-        for info in _read_metadata(folder).storage_data.values():
-            end = info.offset + info.length
-            ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
-    except Exception as error:  # the others wait to hear of it
-        return f"whose {_METADATA} cannot be read ({error})"
-    for relative in sorted(ends)[rank::count]:
-        path = folder / relative
-        size = path.stat().st_size if path.exists() else 0
-        if size < ends[relative]:
-            return f"whose {relative} has {size} of {ends[relative]} bytes"
-    return None

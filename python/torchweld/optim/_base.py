@@ -84,6 +84,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _lost = 0
     # The norm of all gradients before clipping; set by a step with max_grad_norm.
     grad_norm: torch.Tensor | None = None
+    # Entries that a saved state may have besides those of `make_state`.
+    extra_entries: frozenset[str] = frozenset()
 
     def __init__(self, params: Any, **options: Any) -> None:
         storage = with_defaults(StorageOptions, options)
@@ -509,6 +511,27 @@ class FusedOptimizer(torch.optim.Optimizer):
                     rest = {name: v for name, v in states.pop(key).items() if name != STEP}
                     states |= {key: rest} if rest else {}
         return saved
+
+    def make_state(self, group: Group, p: torch.Tensor, twin: torch.Tensor | None = None) -> State:
+        """Make a new state of p, as it is with these settings of its group; or of a copy of p."""
+        moments = self._all_moments(self.defaults | self._asked | group, p)
+        return self._codec_of(p).new_state(p if twin is None else twin, moments)
+
+    def describe(self, p: torch.Tensor) -> str:
+        """Name the optimizer, and the options on which the entries of p's state depend.
+
+        The other settings are in groups, which a saved state brings.
+        """
+        options = self._codec_of(p).describe(p)
+        options += ["ema_decay"] if self.ema_decay is not None else []
+        name = self._find_kind().__name__
+        return f"{name} with {', '.join(options)}" if options else name
+
+    @classmethod
+    def _find_kind(cls) -> type:
+        """The class of this package that a user's class is derived from."""
+        package = __name__.rpartition(".")[0]
+        return next(kind for kind in cls.__mro__ if kind.__module__.startswith(package))
 
     def _saves_count(self, group: Group, p: torch.Tensor, state: State) -> bool:
         """Whether a saved state counts the steps of p."""

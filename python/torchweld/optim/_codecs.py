@@ -83,6 +83,15 @@ class Codec:
             actual = f"True with master_weights={masters!r}"
             raise ArgumentError(function, "stochastic_rounding", actual, "one of the two")
 
+    def describe(self, p: torch.Tensor) -> list[str]:
+        """List the options that determine the entries of p's state, without those of no effect."""
+        options, entry = [], self.find_master_entry(p)
+        if self.moment_dtype(p) != Codec().moment_dtype(p):
+            options.append(f"state_dtype={self.state_dtype!r}")
+        if entry is not None:
+            options.append(f"master_weights={True if entry == MASTER else entry!r}")
+        return options
+
     def moment_dtype(self, p: torch.Tensor) -> torch.dtype:
         """The dtype of this parameter's moments; uint8 stands for codes.
 
@@ -169,7 +178,7 @@ class Codec:
                 value = saved.get(name)
                 if value is None:
                     value = _read_saved_param(function, p, saved)
-                _check(function, name, value, p, p.shape)
+                check_entry(function, name, value, p, p.shape)
                 state[name] = value.to(p.device, _companion_dtype(p), copy=True)
                 known.add(name)
                 continue
@@ -243,9 +252,9 @@ def _read_saved_moment(
     if name in saved:
         value = saved[name]
         if moment.shape is None:
-            _check(function, name, value, p, p.shape)
+            check_entry(function, name, value, p, p.shape)
         else:
-            _check(function, name, value, p, moment.shape, dims=moment.dims)
+            check_entry(function, name, value, p, moment.shape, dims=moment.dims)
         return value
     if name + CODES not in saved:
         raise ArgumentError(
@@ -253,9 +262,11 @@ def _read_saved_moment(
         )
     codes: Any = saved[name + CODES]
     absmax: Any = saved.get(name + ABSMAX)
-    _check(function, name + CODES, codes, p, p.shape, torch.uint8)
+    check_entry(function, name + CODES, codes, p, p.shape, torch.uint8)
     shape = scales_shape(p.shape)
-    _check(function, name + ABSMAX, absmax, p, shape, torch.float32, _sharded_blocks.ABSMAX_DIMS)
+    check_entry(
+        function, name + ABSMAX, absmax, p, shape, torch.float32, _sharded_blocks.ABSMAX_DIMS
+    )
     return shard_like(
         p, _sharded_blocks.dequantize(p, local_part(codes), local_part(absmax), moment.signed)
     )
@@ -263,7 +274,7 @@ def _read_saved_moment(
 
 def _read_saved_param(function: str, p: torch.Tensor, saved: State) -> torch.Tensor:
     if MASTER in saved:
-        _check(function, MASTER, saved[MASTER], p, p.shape)
+        check_entry(function, MASTER, saved[MASTER], p, p.shape)
         return saved[MASTER]
     name = find_remainder(saved)
     if name is None or p.dtype != torch.bfloat16:
@@ -271,11 +282,11 @@ def _read_saved_param(function: str, p: torch.Tensor, saved: State) -> torch.Ten
     value = saved[name]
     # Earlier states have both kinds under the first name.
     short = name == SHORT_REMAINDER or getattr(value, "dtype", None) == torch.int8
-    _check(function, name, value, p, p.shape, torch.int8 if short else torch.int16)
+    check_entry(function, name, value, p, p.shape, torch.int8 if short else torch.int16)
     return shard_like(p, read_param(local_part(p.detach()), local_part(value).to(p.device)))
 
 
-def _check(
+def check_entry(
     function: str,
     key: str,
     value: Any,
@@ -284,6 +295,7 @@ def _check(
     dtype: torch.dtype | None = None,
     dims: Sequence[int | None] | None = None,
 ) -> None:
+    """Check the shape, the dtype and the placements of an entry of a saved state of p."""
     accepted = f"a {dtype or 'floating-point'} tensor of shape {list(shape)}".replace("torch.", "")
     argument = f"{key} in state_dict"
     if not isinstance(value, torch.Tensor):

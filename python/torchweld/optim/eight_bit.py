@@ -39,6 +39,10 @@ class _EightBit(FusedOptimizer):
             arguments["min_quantized_size"] = min_8bit_size
         super().__init__(params, state_dtype=EIGHT_BIT, **arguments)
 
+    @classmethod
+    def _find_kind(cls) -> type:
+        return cls.__mro__[cls.__mro__.index(_EightBit) + 1]
+
 
 class Adam8bit(_EightBit, Adam):
     """Adam with 8-bit states; takes bitsandbytes.optim.Adam8bit's arguments, and Adam's."""

@@ -24,6 +24,7 @@ from torchweld.collectives.one_bit import (
     Errors,
     OneBitExchange,
     Packed,
+    count_of,
     gather_errors,
     take_own_errors,
 )
@@ -34,8 +35,17 @@ from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer.batch import Batch, Task
 from torchweld.ops.optimizer.passes import Exchange, Part, Pass
 from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
+from torchweld.ops.quantize_one_bit import bytes_of
 from torchweld.optim._base import OwnOptimizer, read_scaler_number
-from torchweld.optim._codecs import SIGNED, UNSIGNED, Codec, Moments, State, drop_missing
+from torchweld.optim._codecs import (
+    SIGNED,
+    UNSIGNED,
+    Codec,
+    Moments,
+    State,
+    check_entry,
+    drop_missing,
+)
 from torchweld.optim._options import OwnStorageOptions, takes
 from torchweld.optim._params import Group
 from torchweld.optim.lamb import RULE, LambSettings
@@ -58,6 +68,11 @@ class OneBitOptimizer(OwnOptimizer):
     # The entries that every state has after the warm-up, and entries that at least one state has.
     _of_each: frozenset[str] = frozenset({BITS, SCALE, WORKER})
     _of_one: frozenset[str] = frozenset()
+    # exp_avg is there until the first step after the warm-up.
+    extra_entries = frozenset({AVG, BITS, SCALE, WORKER, SERVER})
+    # Entries that are a number, or of the parameter's shape.
+    _numbers: frozenset[str] = frozenset()
+    _alike: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -344,6 +359,7 @@ class OneBitOptimizer(OwnOptimizer):
         if with_errors:
             rank, size = owner or (None, None)
             check_rank(name, wire, rank, size)
+        self._check_own(groups, states, is_whole=owner is None)
         for key in with_errors:
             state = states[key]
             errors = Errors(state[WORKER], state.get(SERVER))
@@ -375,6 +391,29 @@ class OneBitOptimizer(OwnOptimizer):
             actual = f"without {', '.join(sorted(lost))}, after {taken} steps"
             accepted = "with all entries: torch's flat form loses them, the nested form has them"
             raise ArgumentError(name, "state_dict", actual, accepted)
+
+    def _check_own(self, groups: list[Group], states: dict[Any, State], is_whole: bool) -> None:
+        """Check the shapes and dtypes of the entries that only 1-bit optimizers have."""
+        saved = [drop_missing(states.get(key, {})) for g in groups for key in g["params"]]
+        pairs = list(zip(self._params(), saved, strict=False))
+        for (p, state), size in zip(pairs, self._count_packed(pairs), strict=True):
+            scale = state.get(SCALE)
+            has_ranks = is_whole and isinstance(scale, torch.Tensor) and scale.ndim == 1
+            shapes: dict[str, tuple[Sequence[int], torch.dtype | None]] = {
+                BITS: ([bytes_of(size)], torch.uint8),
+                SCALE: ([max(len(scale), 1) if has_ranks else self._wire.size], torch.float32),
+                WORKER: ([size], None),
+                SERVER: ([size if is_whole else count_of(size, self._wire)], None),
+                **{entry: ([], None) for entry in self._numbers},
+                **dict.fromkeys(self._alike, (p.shape, None)),
+            }
+            for entry, (shape, dtype) in shapes.items():
+                if entry in state:
+                    check_entry(type(self).__name__, entry, state[entry], p, shape, dtype)
+
+    def _count_packed(self, pairs: Sequence[tuple[torch.Tensor, State]]) -> list[int]:
+        """The number of elements whose bits each saved state has."""
+        return [p.numel() for p, _ in pairs]
 
     def bytes_per_parameter(self) -> dict[str, float]:
         """Count the bytes of each entry of the state, per element of the parameters."""

@@ -17,6 +17,7 @@ from torchweld.ops.optimizer.batch import Task
 from torchweld.ops.optimizer.passes import Part, Pass
 from torchweld.ops.optimizer.reference import read_param
 from torchweld.optim._base import RatiosOf
+from torchweld.optim._codecs import State
 from torchweld.optim._options import OwnStorageOptions, takes
 from torchweld.optim._params import Group
 from torchweld.optim.lamb import find_trust_ratios
@@ -25,6 +26,8 @@ from torchweld.optim.one_bit_adam import AVG, BITS, SCALE, WORKER, OneBitOptimiz
 # Entries of a state: the average of the ratios of the warm-up, the factor of the last step, the
 # normalisation of momenta before they share a scale, and second moments that are still updated.
 COEFF, FACTOR, SCALING, FRESH = "ratio_average", "last_factor", "scaling", "exp_avg_sq_fresh"
+# A parameter that had a gradient in the warm-up has one of them.
+_HAD = frozenset({AVG, SCALING})
 
 
 class OneBitLAMB(OneBitOptimizer):
@@ -49,6 +52,8 @@ class OneBitLAMB(OneBitOptimizer):
 
     _of_each = frozenset({COEFF, FACTOR, SCALING, FRESH})
     _of_one = frozenset({BITS, SCALE, WORKER})
+    _numbers, _alike = frozenset({COEFF, FACTOR, SCALING}), frozenset({FRESH})
+    extra_entries = OneBitOptimizer.extra_entries | _numbers | _alike
 
     @takes(OwnStorageOptions)
     def __init__(
@@ -204,7 +209,10 @@ class OneBitLAMB(OneBitOptimizer):
         packed = Packed(first[BITS], first[SCALE], sum(sizes))
         return dict(zip(params, packed.dequantize().split(sizes), strict=True))
 
+    def _count_packed(self, pairs: Sequence[tuple[torch.Tensor, State]]) -> list[int]:
+        share = sum(p.numel() for p, state in pairs if not _HAD.isdisjoint(state))
+        return [share for _ in pairs]
+
     def _list_sharing(self) -> list[torch.Tensor]:
         """List the parameters that share a scale: all that had a gradient in the warm-up."""
-        had = {AVG, SCALING}
-        return [p for p in self._params() if not had.isdisjoint(self.state.get(p, ()))]
+        return [p for p in self._params() if not _HAD.isdisjoint(self.state.get(p, ()))]

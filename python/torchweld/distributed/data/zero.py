@@ -59,7 +59,7 @@ def zero1_optimizer(
     return ZeroRedundancyOptimizer(trained, optimizer, process_group=group, **settings)
 
 
-class RowSharded:
+class RowSharded(torch.optim.Optimizer):
     """An optimizer under DDP that steps some rows of each parameter on each rank, and gathers them.
 
     The optimizer's parameters are DTensors whose local parts are views of the model's memory. So
@@ -67,12 +67,18 @@ class RowSharded:
     states do not depend on the number of ranks, and torch's distributed checkpoints can reshard
     them.
 
+    Groups, states, defaults and hooks are those of the optimizer that `make` returned, `optimizer`.
+    So learning-rate schedulers work with either.
+
     Args:
         parameters: the model's parameters, the same on all ranks of the mesh; DDP averages their
             gradients.
         make: makes an optimizer of torchweld.optim from DTensors.
         mesh: a mesh of one dimension.
     """
+
+    # GradScaler then calls `step`, which says how to pass a scaler.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -91,7 +97,34 @@ class RowSharded:
         self._parameters = [p for p in parameters if p.requires_grad]
         self._mesh, self._place = mesh, (mesh.size(), mesh.get_local_rank())
         self._shards = [torch.nn.Parameter(self._make_shard(p.detach())) for p in self._parameters]
+        # Not torch's __init__: all it makes is the inner optimizer's, by __getattr__.
         self.optimizer = make(self._shards)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not made yet
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ArgumentError("RowSharded", "self", "copied or pickled", "its state_dict()")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank's rows, as DTensors."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the model as a group; the optimizer gets their rows."""
+        added = param_group["params"]
+        added = [added] if isinstance(added, torch.Tensor) else [*added]
+        trained = [p for p in added if p.requires_grad]
+        shards = [torch.nn.Parameter(self._make_shard(p.detach())) for p in trained]
+        self.optimizer.add_param_group(param_group | {"params": shards})
+        self._parameters += trained
+        self._shards += shards
 
     def _make_shard(self, whole: torch.Tensor) -> DTensor:
         """Make a DTensor of this rank's rows of a replicated tensor, sharing its memory."""
@@ -104,8 +137,24 @@ class RowSharded:
         )
 
     @torch.no_grad()
-    def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
-        """Step the optimizer, through the scaler if there is one, and all-gather once per dtype."""
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Any:
+        """Step the optimizer, through the scaler if there is one, and all-gather once per dtype.
+
+        `closure`, if given, computes the gradients and returns the loss.
+        """
+        found = [vars(self).pop(name, None) for name in ("grad_scale", "found_inf")]
+        if found != [None, None] or isinstance(closure, torch.amp.GradScaler):
+            accepted = "step(scaler=scaler): gradients of rows exist only in the step"
+            raise ArgumentError("RowSharded.step", "scaler", "not named", accepted)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for whole, shard in zip(self._parameters, self._shards, strict=True):
             shard.grad = None if whole.grad is None else self._make_shard(whole.grad)
         if scaler is None:
@@ -114,6 +163,7 @@ class RowSharded:
             scaler.step(self.optimizer)
         for dtype in dict.fromkeys(whole.dtype for whole in self._parameters):
             self._gather([whole for whole in self._parameters if whole.dtype == dtype])
+        return loss
 
     def _gather(self, wholes: list[torch.nn.Parameter]) -> None:
         count, rank = self._place
@@ -140,10 +190,13 @@ class RowSharded:
                 add_path(root, path).register_parameter(own, shards[id(p)])
         return root
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the model's parameters; DDP's buckets keep their memory."""
         for p in (*self._parameters, *self._shards):
-            p.grad = None
+            if p.grad is not None and not set_to_none:
+                p.grad.zero_()
+            else:
+                p.grad = None
 
 
 # What wrappers add to names: DDP, activation checkpoints and torch.compile.
@@ -184,6 +237,10 @@ def zero3(model: torch.nn.Module, mesh: DeviceMesh, **settings: Any) -> FSDPModu
 
 
 def _shard_layers(model: Any, mesh: DeviceMesh, reshard: bool, **settings: Any) -> FSDPModule:
+    # FSDP2 cannot reduce gradients without elements. These parameters stay plain tensors.
+    empty = {p for p in model.parameters() if p.numel() == 0}
+    if empty:
+        settings["ignored_params"] = {*settings.get("ignored_params", ()), *empty}
     for block in find_blocks(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, **settings)
         _gather_in_forward(block)

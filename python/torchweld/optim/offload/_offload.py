@@ -398,6 +398,20 @@ class Offload(torch.optim.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    @property
+    def extra_entries(self) -> frozenset[str]:
+        """As of the original optimizer."""
+        return self._optimizer.extra_entries
+
+    def make_state(self, group: Group, p: torch.Tensor) -> State:
+        """Make a new state of p where its states are, as it is with these settings of its group."""
+        _, member = self._store.members[p]
+        return self._optimizer.make_state(group, p, member.twin)
+
+    def describe(self, p: torch.Tensor) -> str:
+        """Describe the original optimizer, as it does."""
+        return self._optimizer.describe(p)
+
     def refresh_masters(self) -> None:
         """Adopt the parameters' current values; call it after other code has set them."""
         self._store.refresh()
