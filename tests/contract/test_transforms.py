@@ -252,8 +252,8 @@ def test_a_retained_graph_reads_the_gradient_as_it_is_now(op: Op, how: str) -> N
     """A second run of a retained graph does not take what a first run made of the old gradient.
 
     Nodes kept the gradients that a first run did not use, and compared the incoming tensor and
-    its version only: `g.mul_(3)` of an inference tensor counts none, and the weight's gradient was a
-    third of the right one. Tests changed gradients in ways that autograd counts.
+    its version only: `g.mul_(3)` of an inference tensor counts none, and the weight's gradient was
+    a third of the right one. Tests changed gradients in ways that autograd counts.
     """
     for function, tensors in _calls(op, 1 if selection.WHOLE else 3):
         if len(tensors) == 1:

@@ -1,8 +1,8 @@
 """Makes Triton's interpreter stricter, and faster without changing what it computes.
 
 A division of integers by zero is an error here. It gives 0 in NumPy and any number on a GPU, which
-took rows without columns to addresses out of bounds. The place of a maximum among numbers with NaN is
-one that a GPU may return, not NaN's, which NumPy returns.
+took rows without columns to addresses out of bounds. The place of a maximum among numbers with NaN
+is one that a GPU may return, not NaN's, which NumPy returns.
 
 The interpreter repeats work that has the same outcome every time:
 

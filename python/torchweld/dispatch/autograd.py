@@ -252,9 +252,12 @@ def _find_part() -> str | None:
 class _LeftOver(NamedTuple):
     """The gradients that a run did not use, by place, and the incoming ones it made them from."""
 
-    gradients: dict[int, torch.Tensor] = {}
-    incoming: tuple[Any, ...] = ()
-    versions: tuple[int, ...] = ()
+    gradients: dict[int, torch.Tensor]
+    incoming: tuple[Any, ...]
+    versions: tuple[int, ...]
+
+
+_NOTHING = _LeftOver({}, (), ())
 
 
 def is_one_of_several(ctx: Any) -> bool:
@@ -274,7 +277,7 @@ def leave_over(ctx: Any, grads: tuple[Any, ...], gradients: Sequence[Any]) -> No
         reached = list_reached(ctx)
         unused = {i: g for i, g in enumerate(gradients) if g is not None and not reached[i]}
     versions = _list_versions(grads) if unused else None
-    ctx.late = _LeftOver() if versions is None else _LeftOver(unused, grads, versions)
+    ctx.late = _NOTHING if versions is None else _LeftOver(unused, grads, versions)
 
 
 def find_left_over(ctx: Any, grads: tuple[Any, ...]) -> dict[int, torch.Tensor]:
@@ -295,7 +298,7 @@ def take_left_over(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
     goes_on = list_reached(ctx)
     if any(goes and i not in unused for i, goes in enumerate(goes_on)):
         return None
-    ctx.late = _LeftOver()
+    ctx.late = _NOTHING
     return tuple([unused[i] if goes else None for i, goes in enumerate(goes_on)])
 
 
