@@ -48,6 +48,7 @@ from trying import Trials, try_on_cpu
 if os.environ.get("TRITON_INTERPRET") == "1":
     interpreting.make_faster()
     interpreting.refuse_division_by_zero()
+    interpreting.find_maxima_as_a_gpu_does()
 
 settings.register_profile(
     "torchweld",

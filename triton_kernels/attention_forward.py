@@ -24,7 +24,7 @@ from .block_lists import add_up, row_walks
 
 @triton.jit
 def _attend(
-    walk, start, partner, state, q, query, sources, masking, scoring, dropout,
+    walk, start, partner, state, q, query, sources, masking, scoring, late, dropout,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr,
     DEEP: tl.constexpr, DEEP_FITS: tl.constexpr,
@@ -42,14 +42,33 @@ def _attend(
     z, _ = logits(product, query[:, None], key[None, :], shift, seen, scoring, SOFTCAP)
     above = tl.maximum(highest, tl.max(z, 1))
     base = finite(above)
-    shrunk = tl.exp2(highest - base)
-    e = tl.exp2(z - base[:, None])
+    shrunk = tl.exp2((highest - base) * late)
+    e = tl.exp2((z - base[:, None]) * late)
     total = total * shrunk + tl.sum(e, 1)
     if dropout[0] is not None:
         e *= kept_factors(walk, start, partner, dropout, COLUMNS, BLOCK, CHECKED)
     v = head_rows(v_ptr, key, v_stride, inside, deep, DEEP, DEEP_FITS)
     sums = tl.dot(e.to(v.dtype), v, sums * shrunk[:, None], input_precision=PRECISION)
     return sums, total, above
+
+
+@triton.jit
+def _split_scale(q, inner, outer, of_slopes, of_biases, SOFTCAP: tl.constexpr):
+    """The queries and the scores' factors, the last of which comes after a maximum is subtracted.
+
+    Were it multiplied first, the compiler would fuse both into an operation that rounds once. The
+    maximum is rounded, so the largest of scores beyond 1e9 would be its rounding away from 0. Where
+    slopes or biases are added, that sum is what a maximum is subtracted from.
+    """
+    late = 1.0
+    if of_slopes is None and of_biases is None:
+        if SOFTCAP:
+            late, outer = outer, 1.0
+        else:
+            late = tl.maximum(tl.abs(inner), 1e-30)
+            q = (q * (inner / late)).to(q.dtype)  # by 1 or -1; a scale of 0 makes zeros
+            inner = 1.0
+    return q, inner, outer, late
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -138,6 +157,7 @@ def attention_forward(
     if bias_ptr is not None:
         bias_ptr += batch * bias_batch_stride + head.to(tl.int64) * bias_head_stride
     bias = (bias_ptr, bias_stride, bias_row, queries)
+    q, inner, outer, late = _split_scale(q, inner, outer, slopes_ptr, bias_ptr, SOFTCAP)
     scoring = (inner, outer, slopes_ptr, slope, apart, bias)
     number = (
         first_number + batch * number_batch_stride + head.to(tl.int64) * number_head_stride + query
@@ -150,11 +170,11 @@ def attention_forward(
     total = tl.zeros([ROWS], tl.float32)
     highest = tl.full([ROWS], -float("inf"), tl.float32)
     if sinks_ptr is not None:  # a key without a value
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E / late
         highest = tl.zeros([ROWS], tl.float32) + sink
         total = tl.where(highest == -float("inf"), 0.0, 1.0)
     state = (sums, total, highest)
-    given = (q, query, sources, masking, scoring, dropout)
+    given = (q, query, sources, masking, scoring, late, dropout)
     state = add_up(
         _attend, (entries_ptr, unchecked), 0, state, given,
         (SOFTCAP, PRECISION, CAUSAL, WIDTH, FITS, DEEP, DEEP_FITS), COLUMNS, BLOCK, False,
@@ -166,7 +186,7 @@ def attention_forward(
     sums, total, highest = state
     nothing = total == 0
     total = tl.where(nothing, 1, total)
-    lse = tl.where(nothing, -float("inf"), (finite(highest) + tl.log2(total)) / LOG2_E)
+    lse = tl.where(nothing, -float("inf"), (finite(highest) * late + tl.log2(total)) / LOG2_E)
     at = plane.to(tl.int64) * queries
     y = sums / total[:, None]
     store_own_rows(y_ptr + (at + first) * deep, y, queries - first, deep, deep, DEEP)

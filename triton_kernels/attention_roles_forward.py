@@ -90,11 +90,14 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
 
 @gluon.jit
 def _weigh(s, highest, total, scale):
-    """A step of the online softmax: weights, their maximum and sum, and the factor of old sums."""
-    above = gl.maximum(highest, gl.max(s, 1) * scale)
+    """A step of the online softmax: weights, their maximum and sum, and the factor of old sums.
+
+    Maxima are unscaled, for the reason that `_split_scale` of attention_forward.py gives.
+    """
+    above = gl.maximum(highest, gl.max(s, 1))
     base = gl.where(above == -float("inf"), 0.0, above)
-    shrunk = gl.exp2(highest - base)
-    e = gl.exp2(s * scale - base[:, None])
+    shrunk = gl.exp2((highest - base) * scale)
+    e = gl.exp2((s - base[:, None]) * scale)
     return e, above, total * shrunk + gl.sum(e, 1), shrunk
 
 
@@ -203,7 +206,7 @@ def _consume(
         mbarrier.wait(v_ready.index(slot), ((i - 1) // STAGES) & 1)
         sums = warpgroup_mma(weights, v_tiles.index(slot).reshape([N, D]), sums, is_async=True)
         nothing = total == 0
-        base = gl.where(nothing, 0.0, highest)
+        base = gl.where(nothing, 0.0, highest) * scale
         total = gl.where(nothing, 1.0, total)
         lse = gl.where(nothing, -float("inf"), (base + gl.log2(total)) * 0.6931471805599453)
         query = first + gl.arange(0, 64, rows)

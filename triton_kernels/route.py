@@ -46,6 +46,12 @@ def _find_scores(logits, column, experts, SOFTMAX: tl.constexpr):
 
 
 @triton.jit
+def _put_nan_first(choice):
+    """NaN counts as infinite: a maximum's place would be any column at it, past the last too."""
+    return tl.where(choice == choice, choice, float("inf"))
+
+
+@triton.jit
 def _mask_groups(
     choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST_OF_GROUP: tl.constexpr
 ):
@@ -60,6 +66,7 @@ def _mask_groups(
         best = tl.argmax(rest, 2)
         counts += tl.max(rest, 2)
         rest = tl.where(member == best[:, :, None], float("-inf"), rest)
+    counts = _put_nan_first(counts)  # of a sum of both infinities
     group = tl.arange(0, GROUPS)[None, :]
     is_best = tl.zeros([rows, GROUPS], tl.int32)
     for _ in tl.static_range(TOP_GROUPS):
@@ -107,7 +114,7 @@ def _route(
         choice = own
         if bias_ptr is not None:
             choice += tl.load(bias_ptr + column, mask=column < experts, other=0).to(tl.float32)
-        choice = tl.where(known, choice, float("-inf"))
+        choice = tl.where(known, _put_nan_first(choice), float("-inf"))
         if GROUPS > 1:
             choice = _mask_groups(choice, GROUPS, TOP_GROUPS, BEST_OF_GROUP)
         counted = inside.to(tl.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -229,3 +230,64 @@ def test_results_of_gemms_change_in_place(
 
     with torchweld.use_backend("cpu"):
         _assert_changes_in_place(function, tensors, set())
+
+
+# --- Retained graphs ------------------------------------------------------------------------------
+
+
+def _write_uncounted(grad: torch.Tensor, how: str) -> None:
+    """Triple a gradient in a way of which autograd counts no version."""
+    if how == "inference":
+        with torch.inference_mode():
+            grad.mul_(3)
+    elif how == "data":
+        grad.data.mul_(3)
+    else:
+        grad.numpy()[...] *= 3
+
+
+@pytest.mark.parametrize("how", ["inference", "data", "numpy"])
+@pytest.mark.targets(composites=True)
+def test_a_retained_graph_reads_the_gradient_as_it_is_now(op: Op, how: str) -> None:
+    """A second run of a retained graph does not take what a first run made of the old gradient.
+
+    Nodes kept the gradients that a first run did not use, and compared the incoming tensor and
+    its version only: `g.mul_(3)` of an inference tensor counts none, and the weight's gradient was
+    a third of the right one. Tests changed gradients in ways that autograd counts.
+    """
+    for function, tensors in _calls(op, 1 if selection.WHOLE else 3):
+        if len(tensors) == 1:
+            continue
+        with torchweld.use_backend("cpu"):
+            results = function(*tensors)
+        with torch.inference_mode(how == "inference"):
+            grads = [torch.ones_like(r.detach()) for r in results]
+        torch.autograd.grad(results, tensors[0], grads, retain_graph=True, allow_unused=True)
+        for grad in grads:
+            _write_uncounted(grad, how)
+        fresh, again = function(*tensors), [grad.clone() for grad in grads]
+        options = {"allow_unused": True, "materialize_grads": True}
+        expected = torch.autograd.grad(fresh, tensors[1:], again, **options)
+        _assert_close(torch.autograd.grad(results, tensors[1:], grads, **options), expected)
+
+
+@pytest.mark.targets(composites=True)
+def test_a_retained_graph_keeps_no_gradient(op: Op) -> None:
+    """A run for one input, which retains the graph, leaves no memory taken.
+
+    Gradients of weights were kept until the graph died. No test looked at memory after such a run.
+    """
+    for function, tensors in _calls(op, 1 if selection.WHOLE else 3):
+        for _ in range(2):  # the first call may make what is made once
+            with torchweld.use_backend("cpu"):
+                results = function(*tensors)
+            grads = [torch.ones_like(r) for r in results]
+            before = _count_tensors()
+            torch.autograd.grad(results, tensors[0], grads, retain_graph=True, allow_unused=True)
+            after = _count_tensors()
+        assert after == before
+
+
+def _count_tensors() -> int:
+    gc.collect()
+    return sum(isinstance(value, torch.Tensor) for value in gc.get_objects())

@@ -44,7 +44,25 @@ _ROUND: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 class _Registers(np.ndarray):
-    """A tensor in registers."""
+    """A tensor in registers. A product is rounded only after the sum that takes it."""
+
+    product: np.ndarray | None = None  # exact, in float64
+
+    def __mul__(self, other: Any) -> Any:
+        made = super().__mul__(other)
+        if made.dtype == np.float32:
+            made.product = np.multiply(np.asarray(self), other, dtype=np.float64)
+        return made
+
+    def __add__(self, other: Any) -> Any:
+        return super().__add__(other) if self.product is None else self._fuse(np.add, other)
+
+    def __sub__(self, other: Any) -> Any:
+        return super().__sub__(other) if self.product is None else self._fuse(np.subtract, other)
+
+    def _fuse(self, function: Any, other: Any) -> Any:
+        with np.errstate(invalid="ignore"):
+            return _registers(function(self.product, np.asarray(other)))
 
     def to(self, kind: Any) -> Any:
         return _registers(_ROUND[kind](np.asarray(self)))

@@ -1,7 +1,8 @@
 """Makes Triton's interpreter stricter, and faster without changing what it computes.
 
 A division of integers by zero is an error here. It gives 0 in NumPy and any number on a GPU, which
-took rows without columns to addresses out of bounds.
+took rows without columns to addresses out of bounds. The place of a maximum among numbers with NaN
+is one that a GPU may return, not NaN's, which NumPy returns.
 
 The interpreter repeats work that has the same outcome every time:
 
@@ -21,10 +22,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -57,6 +60,74 @@ def refuse_division_by_zero() -> None:
 
     for name in ("create_idiv", "create_srem", "create_urem"):
         setattr(builder, name, strictly(getattr(builder, name)))
+
+
+def find_maxima_as_a_gpu_does() -> None:
+    """The place of a maximum after the last NaN: each comparison with NaN takes the right operand.
+
+    A GPU compares in an order of its own, so a kernel must not depend on that place.
+    """
+    reduce = interpreter.ReduceOps.apply_impl
+    signs = {
+        tl.standard._argmax_combine_tie_break_left: 1,
+        tl.standard._argmin_combine_tie_break_left: -1,
+    }
+
+    def find_places(self: Any, values: Any) -> Any:
+        sign = signs.get(self.combine_fn)
+        data = values[0].handle.data
+        if sign is None or not np.isnan(data).any():
+            return reduce(self, values)
+        behind = np.flip(np.flip(np.isnan(data), self.axis).cumsum(self.axis), self.axis) == 0
+        seen = np.where(behind, sign * data, -np.inf)
+        seen = np.where(behind, seen == seen.max(self.axis, keepdims=True), False)
+        seen[(slice(None),) * self.axis + (-1,)] |= ~seen.any(self.axis)  # NaN itself is last
+        place = seen.argmax(self.axis)
+        value = np.take_along_axis(data, np.expand_dims(place, self.axis), self.axis)
+        value = value if self.keep_dims else value.squeeze(self.axis)
+        place = np.expand_dims(place, self.axis) if self.keep_dims else place
+        types = values[0].dtype, tl.int32
+        return tuple(map(self.to_tensor, (value, place), types))
+
+    interpreter.ReduceOps.apply_impl = find_places
+
+
+@contextmanager
+def fusing_products() -> Iterator[None]:
+    """Round a product only after the sum that takes it, as compilers for GPUs do."""
+    builder = interpreter.InterpreterBuilder
+    names = ("create_fmul", "create_fadd", "create_fsub", "create_select")
+    plain = {name: getattr(builder, name) for name in names}
+
+    def multiply(self: Any, lhs: Any, rhs: Any) -> Any:
+        made = plain["create_fmul"](self, lhs, rhs)
+        if made.data.dtype == np.float32:
+            with np.errstate(invalid="ignore"):  # as in Triton's own operations
+                made.product = np.multiply(lhs.data, rhs.data, dtype=np.float64)
+        return made
+
+    def fuse(name: str, function: Any) -> Callable[..., Any]:
+        def add(self: Any, lhs: Any, rhs: Any) -> Any:
+            first, second = (getattr(each, "product", None) for each in (lhs, rhs))
+            if first is None and second is None:
+                return plain[name](self, lhs, rhs)
+            operands = (lhs.data, second) if first is None else (first, rhs.data)
+            with np.errstate(invalid="ignore"):
+                data = function(*operands).astype(np.float32)
+            return interpreter.TensorHandle(data, lhs.dtype.scalar)
+
+        return add
+
+    def select(self: Any, condition: Any, lhs: Any, rhs: Any) -> Any:
+        if hasattr(lhs, "product") and np.all(condition.data):
+            return lhs  # a condition that is always true is folded
+        return plain["create_select"](self, condition, lhs, rhs)
+
+    fused = (multiply, fuse("create_fadd", np.add), fuse("create_fsub", np.subtract), select)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in zip(names, fused, strict=True):
+            patch.setattr(builder, name, function)
+        yield
 
 
 def _patch_once_per_launch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torchweld
 from oracle import TORCH, exact, is_floating, run
 from torchweld import functional
 from torchweld.bench.cases import CASES
+from torchweld.dispatch.autograd import split_backward
 from torchweld.dispatch.call import call
 from torchweld.registry import OPS, Composite, Made, Op, materialize
 
@@ -146,24 +148,30 @@ _OURS = (
 
 
 def assert_split(seam: Op, inputs: list[Any]) -> None:
-    """A backward in two runs, as in zero-bubble schedules, computes nothing twice.
+    """A backward pass in two parts, as in zero-bubble schedules, is the whole one.
 
-    The first run computes activation gradients, the second run parameter gradients.
+    The first run computes activation gradients, the second run parameter gradients. In a schedule
+    that says which part runs, as our stages do, the two compute nothing twice.
     """
     leaves = [v for v in inputs if is_floating(v)]
     with Counting() as whole:
         expected = torch.autograd.grad(call(seam, *inputs).square().sum(), leaves)
-    with Counting() as split:
-        loss = call(seam, *inputs).square().sum()
-        (grad_x,), groups = stage_backward_input([loss], None, [inputs[0]], iter(leaves[1:]))
-        gemms = split.calls["mm"] + split.calls["addmm"]
-        stage_backward_weight(iter(leaves[1:]), groups)
-    if gemms and seam.name != "experts_mlp":  # its node computes all gradients at once
-        assert gemms < whole.calls["mm"] + whole.calls["addmm"]
-    for name in ("mm", "addmm", *_OURS):
-        assert split.calls[name] == whole.calls[name], name
-    for found, wanted in zip([grad_x, *[w.grad for w in leaves[1:]]], expected, strict=True):
-        assert torch.equal(found, wanted)
+    for says in (False, True):
+        for leaf in leaves:
+            leaf.grad = None
+        with Counting() as split:
+            loss = call(seam, *inputs).square().sum()
+            with split_backward("inputs") if says else nullcontext():
+                (grad_x,), groups = stage_backward_input([loss], None, inputs[:1], iter(leaves[1:]))
+            gemms = split.calls["mm"] + split.calls["addmm"]
+            with split_backward("weights") if says else nullcontext():
+                stage_backward_weight(iter(leaves[1:]), groups)
+        if gemms and seam.name != "experts_mlp":  # its node computes all gradients at once
+            assert gemms < whole.calls["mm"] + whole.calls["addmm"]
+        for name in ("mm", "addmm", *_OURS) if says else ():
+            assert split.calls[name] == whole.calls[name], name
+        for found, wanted in zip([grad_x, *[w.grad for w in leaves[1:]]], expected, strict=True):
+            assert torch.equal(found, wanted)
 
 
 def assert_kept(y: torch.Tensor, leaves: list[torch.Tensor]) -> None:

@@ -110,6 +110,33 @@ def test_a_wide_range(started: list[str]) -> None:
     assert started == EVERY
 
 
+def test_huge_scores(started: list[str]) -> None:
+    """Products beyond 2^29 give each query the value of its best key.
+
+    The scale was fused into the subtraction of a rounded maximum, as a GPU does and the imitation
+    did not: rows were zero or NaN.
+    """
+    q, k = torch.zeros(1, 1, 128, 64), torch.zeros(1, 1, 128, 64)
+    generator = torch.Generator().manual_seed(0)
+    for x in (q, k):
+        x[..., 0] = 4e4 * torch.rand(128, generator=generator) + 2e4
+        x[..., 1] = torch.randn(128, generator=generator)
+    v = torch.arange(128.0)[None, None, :, None].expand(1, 1, 128, 64)
+    layout = BlockLayout.sliding_window(128, 2, block=64)
+    given = (x.half().contiguous() for x in (q, k, v))
+    inputs: Any = OP.inputs(*given, layout, scale=1.0)  # type: ignore[misc]
+    steps: Any = OP.kernels["triton"].steps
+    y, lse = steps.forward(*inputs)
+    assert started == EVERY[:1]
+    wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs]
+    exact_y, exact_lse = OP.reference(*wide)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-3)
+    best = (wide[0] @ wide[1].mT).sort(-1, descending=True).values
+    is_clear = best[..., 0] - best[..., 1] > 1e3
+    assert is_clear.sum() > 100
+    assert torch.equal(y.double()[is_clear], exact_y[is_clear])
+
+
 @pytest.mark.parametrize("width", [32, 64])
 def test_huge_scores_keep_gradients_bounded(width: int, started: list[str]) -> None:
     """With roles or without: a base near 1e9 is rounded, but a weight is never above 1."""

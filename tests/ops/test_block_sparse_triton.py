@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import interpreting
 from oracle import incoming
 from selection import TRITON_DEVICE as DEVICE
 from selection import of_triton
@@ -75,6 +76,42 @@ def _assert_as_reference(layout: BlockLayout, q: Any, k: Any, **options: Any) ->
 
 def _random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(DEVICE)
+
+
+_HUGE = {
+    "scores": {},
+    "a negative scale": {"scale": -0.3},
+    "sinks": {"sinks": torch.tensor([3.0])},
+    "a soft cap": {"softcap": 1e10},
+    "slopes": {"alibi_slopes": torch.tensor([0.5])},
+    "hidden keys": {"causal": True},
+}
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU fuses products by itself")
+@pytest.mark.parametrize("case", _HUGE)
+def test_huge_scores(case: str) -> None:
+    """Scores beyond 1e9 give each query the value of its best key.
+
+    The compiler fused the scale into the subtraction of the rounded maximum, so the largest of
+    such scores was up to 128 away from 0, and a row was zero or NaN. The interpreter rounds each
+    operation: now it fuses as a GPU does.
+    """
+    q, k = _random(1, 1, 96, 16), _random(1, 1, 96, 16)
+    q[..., 1:], k[..., 1:] = 0, 0  # exact products
+    q[..., 0] *= 3e5
+    k[..., 0] *= 1e5
+    v = torch.arange(96.0, device=DEVICE)[None, None, :, None].expand(1, 1, 96, 16)
+    layout = BlockLayout.dense(96, block=32, device=DEVICE)
+    inputs = OP.inputs(q, k, v, layout, **_HUGE[case])  # type: ignore[misc]
+    with interpreting.fusing_products():
+        y, lse = as_tuple(call(OP, *inputs))
+    wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs]
+    exact_y, exact_lse = as_tuple(OP.reference(*wide))
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-3)
+    is_clear = (exact_y - exact_y.round()).abs().amax(-1) < 1e-6
+    assert is_clear.sum() > 90
+    torch.testing.assert_close(y.double()[is_clear], exact_y[is_clear])
 
 
 def test_heads_that_share_keys_with_layouts_of_their_own() -> None:

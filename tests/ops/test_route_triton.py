@@ -80,6 +80,29 @@ def test_it_chooses_and_computes_as_eager(
         assert error <= 16 * unit * exact[name].abs().max() + 2.0**-20, name
 
 
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("experts", "k", "how"), [(60, 5, {}), (5, 5, {}), (64, 6, DEEPSEEK)])
+def test_nan_is_chosen_first(experts: int, k: int, how: dict[str, Any], scores: str) -> None:
+    """Every index is an expert's where logits are NaN or infinite, each one once, as in eager.
+
+    A comparison with NaN takes its right operand on a GPU, so a column past the last expert was
+    chosen, and the caller's gather ended the process. NumPy returns NaN's place instead: the
+    interpreter hid it until it compared as a GPU does.
+    """
+    logits = _draw(experts, torch.float32, 43)
+    for row, values in enumerate(([torch.nan], [torch.nan] * experts, [torch.inf, torch.nan])):
+        logits[row, -len(values) :] = torch.tensor(values, device=DEVICE)
+    logits[3, 1] = torch.nan
+    bias = torch.zeros(experts, device=DEVICE)
+    bias[0] = -torch.inf
+    for choice_bias in (None, bias):
+        found = functional.route(logits, k, scores=scores, choice_bias=choice_bias, **how)
+        with torchweld.use_backend("eager"):
+            expected = functional.route(logits, k, scores=scores, choice_bias=choice_bias, **how)
+        assert torch.equal(found.indices, expected.indices)
+        torch.testing.assert_close(found.weights, expected.weights, equal_nan=True)
+
+
 def test_the_same_bits_at_every_run() -> None:
     logits = _draw(60, torch.float32, 300)
     found, again = (_run(logits, 4, renormalize=True) for _ in range(2))

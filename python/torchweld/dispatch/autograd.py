@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.compiler import is_compiling
@@ -140,14 +141,17 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str], ready: b
         f"    return (None,) * {len(first) + len(passed)}",
         f"_grads = {_tuple(incoming)}",
         f"{_tuple(saved)} = _ctx.saved_tensors" if saved else "",  # raises if one has changed
-        "if _ctx.late is not None and (_late := take_left_over(_ctx, _grads)) is not None:",
-        "    return _late",
+        "_is_eager, _needs = not is_compiling(), _ctx.needs_input_grad",
+        "_is_one_of_several = _is_eager and (_ctx.late is not None or _keeps_the_graph())",
+        "if _is_one_of_several:",
+        "    if (_late := take_left_over(_ctx, _grads)) is not None:",
+        "        return _late",
+        "    _needs = list_wanted(_ctx)",
         f"{_tuple(kept)} = _ctx.kept" if kept else "",
         unpack,
-        f"{_tuple([*under, *(f'need_{name}' for name in passed)])} = _ctx.needs_input_grad",
+        f"{_tuple([*under, *(f'need_{name}' for name in passed)])} = _needs",
         *(f"_{name}_wanted = need_{name}" for name in (*same, *lenders)),
         *_lend(same, lenders),
-        "_is_eager = not is_compiling()",
         "if _is_eager and torch.is_grad_enabled():",  # its graph gives second derivatives
         f"    _run = find_eager_backward(_NODES['{node}'][0])",
         f"    {_tuple(gradients)} = as_tuple(_run({', '.join(wanted)}))",
@@ -155,7 +159,7 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str], ready: b
         "    _run = _ready.backward" if ready else f"    _run = _NODES['{node}'][1].backward",
         f"    {', '.join(gradients)} = _run({', '.join(wanted)})",
         f"_made = {_tuple([*none, *_write_gradients(passed, gradients, same, lenders)])}",
-        "if _is_eager and torch._C._autograd._get_current_graph_task_keep_graph():",
+        "if _is_one_of_several:",
         "    leave_over(_ctx, _grads, _made)",
         "return _made",
     ]
@@ -214,37 +218,94 @@ def _write_gradients(
             yield f"{own} if {f'_{name}_wanted' if name in lenders else f'need_{name}'} else None"
 
 
-# Zero-bubble schedules run a backward pass twice: first for the inputs, retaining the graph, then
-# for the weights. A kernel computes both at once, so the first run keeps the gradients that it does
-# not use for the second.
+# --- Several runs of one graph --------------------------------------------------------------------
+
+# Zero-bubble schedules run a backward pass in two parts: first for the inputs, retaining the graph,
+# then for the weights. A kernel computes both at once, so the first part leaves over the gradients
+# that it does not use. Only a schedule may ask for that: the second part's gradients are the first
+# one's by its definition, while elsewhere a caller may have written to them through `.data`, an
+# array or a receive, and no version would count it.
+
+_PART = "torchweld_part_of_a_backward_pass"
+# A name of its own: generated code calls it at each backward pass.
+_keeps_the_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+@contextmanager
+def split_backward(part: Literal["inputs", "weights"]) -> Iterator[None]:
+    """Run one part of a backward pass: "inputs" first, then "weights" on the same gradients.
+
+    The part is kept where torch's threads of backward passes inherit it.
+    """
+    before = _find_part()
+    torch._C._stash_obj_in_tls(_PART, part)
+    try:
+        yield
+    finally:
+        torch._C._stash_obj_in_tls(_PART, before)
+
+
+def _find_part() -> str | None:
+    return torch._C._get_obj_in_tls(_PART) if torch._C._is_key_in_tls(_PART) else None
+
+
+class _LeftOver(NamedTuple):
+    """The gradients that a run did not use, by place, and the incoming ones it made them from."""
+
+    gradients: dict[int, torch.Tensor]
+    incoming: tuple[Any, ...]
+    versions: tuple[int, ...]
+
+
+_NOTHING = _LeftOver({}, (), ())
+
+
+def is_one_of_several(ctx: Any) -> bool:
+    """Whether the running backward pass of a node, which has `late`, is not its only one."""
+    return not is_compiling() and (ctx.late is not None or _keeps_the_graph())
+
+
+def list_wanted(ctx: Any) -> Sequence[bool]:
+    """For each input, whether this run of several is to compute its gradient."""
+    return ctx.needs_input_grad if _find_part() == "inputs" else list_reached(ctx)  # type: ignore[no-any-return]
 
 
 def leave_over(ctx: Any, grads: tuple[Any, ...], gradients: Sequence[Any]) -> None:
-    """Keep the gradients that the running backward pass does not use."""
-    unused = {
-        i: gradients[i]
-        for i, goes_on in enumerate(list_reached(ctx))
-        if not goes_on and gradients[i] is not None
-    }
-    ctx.late = (grads, _list_versions(grads), unused) if unused else None
+    """Keep the gradients that the first part of a backward pass does not use."""
+    unused = {}
+    if _find_part() == "inputs":
+        reached = list_reached(ctx)
+        unused = {i: g for i, g in enumerate(gradients) if g is not None and not reached[i]}
+    versions = _list_versions(grads) if unused else None
+    ctx.late = _NOTHING if versions is None else _LeftOver(unused, grads, versions)
+
+
+def find_left_over(ctx: Any, grads: tuple[Any, ...]) -> dict[int, torch.Tensor]:
+    """The gradients that the first part left over, if the second part runs on the same ones."""
+    late = ctx.late
+    if late is None or _find_part() != "weights" or torch.is_grad_enabled():
+        return {}
+    if any(a is not b for a, b in zip(late.incoming, grads, strict=False)):
+        return {}
+    return late.gradients if _list_versions(grads) == late.versions else {}
 
 
 def take_left_over(ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The gradients needed now, if an earlier run on the same gradients kept all of them."""
-    (earlier, versions, unused), goes_on = ctx.late, list_reached(ctx)
-    if any(a is not b for a, b in zip(earlier, grads, strict=True)) or torch.is_grad_enabled():
+    """The gradients needed now, if the first part left over all of them."""
+    unused = find_left_over(ctx, grads)
+    if not unused:
         return None
-    if _list_versions(grads) != versions:
-        return None
+    goes_on = list_reached(ctx)
     if any(goes and i not in unused for i, goes in enumerate(goes_on)):
         return None
-    ctx.late = None
+    ctx.late = _NOTHING
     return tuple([unused[i] if goes else None for i, goes in enumerate(goes_on)])
 
 
-def _list_versions(grads: tuple[Any, ...]) -> list[int]:
-    """How often each gradient was changed in place; inference mode does not count changes."""
-    return [0 if grad is None or grad.is_inference() else grad._version for grad in grads]
+def _list_versions(grads: tuple[Any, ...]) -> tuple[int, ...] | None:
+    """How often each gradient was changed in place; None if inference mode did not count it."""
+    given = [grad for grad in grads if grad is not None]
+    return None if any(g.is_inference() for g in given) else tuple([g._version for g in given])
 
 
 def list_reached(ctx: Any) -> list[bool]:

@@ -8,6 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed import pipelining
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from torchweld.dispatch.autograd import split_backward
 from torchweld.distributed.one_for_all import compute_once
 from torchweld.distributed.pipelines.stepping import Stepping, find_ties
 from torchweld.errors import ArgumentError
@@ -193,13 +195,20 @@ class ScaledStage(pipelining.PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a backward pass; one of weights only adds their gradients in the stage's order."""
+        """Run a backward pass or a part of it.
+
+        A pass of inputs leaves gradients over for the pass of weights that continues it. That one
+        adds them in the stage's order.
+        """
         if backward_type == "weight":
             weights = [p for p in self.submod.parameters() if p.requires_grad]
             place_of = {get_gradient_edge(p).node: place for place, p in enumerate(weights)}
             for group in bwd_kwargs["param_groups"]:
                 group["params"] = sorted(group["params"], key=place_of.__getitem__)
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *args, **kwargs)
+        parts: dict[str, Any] = {"input": "inputs", "weight": "weights"}
+        part = parts.get(backward_type)
+        with split_backward(part) if part else nullcontext():
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, *args, **kwargs)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients, as the schedule asks after its last microbatch."""

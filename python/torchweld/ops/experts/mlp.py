@@ -11,7 +11,9 @@ from torch.nn.functional import linear
 from torchweld import checks
 from torchweld.dispatch.autograd import (
     derive_from_reference,
+    is_one_of_several,
     leave_over,
+    list_wanted,
     make_unaliased,
     take_left_over,
 )
@@ -124,9 +126,12 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *tensors, order, z = ctx.saved_tensors  # raises if one has changed
-        if ctx.late is not None and (late := take_left_over(ctx, (grad,))) is not None:
-            return late
-        needs = [ctx.needs_input_grad[1 + at] for at in _DIFFERENTIABLE]
+        is_one, wanted = is_one_of_several(ctx), ctx.needs_input_grad
+        if is_one:
+            if (late := take_left_over(ctx, (grad,))) is not None:
+                return late
+            wanted = list_wanted(ctx)
+        needs = [wanted[1 + at] for at in _DIFFERENTIABLE]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             made = _derive(grad, *tensors, *ctx.kept)
         else:
@@ -134,8 +139,7 @@ class _Experts(torch.autograd.Function):
         found: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
         for at, need, one in zip(_DIFFERENTIABLE, needs, made, strict=True):
             found[1 + at] = one if need else None
-        is_eager = not torch.compiler.is_compiling()
-        if is_eager and torch._C._autograd._get_current_graph_task_keep_graph():
+        if is_one:
             leave_over(ctx, (grad,), found)
         return tuple(found)
 

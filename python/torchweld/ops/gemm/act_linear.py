@@ -14,7 +14,11 @@ from torch.nn.functional import linear
 from torchweld import state
 from torchweld.dispatch.autograd import (
     differentiate,
+    find_left_over,
+    is_one_of_several,
+    leave_over,
     list_reached,
+    list_wanted,
     make_unaliased,
     make_views,
 )
@@ -82,20 +86,20 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     gradients: list[torch.Tensor | None] = [None] * len(goes_on)
     rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
     size = (rows.shape[0], z.shape[-1])
-    buffer = None
+    is_one, buffer = is_one_of_several(ctx), None
     if to_weight:
         buffer = _activate(z, bias, *ctx.kind)
         gradients[2] = gemm.weight_gradient(rows, buffer.view(size))
     if to_weight_bias:
         gradients[3] = rows.sum(0)
-    if to_bias and not to_z and ctx.late is not None and ctx.late[0] is grad:
-        gradients[1] = ctx.late[1]  # from the run that needed z
+    if to_bias and not to_z and is_one and (late := find_left_over(ctx, (grad,))):
+        gradients[1] = late[1]  # from the run that needed z
     elif to_z or to_bias:
-        need_bias = ctx.needs_input_grad[1]
+        need_bias = list_wanted(ctx)[1] if is_one else to_bias
         grad_z, grad_bias = _gradient_of_z(rows, z, bias, weight, ctx.kind, need_bias, buffer)
         gradients[0], gradients[1] = grad_z, grad_bias if to_bias else None
-        if need_bias and not to_bias and torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.late = (grad, grad_bias)
+        if is_one:
+            leave_over(ctx, (grad,), [None, grad_bias if need_bias else None])
     return tuple(gradients)
 
 

@@ -157,6 +157,8 @@ def make_factors(
             weights = counted * how.weight[target[:, 0].clamp(0, classes - 1)]
     if token_weights is not None:
         token_weights = token_weights.reshape(-1).to(how.kind)
+        if not soft:  # an ignored row's weight gets no gradient, even that of a mean of no rows
+            token_weights = torch.where(target[:, 0] == -1, 0.0, token_weights)
         counted, weights = counted * token_weights, weights * token_weights
     main = (1 - smoothing) * weights if smoothing else weights
     factors = Factors(
