@@ -2,15 +2,11 @@
 // python/torchweld/ops.
 #include "core/experts.h"
 
-#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
-
 #include <algorithm>
 #include <limits>
 
 #include "bind/act.h"
-
-// MKL's, in torch's own builds for x86. It returns what it was, and 0 is the default.
-extern "C" int MKL_Set_Num_Threads_Local(int) __attribute__((weak, visibility("default")));
+#include "bind/products.h"
 
 TW_KERNEL(experts_act_forward, ExpertsAct);
 TW_KERNEL(experts_act_backward, ExpertsAct);
@@ -21,72 +17,17 @@ namespace {
 
 // --- Products ---
 
-// Threads take blocks of the products, each by a GEMM on one thread: experts with few rows would
-// leave most of a GEMM's threads waiting. A block of many rows has fewer columns, so that a wave of
-// one expert has blocks for several threads; a gradient of weights sums over the rows and has enough
-// blocks. They do not depend on the number of threads, so that the bits do not.
+// Experts with few rows would leave most of a GEMM's threads waiting, so threads take blocks. A
+// block of many rows has fewer columns, so that a wave of one expert has blocks for several threads;
+// a gradient of weights sums over the rows and has enough blocks.
 constexpr int64_t kBlockRows = 512, kBlockColumns = 1024, kFewColumns = 256, kBlockSize = 1 << 16;
-
-// The steps of `size`: a power of two of them, nearly equal, so that threads get as much each.
-int64_t find_step(int64_t size, int64_t most) {
-  int64_t parts = 1;
-  while (parts * most < size) parts *= 2;
-  const int64_t step = (size + parts - 1) / parts;
-  return std::min(most, (step + 15) / 16 * 16);
-}
-
-// A matrix with any strides.
-struct View {
-  char* data;
-  int64_t size[2], stride[2];
-
-  View transposed() const { return {data, {size[1], size[0]}, {stride[1], stride[0]}}; }
-  // `count` rows, or columns, from `first` on.
-  View part(int axis, int64_t first, int64_t count, int64_t item) const {
-    View view = *this;
-    view.data += first * stride[axis] * item;
-    view.size[axis] = count;
-    return view;
-  }
-  Tensor tensor(ScalarType dtype, Device device) const {
-    const int32_t kind = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
-    AtenTensorHandle result;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(data, 2, size, stride, 0, kind,
-                                                              device.type, device.index, &result));
-    return Tensor(result);
-  }
-};
 
 // The experts' matrices: of three dimensions one each, of two some rows each.
 View of_expert(const Tensor& t, int64_t expert, const Shape& bounds) {
-  const bool stacked = t.dim() == 3;
-  const View whole{(char*)t.mutable_data_ptr(),
-                   {t.size(stacked), t.size(stacked + 1)},
-                   {t.stride(stacked), t.stride(stacked + 1)}};
-  const int64_t item = t.element_size();
-  if (!stacked) return whole.part(0, bounds[expert], bounds[expert + 1] - bounds[expert], item);
-  View view = whole;
-  view.data += expert * t.stride(0) * item;
-  return view;
+  const View whole = matrix_of(t, expert);
+  if (t.dim() == 3) return whole;
+  return whole.part(0, bounds[expert], bounds[expert + 1] - bounds[expert], t.element_size());
 }
-
-// MKL adds in another order where it could take several threads, even if it takes one, as in a
-// parallel region: on AVX-512, with more than some 700 terms.
-class OneThread {
- public:
-  OneThread() : before(MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0) {}
-  ~OneThread() {
-    if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before);
-  }
-
- private:
-  const int before;
-};
-
-struct Block {
-  View out, left, right;
-  int64_t expert, column;
-};
 
 void check_operand(const Tensor& t, const Tensor& left, const Shape& bounds, bool may_convert,
                    const char* message) {
@@ -95,45 +36,6 @@ void check_operand(const Tensor& t, const Tensor& left, const Shape& bounds, boo
   const bool is_kind = t.scalar_type() == left.scalar_type() ||
                        (may_convert && fits_beside(dtype_of(left), dtype_of(t)));
   STD_TORCH_CHECK(fits && is_kind && same_device(t, left), message);
-}
-
-// Numbers of a factor that a thread converts at a time, and of a gradient that it rounds.
-constexpr int64_t kConverted = 1 << 18;
-
-// The GEMM is of left's dtype.
-void multiply_block(const Block& b, const Tensor& like, ScalarType right_dtype,
-                    ScalarType out_dtype, const OptionalTensor& bias, bool add) {
-  const ScalarType dtype = like.scalar_type();
-  const Device device = device_of(like);
-  const int64_t item = like.element_size(), terms = b.left.size[1];
-  Tensor out = b.out.tensor(out_dtype, device);
-  if (terms == 0) {
-    if (!add) torch::stable::fill_(out, 0);
-    return;
-  }
-  const Tensor to = out_dtype == dtype ? out : empty(like, Sizes(b.out.size, 2), dtype);
-  Tensor start = to;
-  if (bias) {  // a row of the bias for every row
-    char* from = (char*)bias->mutable_data_ptr();
-    from += (b.expert * bias->stride(0) + b.column * bias->stride(1)) * item;
-    start = View{from, {b.out.size[0], b.out.size[1]}, {0, bias->stride(1)}}.tensor(dtype, device);
-  }
-  const bool converts = right_dtype != dtype;
-  const int64_t step = converts ? std::max<int64_t>(kConverted / b.out.size[1], 1) : terms;
-  const int64_t right_item = converts ? 2 : item;
-  for (int64_t first = 0; first < terms; first += step) {
-    const int64_t count = std::min(step, terms - first);
-    const Tensor left = b.left.part(1, first, count, item).tensor(dtype, device);
-    Tensor right = b.right.part(0, first, count, right_item).tensor(right_dtype, device);
-    if (converts) right = as_type(right, dtype);
-    if (first == 0 && !add && !bias) {
-      TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_mm_out(to.get(), left.get(), right.get()));
-    } else {
-      TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(to.get(), first ? to.get() : start.get(),
-                                                      left.get(), right.get(), 1, 1));
-    }
-  }
-  if (out_dtype != dtype) torch::stable::copy_(out, to);
 }
 
 // For each expert e: out = left @ right + bias, or out += left @ right. Matrices with three
@@ -169,28 +71,22 @@ void multiply(Tensor out, Tensor left, Tensor right, OptionalTensor bias, Shape 
       const int64_t rows = std::min(height, to.size[0] - i);
       for (int64_t j = 0; j < to.size[1]; j += width) {
         const int64_t columns = std::min(width, to.size[1] - j);
-        blocks.push_back({to.part(0, i, rows, out_item).part(1, j, columns, out_item),
-                          a.part(0, i, rows, left.element_size()),
-                          b.part(1, j, columns, right.element_size()), e, j});
+        const View part = to.part(0, i, rows, out_item).part(1, j, columns, out_item);
+        std::optional<View> start;
+        if (add) start = part;
+        if (bias) {  // a row of the bias for every row
+          start = matrix_of(*bias, 0).part(0, e, 1, bias->element_size());
+          start = start->part(1, j, columns, bias->element_size());
+          start->size[0] = rows, start->stride[0] = 0;
+        }
+        blocks.push_back({part, a.part(0, i, rows, left.element_size()),
+                          b.part(1, j, columns, right.element_size()), start});
       }
     }
   }
-  std::atomic<int64_t> next{0};
-  std::atomic<bool> failed{false};
-  // A range of one would run outside of a parallel region, where a GEMM takes several threads and
-  // may add in another order.
-  const int64_t range = std::max<int64_t>(blocks.size(), 2);
-  torch::stable::parallel_for(0, range, 1, [&](int64_t, int64_t) {
-    const OneThread here;
-    for (int64_t at = next++; at < (int64_t)blocks.size(); at = next++) {
-      try {
-        multiply_block(blocks[at], left, right.scalar_type(), out.scalar_type(), bias, add);
-      } catch (...) {  // exceptions cannot leave a thread
-        failed = true;
-      }
-    }
-  });
-  STD_TORCH_CHECK(!failed, "a GEMM of the experts failed");
+  const ScalarType dtype = left.scalar_type();
+  multiply_blocks(blocks, {dtype, out.scalar_type(), dtype, right.scalar_type(),
+                           bias ? dtype : out.scalar_type(), device_of(left)});
 }
 
 // --- Activations ---

@@ -15,6 +15,7 @@ import torchweld
 from oracle import Pool
 from seams import splits_backwards
 from torchweld.ops.gemm import gemm
+from torchweld.registry.processor import has_units
 
 TRANSPOSED = torch.ops.torchweld.transposed.cpu
 MIRROR = torch.ops.torchweld.mirror_.cpu
@@ -82,7 +83,7 @@ def test_transposed_says_what_it_takes() -> None:
 
 
 def _inputs(sizes: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    if not gemm.onednn_has(dtype):
+    if not has_units(dtype):
         pytest.skip(f"oneDNN has no GEMM of {dtype} on this CPU")
     rows, width, out = sizes
     shapes = ((rows // 8, 8, width), (out, width), (out,))

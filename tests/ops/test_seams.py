@@ -21,6 +21,7 @@ from torchweld.dispatch.call import call
 from torchweld.ops import activation as activations
 from torchweld.ops.gemm import epilogue, gemm
 from torchweld.registry import OPS, Composite, activation, materialize, weight
+from torchweld.registry.processor import has_units
 
 SEAMS = [op for op in OPS.values() if isinstance(op, Composite)]
 LINEAR = OPS["linear_act"]
@@ -195,7 +196,7 @@ def test_a_bias_may_be_infinite(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_inference_rounds_only_the_result(dtype: torch.dtype) -> None:
     """oneDNN applies the activation before it rounds, in any layout, and keeps NaN."""
-    if not gemm.onednn_has(dtype):
+    if not has_units(dtype):
         pytest.skip(f"oneDNN has no GEMM of {dtype} on this CPU")
     ours, rounding = Pool(), Pool()
     layouts = (lambda t: t, lambda t: t.t().contiguous().t(), lambda t: torch.cat([t, t])[1::2])

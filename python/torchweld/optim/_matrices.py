@@ -28,7 +28,7 @@ class Iteration(NamedTuple):
 
     coefficients: Coefficients
     gram: bool
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     eps: float
     adjust_lr_fn: str | None
 
@@ -62,14 +62,15 @@ class Region(NamedTuple):
 
 def find_iteration(function: str, group: Group) -> Iteration:
     """Find how this group's matrices are orthogonalised; check its settings."""
-    algorithm, dtype = group.get("algorithm", "standard"), group.get("ns_dtype", torch.bfloat16)
+    algorithm, dtype = group.get("algorithm", "standard"), group.get("ns_dtype")
     numbers, steps = group["ns_coefficients"], group["ns_steps"]
 
     def check(name: str, value: Any, fits: bool, accepted: str) -> None:
         checks.fits(function, name, value, fits, accepted)
 
     check("algorithm", algorithm, algorithm in ALGORITHMS, " | ".join(ALGORITHMS))
-    check("ns_dtype", dtype, dtype in ITERATED, "torch.bfloat16, float16, float32 or float64")
+    accepted = "None, torch.bfloat16, float16, float32 or float64"
+    check("ns_dtype", dtype, dtype is None or dtype in ITERATED, accepted)
     check("ns_steps", steps, isinstance(steps, int) and 0 <= steps < 100, "an int in [0, 100)")
     fits = isinstance(numbers, (tuple, list)) and len(numbers) > 0
     each = fits and all(isinstance(one, (tuple, list)) and len(one) == 3 for one in numbers)

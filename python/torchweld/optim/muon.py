@@ -145,7 +145,7 @@ _BETAS = {"adamw": (0.9, 0.999), "lion": (0.9, 0.99)}
 # Options that torch's groups lack; a group has only the options in use.
 _OPTIONS: dict[str, Any] = {
     "algorithm": "standard",
-    "ns_dtype": torch.bfloat16,
+    "ns_dtype": None,
     "heads": None,
     "split_sizes": None,
     "split_dim": 0,
@@ -190,7 +190,8 @@ class Muon(FusedOptimizer, _TorchsMuon):
         algorithm: "standard"; "gram", the same polynomials of the smaller Gram matrix, with fewer
             operations for matrices that are not square; or "polar_express", which has its own
             coefficients.
-        ns_dtype: the dtype of the iteration. Norms are taken before, in float64.
+        ns_dtype: the dtype of the iteration; None is bfloat16, or float32 on a CPU that has no
+            units for bfloat16. Norms are taken before, in float64.
         heads: the number of matrices of equal size into which the rows of a packed projection are
             divided; or a number for each of split_sizes.
         split_sizes: the numbers of rows of the matrices in a packed projection.
@@ -216,7 +217,7 @@ class Muon(FusedOptimizer, _TorchsMuon):
         adjust_lr_fn: str | None = None,
         *,
         algorithm: str = "standard",
-        ns_dtype: torch.dtype = torch.bfloat16,
+        ns_dtype: torch.dtype | None = None,
         heads: int | Sequence[int] | None = None,
         split_sizes: Sequence[int] | None = None,
         split_dim: int = 0,
@@ -231,7 +232,7 @@ class Muon(FusedOptimizer, _TorchsMuon):
         """Return a state like torch's, without dtypes: full state_dicts refuse them."""
         saved = super().state_dict()
         for group in saved["param_groups"]:
-            if "ns_dtype" in group:
+            if group.get("ns_dtype") is not None:
                 group["ns_dtype"] = str(group["ns_dtype"]).removeprefix("torch.")
         return saved
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchweld.registry.op import Op
+from torchweld.registry.processor import has_units
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -30,3 +31,9 @@ class Composite(Op):
     saves: str = (
         "the GEMMs' inputs and the result of the first; with `recompute`, only the op's inputs"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Without units eager's GEMMs are slow at every size.
+        fast = (x for x in self.dtypes_of_eager if x.itemsize != 2 or has_units(x))
+        self.dtypes_of_eager = tuple(fast)

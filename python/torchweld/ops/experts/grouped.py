@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld.dispatch.bare import BareOp
-from torchweld.ops.gemm import gemm
 from torchweld.ops.opaque import define_opaque
+from torchweld.registry.processor import has_units
 
 # Numbers in the buffers of a wave. An expert with more takes several, which add to its gradients.
 _WAVE = 2**23
@@ -127,7 +127,7 @@ def _split(form: Form, factors: Factors, bounds: list[int], converted_rows: int)
     assert down is not None
     per_row = 2 * sum(gate_up.shape[1:]) + sum(down.shape[1:])
     dtype = gate_up.dtype
-    converts = dtype.itemsize == 2 and not gemm.onednn_has(dtype)
+    converts = dtype.itemsize == 2 and not has_units(dtype)
     most = max(1, _WAVE // max(per_row, 1))
     group = max(_WAVE // 2, _NUMBERS_OF_A_THREAD * torch.get_num_threads())
 

@@ -24,7 +24,7 @@ from torchweld.dispatch.autograd import (
 )
 from torchweld.dispatch.bare import BareOp
 from torchweld.ops.activation import BIAS_ACT
-from torchweld.ops.gemm import gemm
+from torchweld.ops.gemm import gemm, product
 
 
 def _fake(_: Any, x: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> torch.Tensor:
@@ -117,7 +117,7 @@ def _gradient_of_z(
         grad_y = (rows @ weight).view(z.shape)
         return torch.ops.torchweld.bias_act_backward.cpu(grad_y, z, bias, *kind, need_bias)
     grad_z = z.new_empty(z.shape) if buffer is None else buffer
-    torch.mm(rows, weight, out=grad_z.view(rows.shape[0], z.shape[-1]))
+    product.multiply_into(grad_z.view(rows.shape[0], z.shape[-1]), rows, weight)
     return grad_z, _backward_(grad_z, z, bias, *kind, need_bias)
 
 

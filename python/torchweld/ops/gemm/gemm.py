@@ -1,7 +1,7 @@
-"""The GEMM of a linear layer: torch's own, or oneDNN's with our backward.
+"""The GEMM of a linear layer: torch's own, or in 16 bits on the CPU one with our backward.
 
-oneDNN serves 16 bits on the CPU. It adds the bias to the sums, while torch first copies it to every
-row of the result.
+On CPUs with 16-bit units it is oneDNN's, which adds the bias to the sums, while torch first copies it
+to every row of the result. On others it is a product by float32 GEMMs.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ from typing import Any
 
 import torch
 
+from torchweld.dispatch.alike import PLAIN
 from torchweld.dispatch.autograd import (
+    exports_a_derivative,
     find_apply,
     list_reached,
     make_unaliased,
     wants_gradient,
 )
 from torchweld.dispatch.bare import BareOp
+from torchweld.ops.gemm import product
+from torchweld.registry.processor import has_units
 
 _TRANSPOSED = BareOp(
     "transposed", "(Tensor input) -> Tensor", lambda x: x.new_empty((x.shape[1], x.shape[0]))
@@ -27,10 +31,17 @@ _TRANSPOSED = BareOp(
 _SMALLEST = 2**30
 # Transposing one element pays off from this many products on, see weight_gradient.
 _PRODUCTS_OF_AN_ELEMENT = 512
+# What autocast casts.
+CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """torch.nn.functional.linear, or oneDNN's if that is faster."""
+    """torch.nn.functional.linear, or what computes the same in less time."""
+    if is_converted(x, weight, bias):
+        dtype = find_dtype(x)
+        x, weight, bias = (t if t is None else t.to(dtype) for t in (x, weight, bias))
+        trains = wants_gradient(x, weight, bias)
+        return _Converted.apply(x, weight, bias) if trains else _convert(x, weight, bias)
     if (
         torch.compiler.is_compiling()  # the number of rows must not become a guard
         or x.numel() * weight.shape[:1].numel() < _SMALLEST
@@ -67,9 +78,26 @@ def find_dtype(x: torch.Tensor) -> torch.dtype:
 # --- Which calls ----------------------------------------------------------------------------------
 
 
+def is_converted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether the layer is a product by float32 GEMMs: in 16 bits on a CPU without units for them."""
+    dtype = find_dtype(x)
+    if not product.is_converted(x, dtype) or exports_a_derivative():
+        return False
+    if why_not_fused(x, weight, bias) is not None:
+        return False
+    tensors = [t for t in (x, weight, bias) if t is not None]
+    casts = torch.is_autocast_enabled("cpu")
+    if not all(t.is_cpu and (t.dtype is dtype or (casts and t.dtype in CAST)) for t in tensors):
+        return False
+    if torch.compiler.is_compiling():  # the number of rows must not become a guard
+        return product.may_run()
+    rows = x.shape[:-1].numel()
+    return product.pays(rows, *weight.shape, weight.stride(1)) and product.may_run(*tensors)
+
+
 def is_served_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether oneDNN's 16-bit GEMM can run: not while compiling or under autocast."""
-    if torch.compiler.is_compiling() or not (x.is_cpu and onednn_has(x.dtype)):
+    if torch.compiler.is_compiling() or not (x.is_cpu and has_units(x.dtype)):
         return False
     if torch.is_autocast_enabled("cpu") or not torch._C._get_mkldnn_enabled():
         return False
@@ -85,23 +113,13 @@ def is_served_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
 def why_not_fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
     """Why torch's GEMM has to run, which also raises any error."""
     tensors = [t for t in (x, weight, bias) if t is not None]
-    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
+    if any(type(t) not in PLAIN for t in tensors):
         return "a tensor is of a subclass"
     if x.ndim == 0 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
         return "the sizes of input and weight do not match"
     if bias is not None and bias.shape != weight.shape[:1]:
         return "the sizes of weight and bias do not match"
     return None
-
-
-@functools.cache
-def onednn_has(dtype: torch.dtype) -> bool:
-    """Whether torch has a GEMM of that dtype for this CPU."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype is torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return dtype is torch.float16 and torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
 # --- Autograd -------------------------------------------------------------------------------------
@@ -122,7 +140,7 @@ class LinearNode(torch.autograd.Function):
             return tuple(gradients)
         rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
         if to_x:
-            gradients[0] = grad @ weight
+            gradients[0] = product.multiply(grad, weight)
         if to_weight:
             gradients[1] = weight_gradient(rows, x.reshape(rows.shape[0], x.shape[-1]))
         if to_bias:
@@ -158,6 +176,23 @@ class _OneDNN(LinearNode):
         return make_unaliased(onednn(x, weight, bias))
 
 
+class _Converted(LinearNode):
+    """The layer by float32 GEMMs. It saves a factor only if the other factor needs a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
+        to_x, to_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if to_weight else None, weight if to_x else None)
+        return make_unaliased(_convert(x, weight, bias))
+
+
+def _convert(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    start = None if bias is None else bias.expand(rows.shape[0], bias.shape[0])
+    made = product.PRODUCT(rows, weight.t(), start, 1.0, 1.0)
+    return made.view(*x.shape[:-1], made.shape[1])  # type: ignore[no-any-return]
+
+
 def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """grad.t() @ x for two matrices.
 
@@ -166,6 +201,8 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     pass reads and writes each element only once. It transposes grad or, if they have fewer
     elements, x and the result.
     """
+    if product.serves(grad.t(), x):
+        return product.multiply(grad.t(), x)
     # On a GPU torch transposes; a graph must be of torch's ops.
     if grad.is_cuda or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return grad.t() @ x

@@ -15,6 +15,7 @@ import torch
 
 from torchweld import state
 from torchweld.errors import ArgumentError
+from torchweld.ops.gemm import product
 from torchweld.ops.loss import rows
 from torchweld.ops.loss.rows import How
 from torchweld.registry.constant import assume_constant_result
@@ -257,9 +258,9 @@ class Gemms:
         for at in plan.blocks if plan.is_widened else plan.parts:
             left, right, part = x.to(dtype), layer.weight[at].to(dtype).t(), logits[:, at]
             if bias is None:
-                torch.mm(left, right, out=part)
+                product.multiply_into(part, left, right)
             else:
-                torch.addmm(bias[at].to(dtype), left, right, out=part)
+                product.multiply_into(part, left, right, bias[at].to(dtype))
         return self._buffer[:count]
 
     def compute_grad_input(self, grad: torch.Tensor, out: torch.Tensor) -> None:
@@ -267,9 +268,9 @@ class Gemms:
         layer, plan = self.layer, self.plan
         if not plan.is_widened:
             first, *rest = plan.parts
-            torch.mm(grad[:, first], layer.weight[first], out=out)
+            product.multiply_into(out, grad[:, first], layer.weight[first])
             for at in rest:
-                out.addmm_(grad[:, at], layer.weight[at])
+                product.multiply_into(out, grad[:, at], layer.weight[at], out)
             return
         total = grad.new_zeros(out.shape)
         for at in plan.blocks:
@@ -295,7 +296,9 @@ class Gemms:
         widens = plan.is_widened or plan.sums
         for at in plan.blocks if widens or is_copied else plan.parts:
             left, right, out = grad[:, at].t(), x.to(grad.dtype), total[at]
-            if self._started and widens:
+            if product.serves(left, right):
+                product.multiply_into(out, left, right, out if self._started else None)
+            elif self._started and widens:
                 out += left @ right
             elif self._started:
                 out.addmm_(left, right)

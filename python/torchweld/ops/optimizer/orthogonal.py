@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld.dispatch.bare import BareOp
+from torchweld.ops.gemm.product import is_converted, multiply, multiply_into
 from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
 from torchweld.registry.constant import assume_constant_result
 
@@ -105,18 +106,23 @@ def orthogonalize(
     coefficients: Coefficients,
     *,
     gram: bool,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     eps: float,
     scale: float,
 ) -> None:
     """Overwrite matrices of one shape by nearly orthogonal ones, times a scale.
 
-    The norm is taken before anything is rounded to `dtype`, the dtype of the products.
+    The norm is taken before anything is rounded to `dtype`, the dtype of the products; None is
+    bfloat16 where the device has units for it, else float32.
     """
     rows, columns = matrices[0].shape
     if rows == 0 or columns == 0:
         return
-    limits = _limits(matrices[0])
+    first = matrices[0]
+    if dtype is None:
+        is_slow = is_converted(first, torch.bfloat16)
+        dtype = torch.float32 if is_slow else torch.bfloat16
+    limits = _limits(first)
     at_once = limits.count_matrices(rows * columns)
     for begin in range(0, len(matrices), at_once):
         some = list(matrices[begin : begin + at_once])
@@ -144,7 +150,7 @@ def _normalize(some: list[torch.Tensor], dtype: torch.dtype, eps: float) -> torc
 def _by_steps(x: torch.Tensor, coefficients: Coefficients) -> torch.Tensor:
     for a, b, c in coefficients:
         gram = _symmetric(x)
-        x = torch.baddbmm(x, _symmetric(gram, alpha=c, beta=b), x, beta=a)
+        x = multiply(_symmetric(gram, alpha=c, beta=b), x, x, beta=a)
     return x
 
 
@@ -158,7 +164,7 @@ def _by_gram(x: torch.Tensor, coefficients: Coefficients) -> torch.Tensor:
             if i + 1 < len(segment):
                 gram = _symmetric(factor, _symmetric(gram, factor))
         assert whole is not None
-        x = torch.bmm(whole, x)
+        x = multiply(whole, x)
     return x
 
 
@@ -172,15 +178,6 @@ def _segments(coefficients: Sequence[Any]) -> list[Sequence[Any]]:
 # --- Products -------------------------------------------------------------------------------------
 
 
-def _product(
-    x: torch.Tensor, y: torch.Tensor, added: torch.Tensor | None, alpha: float, beta: float
-) -> torch.Tensor:
-    """Compute alpha X Y + beta times what is added."""
-    if added is None:
-        return torch.bmm(x, y) if alpha == 1 else torch.bmm(x, y) * alpha
-    return torch.baddbmm(added, x, y, beta=beta, alpha=alpha)
-
-
 # alpha X Y^T + beta X. Without Y, X is both factors: no tensor is given twice, so that alike calls
 # repeat a plan.
 _SYMMETRIC = BareOp(
@@ -189,8 +186,8 @@ _SYMMETRIC = BareOp(
     lambda x, *_: x.new_empty(len(x), x.shape[1], x.shape[1]),
     backends=(),
     triton="triton_kernels/symmetric.py",
-    reference=lambda x, y, alpha, beta: _product(
-        x, (x if y is None else y).mT, x if beta else None, alpha, beta
+    reference=lambda x, y, alpha, beta: multiply(
+        x, (x if y is None else y).mT, x if beta else None, alpha=alpha, beta=beta
     ),
     sample=lambda *inputs: [v[:1] if isinstance(v, torch.Tensor) else v for v in inputs],
 )
@@ -229,16 +226,13 @@ def _symmetric(
     y, added = x if y is None else y, x if beta else None
     y = y if beta else y.mT  # what is added is symmetric
     if n < _limits(x).blocks_from:
-        return _product(x, y, added, alpha, beta)
+        return multiply(x, y, added, alpha=alpha, beta=beta)
     result = x.new_empty(len(x), n, n)
     for i, to in enumerate(result):
         for begin, end in _in_blocks(n):
             left, right, out = x[i, begin:end], y[i, :, :end], to[begin:end, :end]
-            if added is None:
-                torch.mm(left, right, out=out)
-            else:
-                part = added[i, begin:end, :end]
-                torch.addmm(part, left, right, beta=beta, alpha=alpha, out=out)
+            part = None if added is None else added[i, begin:end, :end]
+            multiply_into(out, left, right, part, alpha=alpha, beta=beta)
         _mirror(to)
     return result
 

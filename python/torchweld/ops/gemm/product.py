@@ -1,0 +1,117 @@
+"""Products of 16-bit matrices on CPUs without 16-bit units, by float32 GEMMs; else by torch.
+
+There torch multiplies in plain loops, which take some ten times as long as its float32 GEMM. Here
+threads take blocks of the result. A thread converts panels of both factors, 2**18 numbers at a time,
+and rounds a block's float32 sums once: two buffers of at most 1 MiB for each thread. The blocks
+depend only on sizes, so that the bits do not depend on the number of threads.
+
+Bytes: each factor is read, and converted in the caches, once for each row or column of blocks of
+256 x 256, or of 128 x 128 where those were few. Converting a number takes as long as some 16
+products, so that at 256 a product takes 1 + 2 * 16 / 256 of the GEMM's time.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchweld.dispatch.alike import PLAIN
+from torchweld.dispatch.autograd import wants_gradient
+from torchweld.dispatch.bare import BareOp
+from torchweld.registry import BACKENDS, why_not_now
+from torchweld.registry.processor import has_units
+
+_ARGUMENTS = "Tensor left, Tensor right, Tensor? start, float alpha, float beta"
+# out = alpha * left @ right + beta * start for matrices, or batches of them, with any strides. Sums
+# are float32. `start` has the sizes of `out`, and may be `out`.
+_MULTIPLY = BareOp("multiply_", f"(Tensor(a!) out, {_ARGUMENTS}) -> ()").overload("cpu")
+PRODUCT = BareOp(
+    "product",
+    f"({_ARGUMENTS}) -> Tensor",
+    lambda left, right, *_: left.new_empty((*left.shape[:-1], right.shape[-1])),
+).overload("cpu")
+# torch is as fast with fewer products, and with fewer rows of a left factor if a column of the right
+# one is in one place.
+_SMALLEST, _FEW_ROWS = 2**15, 4
+
+
+def multiply(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    start: torch.Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+) -> torch.Tensor:
+    """alpha * left @ right + beta * start, for matrices or batches of them.
+
+    Without start, a left factor of any dimensions goes with a matrix.
+    """
+    if serves(left, right, start):
+        rows = left.reshape(-1, left.shape[-1]) if right.ndim == 2 else left
+        made = PRODUCT(rows, right, start, alpha, beta)
+        return made if made.ndim == left.ndim else made.view(*left.shape[:-1], -1)  # type: ignore[no-any-return]
+    if start is None:
+        return left @ right if alpha == 1 else left @ right * alpha
+    add = torch.addmm if start.ndim == 2 else torch.baddbmm
+    return add(start, left, right, beta=beta, alpha=alpha)
+
+
+def multiply_into(
+    out: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    start: torch.Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+) -> None:
+    """Write alpha * left @ right + beta * start to a matrix; start is broadcast, and may be out.
+
+    Where `serves` says so, out may be float32.
+    """
+    if serves(left, right, start):
+        start = None if start is None else start.expand(out.shape)
+        _MULTIPLY(out, left, right, start, alpha, beta)
+    elif start is None and alpha == 1:
+        torch.mm(left, right, out=out)
+    else:
+        given = (out, 0.0) if start is None else (start, beta)
+        torch.addmm(given[0], left, right, beta=given[1], alpha=alpha, out=out)
+
+
+def is_converted(x: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a product of this dtype on x's device is one of float32 here."""
+    return x.is_cpu and dtype.itemsize == 2 and not has_units(dtype)
+
+
+def serves(left: torch.Tensor, right: torch.Tensor, start: torch.Tensor | None = None) -> bool:
+    """Whether such factors are converted, and autograd records nothing."""
+    if not is_converted(left, left.dtype) or right.dtype is not left.dtype:
+        return False
+    if torch.compiler.is_compiling():  # sizes must not become guards
+        return may_run()
+    terms, columns = right.shape[-2:]
+    rows = left.shape[:-1].numel()
+    return (
+        pays(rows, columns, terms, 0 if right.ndim > 2 else right.stride(0))
+        and type(left) in PLAIN
+        and type(right) in PLAIN
+        and right.is_cpu
+        and not wants_gradient(left, right, start)
+        and may_run(left, right)
+    )
+
+
+def pays(rows: int, columns: int, terms: int, stride: int) -> bool:
+    """Whether a product of these sizes gains; `stride` is from one term to the next one."""
+    return rows * columns * terms >= _SMALLEST and (rows >= _FEW_ROWS or stride != 1)
+
+
+def may_run(*tensors: torch.Tensor | None) -> bool:
+    """Whether the library is there, and no transform needs ops that it knows."""
+    if BACKENDS["cpu"].why_missing() is not None:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    batched = torch._C._functorch.is_legacy_batchedtensor
+    return why_not_now() is None and not any(t is not None and batched(t) for t in tensors)
