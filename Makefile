@@ -65,7 +65,7 @@ $(VENV)/.ready: requirements.txt pyproject.toml setup.py
 endif
 
 .PHONY: build
-build: env ## Build the native libraries in place; only what changed is compiled
+build: env ## Build the native libraries in place for this machine; only what changed is compiled
 
 .PHONY: emulator
 emulator: env ## Build the CUDA kernels for the CPU, for the tests
@@ -86,6 +86,7 @@ test-matrix: export TORCHWELD_MATRIX := 1
 test-matrix: test ## Run `make test` with all combinations of tests that otherwise run a covering part
 
 .PHONY: test-isa
+test-isa: export TORCHWELD_ISA := all
 test-isa: env ## Test kernels on every CPU instruction set except the best, which `make test` uses
 	@for isa in $$($(PY) -c 'from torchweld.dispatch import native; print(*native.list_supported_isas()[1:])'); do \
 	  printf '== %s\n' $$isa; \
@@ -178,8 +179,9 @@ docs: env .venv-docs/.ready ## Build the docs site in build/docs; a broken link 
 	@$(PYTHON) -m venv .venv-docs && .venv-docs/bin/python -m pip install -q -r $< && touch $@
 
 .PHONY: wheel
-# For all GPUs, not only for those at hand.
+# For all GPUs and processors, not only for those at hand.
 wheel wheel-try wheel-matrix: export TORCH_CUDA_ARCH_LIST ?= all
+wheel wheel-try wheel-matrix: export TORCHWELD_ISA ?= all
 wheel: env ## Build one wheel for every torch >= 2.10, in dist/
 	@rm -rf build/lib build/bdist* dist && $(PY) -m pip wheel -q --no-build-isolation --no-deps -w dist . && ls -l dist
 
@@ -211,8 +213,7 @@ SANITIZED := ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:allocator_may_re
 	UBSAN_OPTIONS=print_stacktrace=1 LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)"
 .PHONY: sanitize
 sanitize: env ## Run the contract on the CPU kernels and the emulated CUDA kernels under ASan and UBSan
-	@$(PY) csrc/build.py --no-cuda --sanitize address,undefined --out $(ASAN) \
-	  --isa $$($(PY) -c 'from torchweld.dispatch import native; print(native.list_supported_isas()[0])')
+	@$(PY) csrc/build.py --no-cuda --sanitize address,undefined --isa here --out $(ASAN)
 	@$(PY) csrc/build.py --emulator --sanitize address,undefined --out $(EMULATOR_ASAN)
 	@$(SANITIZED) TORCHWELD_LIB=$(CURDIR)/$(ASAN) \
 	  TORCHWELD_EMULATOR=$(CURDIR)/$(EMULATOR_ASAN)/libtorchweld_emulated_cuda.so \

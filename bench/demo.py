@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from torchweld.table import Table, progress
 LAYERS, HEADS, LENGTH, BATCH = 4, 8, 256, 16
 WIDTH = {"cpu": 256, "cuda": 1024}
 LEARNING_RATE = 1e-3
-TIMED = 12.0  # seconds of steps for the table
+SECONDS = 15.0  # of a contender's steps for a table
 WORDS = 32000  # of a real vocabulary
 EAGER = "eager"
 THREE_LINES = """\
@@ -82,10 +82,28 @@ class Setting:
     device: str
     dropout: float = 0.1
     autocast: torch.dtype | None = None
+    batch: int = BATCH
 
     def __str__(self) -> str:
         precision = "float32" if self.autocast is None else "bfloat16 autocast"
-        return f"{precision}, dropout {self.dropout:g}"
+        return f"{precision}, dropout {self.dropout:g}, {self.batch * LENGTH} tokens a step"
+
+    def fit(self) -> Setting:
+        """This setting, with fewer sequences in a batch where eager's step would be too slow.
+
+        Three steps, one to warm up and one for the peak take a contender's time. Where torch
+        multiplies 16 bits by a plain loop, a step takes ten times as long as in float32.
+        """
+        batch = 1
+        while batch < BATCH:
+            fitting = replace(self, batch=batch)
+            [eager] = fitting.learners([EAGER], seed=0)
+            if batch == 1:
+                eager.learn()
+            if eager.learn().total / 1e3 > SECONDS / 5 / 2:  # twice as many would take too long
+                return fitting
+            batch *= 2
+        return replace(self, batch=BATCH)
 
     def learners(self, names: Sequence[str], seed: int) -> list[Learner]:
         """The contenders with these names, before their first step."""
@@ -95,7 +113,7 @@ class Setting:
 
         def batch(step: int) -> torch.Tensor:
             while len(batches) <= step:
-                at = torch.randint(len(data) - LENGTH - 1, (BATCH, 1), generator=starts)
+                at = torch.randint(len(data) - LENGTH - 1, (self.batch, 1), generator=starts)
                 batches.append(data[at + torch.arange(LENGTH + 1)].long())
             return batches[step].to(self.device)
 
@@ -150,8 +168,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds",
         type=parse_positive,
-        default=90.0,
-        help="how long to train for the curves; default: 90",
+        default=45.0,
+        help="how long to train for the curves; default: 45",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results")
@@ -176,21 +194,17 @@ def _run(options: argparse.Namespace, device: str) -> int:
     names = [name for name in CONTENDERS if name != "torch.compile" or options.compile]
     about = describe_machine(device)
     _say_what_runs(about, device, None if kept is None else kept.reason)
-    settings = [
-        Setting(device),
-        Setting(device, dropout=0.0),
-        Setting(device, autocast=torch.bfloat16),
-    ]
-    first = settings[0].learners(names, options.seed)
-    rows = {str(settings[0]): _measured(first, settings[0])}
+    setting = Setting(device).fit()
+    first = setting.learners(names, options.seed)
+    rows = {str(setting): _measured(first, setting)}
     _learn(first, options.seconds)
     _show_losses(first)
-    for setting in settings[1:]:
-        rows[str(setting)] = _measured(setting.learners(names, options.seed), setting)
-    words = _measure_words(device)
+    for other in (replace(setting, dropout=0.0), Setting(device, autocast=torch.bfloat16).fit()):
+        rows[str(other)] = _measured(other.learners(names, options.seed), other)
+    words = _measure_words(setting)
     curves = {learner.name: learner.losses for learner in first}
     if options.plot:
-        plot(curves, rows[str(settings[0])], about, options.plot)
+        plot(curves, rows[str(setting)], about, options.plot)
         print(f"plot: {options.plot}")
     if options.json:
         content = {"machine": about, "settings": rows, "losses": curves, "words": words}
@@ -203,8 +217,7 @@ def _run(options: argparse.Namespace, device: str) -> int:
 def _say_what_runs(about: dict[str, Any], device: str, not_kept: str | None) -> None:
     made_of = about["versions"]
     print(f"torchweld {made_of['torchweld']}, torch {made_of['torch']}, on {about['name']}")
-    width, tokens = WIDTH[device], BATCH * LENGTH
-    print(f"a GPT of {LAYERS} layers, width {width}, on bytes; {tokens} tokens a step")
+    print(f"a GPT of {LAYERS} layers, width {WIDTH[device]}, on bytes")
     if device == "cpu":
         pages = f"not kept: {not_kept}" if not_kept else "kept by torchweld.keep_pages()"
         print(f"for every contender: pages of large blocks are {pages}")
@@ -212,17 +225,18 @@ def _say_what_runs(about: dict[str, Any], device: str, not_kept: str | None) -> 
 
 def _measured(learners: Sequence[Learner], setting: Setting) -> list[dict[str, Any]]:
     """Time the learners, and print the table."""
-    rows = measure(learners, seconds=TIMED, at_most=50)
+    rows = measure(learners, seconds=SECONDS)
     for row in rows:
-        row["tokens_per_second"] = 1e3 * BATCH * LENGTH / row["total"]
+        row["tokens_per_second"] = 1e3 * setting.batch * LENGTH / row["total"]
     print(f"\n{setting}")
     table(rows, **{"tokens/s": lambda row: f"{row['tokens_per_second']:.0f}"}).show()
     return rows
 
 
-def _measure_words(device: str) -> list[dict[str, Any]]:
+def _measure_words(setting: Setting) -> list[dict[str, Any]]:
     """Time the head and the loss of a real vocabulary, which bytes are not, and print the table."""
-    inputs = losses.make(WORDS, BATCH * LENGTH, WIDTH[device], torch.float32, device)
+    device = setting.device
+    inputs = losses.make(WORDS, setting.batch * LENGTH, WIDTH[device], torch.float32, device)
     ways = losses.contenders(*inputs)
     ways = {name: ways[name] for name in (EAGER, "linear_cross_entropy")}
     print(f"\nhead and loss of {WORDS} words, float32")

@@ -98,28 +98,34 @@ class Learner:
 
 
 def take_turns(
-    learners: Sequence[Learner], *, seconds: float, at_least: int, at_most: int
+    learners: Sequence[Learner], *, until: float, at_least: int = 3, at_most: int = 50
 ) -> list[list[Step]]:
-    """Run every learner's steps in rounds, so that drift of the machine affects all alike."""
+    """Run every learner's steps in rounds, so that drift of the machine affects all alike.
+
+    The last round ends before `until`, as time.monotonic() counts, with time for one more.
+    """
     taken: list[list[Step]] = [[] for _ in learners]
-    start = time.monotonic()
+    longest = 0.0
     for turn in range(at_most):
-        if turn >= at_least and time.monotonic() - start > seconds:
+        start = time.monotonic()
+        if turn >= at_least and start + 2 * longest > until:
             break
         for offset in range(len(learners)):
             at = (turn + offset) % len(learners)  # no learner always follows the same one
             taken[at].append(learners[at].learn())
+        longest = max(longest, time.monotonic() - start)
     return taken
 
 
-def measure(
-    learners: Sequence[Learner], *, seconds: float, at_least: int = 3, at_most: int = 200
-) -> list[dict[str, Any]]:
-    """Warm up, take turns, and return a row per learner. The first learner is the unit."""
+def measure(learners: Sequence[Learner], *, seconds: float) -> list[dict[str, Any]]:
+    """Warm up, take turns, and return a row per learner. The first learner is the unit.
+
+    Each learner has about this many seconds, for three steps and two others at least.
+    """
+    until = time.monotonic() + seconds * len(learners)
     for at in progress([f"{learner.name}: warming up" for learner in learners]):
         learners[at].learn()
-        learners[at].learn()
-    steps = take_turns(learners, seconds=seconds, at_least=at_least, at_most=at_most)
+    steps = take_turns(learners, until=until)
     rows: list[dict[str, Any]] = []
     for learner, taken in zip(learners, steps, strict=True):
         middle = sorted(taken, key=lambda step: step.total)[len(taken) // 2]

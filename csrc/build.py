@@ -1,6 +1,7 @@
 """Builds the native libraries with ninja; setup.py calls this module, which is also a command.
 
     python csrc/build.py                                   the libraries, into python/torchweld/lib
+    TORCHWELD_ISA=all python csrc/build.py                 for every processor, not only this one
     python csrc/build.py --sanitize address,undefined --out build/asan
     python csrc/build.py --emulator --out build/emulator   the CUDA kernels for tests/emulator
 
@@ -45,6 +46,9 @@ CSRC = ROOT / "csrc"
 RULES = CSRC / "core" / "rules"
 LIB = ROOT / "python" / "torchweld" / "lib"
 EMULATOR = ROOT / "tests" / "emulator"
+# The instruction sets to compile CPU kernels for: "all" for wheels, or names with commas.
+ISA_VARIABLE, HERE = "TORCHWELD_ISA", "here"
+BASELINE = next(iter(VARIANTS))
 DEFAULT_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
 # Measured on one core with nvcc 13.0.
 MINUTES_PER_ARCHITECTURE = 2
@@ -187,18 +191,33 @@ def _bindings(command: str, flags: str, folder: str = "bind") -> list[Object]:
     return [object for source in sources for object in compiled(source, command, include)]
 
 
-def cpu_libraries(isa: str = "", sanitize: str = "") -> list[Library]:
-    """The CPU bindings, and the kernels of every instruction set or of the baseline and `isa`."""
+def find_isas(named: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """The instruction sets to compile: the baseline, and those named or this machine's best."""
+    if named not in ("", HERE):
+        isas = [*VARIANTS] if named == "all" else [BASELINE, *named.split(",")]
+        if unknown := ", ".join(sorted(set(isas) - set(VARIANTS))):
+            accepted = ", ".join([HERE, "all", *VARIANTS])
+            raise BuildError(f"{ISA_VARIABLE} is {named!r}: {unknown} is none of {accepted}")
+        return [isa for isa in VARIANTS if isa in isas]
+    told = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else None
+    if told is None:
+        return [*VARIANTS]
+    # Linux and compilers call one of them by different names.
+    has = set(told[1].replace("bmi1", "bmi").split())
+    best = [isa for isa in VARIANTS if has.issuperset(VARIANTS[isa].replace("-m", "").split())][-1]
+    return [BASELINE] if best == BASELINE else [BASELINE, best]
+
+
+def cpu_libraries(isas: list[str], sanitize: str = "") -> list[Library]:
+    """The CPU bindings, and the kernels of these instruction sets."""
     # With this, sanitized kernels compile in half the time, and tests take no longer.
     inlining = "-fno-inline" if sanitize else ""
     libraries = [Library("torchweld_cpu", tuple(_bindings("cxx", "")), "-ltorch_cpu")]
-    for position, (variant, march) in enumerate(VARIANTS.items()):
-        if isa and position > 0 and variant != isa:
-            continue
-        baseline = "-DTW_BASELINE" if position == 0 else ""
-        if sanitize and baseline and isa not in ("", variant):  # which no test runs otherwise
+    for variant in isas:
+        baseline = "-DTW_BASELINE" if variant == BASELINE else ""
+        if sanitize and baseline and len(isas) == 2:  # tests run the other one
             baseline += " -DTW_DOUBLE_ONLY"
-        flags = f"{KERNEL_FLAGS} {march} -DTW_VARIANT={variant} {baseline} {inlining}"
+        flags = f"{KERNEL_FLAGS} {VARIANTS[variant]} -DTW_VARIANT={variant} {baseline} {inlining}"
         objects = kernels(sorted((CSRC / "cpu").glob("*.cpp")), "cxx", flags)
         libraries.append(Library(f"torchweld_cpu_{variant}", tuple(objects)))
     return libraries
@@ -430,13 +449,14 @@ def _stamp(out: Path, libraries: list[Library]) -> None:
 
 
 def build(out: Path = LIB, *, sanitize: str = "", cuda: bool = True, isa: str = "") -> None:
-    """Build the package's libraries."""
+    """Build the package's libraries. `isa` takes the place of TORCHWELD_ISA."""
+    isas = find_isas(isa or os.environ.get(ISA_VARIABLE, HERE))
     if not sanitize and (there := carried(out)):
-        wanted = cpu_names() + (["torchweld_cuda"] if cuda and nvcc() else [])
+        wanted = cpu_names(isas) + (["torchweld_cuda"] if cuda and nvcc() else [])
         if set(wanted) <= set(there):
             print(f"torchweld: {', '.join(there)} were built elsewhere from the same sources")
             return
-    libraries = [*cpu_libraries(isa, sanitize), *filter(None, [python_library()])]
+    libraries = [*cpu_libraries(isas, sanitize), *filter(None, [python_library()])]
     if cuda and nvcc():
         libraries.append(cuda_library())
         _say_how_long()
@@ -445,14 +465,20 @@ def build(out: Path = LIB, *, sanitize: str = "", cuda: bool = True, isa: str = 
             "torchweld: no nvcc, so no CUDA library; eager and Triton serve CUDA tensors. "
             "Install the CUDA toolkit and build again to add it."
         )
+    if len(isas) < len(VARIANTS):
+        told = f"{ISA_VARIABLE}=all compiles for all processors"
+        print(f"torchweld: CPU kernels for {' and '.join(isas)}; {told}", flush=True)
     run_ninja("native", out, libraries, sanitize)
+    # Kernels of other instruction sets may be older than the bindings that would call them.
+    for name in set(cpu_names([*VARIANTS])) - set(cpu_names(isas)):
+        (out / f"lib{name}.so").unlink(missing_ok=True)
     if not sanitize:
         _stamp(out, libraries)
 
 
-def cpu_names() -> list[str]:
-    """The CPU's libraries."""
-    return ["torchweld_cpu", *(f"torchweld_cpu_{variant}" for variant in VARIANTS)]
+def cpu_names(isas: list[str]) -> list[str]:
+    """The CPU's libraries for these instruction sets."""
+    return ["torchweld_cpu", *(f"torchweld_cpu_{isa}" for isa in isas)]
 
 
 def _say_how_long() -> None:
@@ -475,7 +501,7 @@ def main() -> None:
     parser.add_argument("--emulator", action="store_true", help="the CUDA kernels on the CPU")
     parser.add_argument("--planted", action="store_true", help="the emulator's own test kernels")
     parser.add_argument("--no-cuda", action="store_true", help="CPU libraries only")
-    parser.add_argument("--isa", default="", help="CPU kernels besides the baseline; default: all")
+    parser.add_argument("--isa", default="", help=f"instruction sets, in place of {ISA_VARIABLE}")
     options = parser.parse_args()
     try:
         if options.emulator:

@@ -259,9 +259,7 @@ def run(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def build() -> None:
     """Build the CPU library for the best instruction set, with the planted fault."""
-    ask = "from torchweld.dispatch import native; print(native.list_supported_isas()[0])"
-    isa = run(f'{sys.executable} -c "{ask}"').stdout.strip()
-    done = run(f"{sys.executable} csrc/build.py --no-cuda --out {MUTANTS} --isa {isa}")
+    done = run(f"{sys.executable} csrc/build.py --no-cuda --out {MUTANTS} --isa here")
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
 

@@ -84,9 +84,16 @@ def _cpu() -> Facts:
         ("name", f"{cpu_name()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads in use"),
         ("instruction set", f"{native.cpu_isa or 'none'} ({how})"),
         ("AMX", "multiplies for attention in bfloat16" if native.has_tiles else "not used"),
-        ("supported", ", ".join(native.list_supported_isas())),
+        ("supported", ", ".join(map(_describe_isa, native.list_supported_isas()))),
         ("large blocks", pages.why_not() or LARGE_BLOCKS),
     ]
+
+
+def _describe_isa(isa: str) -> str:
+    """Its name; if it was not compiled, with what to do."""
+    if isa in native.list_compiled_isas():
+        return isa
+    return f"{isa} (not compiled; {native.how_to_compile(isa)})"
 
 
 def _gpus() -> Facts:

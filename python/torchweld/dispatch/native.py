@@ -48,17 +48,29 @@ def list_supported_isas() -> list[str]:
     return [isa for isa in ISAS if levels.index(_X86.get(isa, "")) >= reached]
 
 
+def list_compiled_isas() -> list[str]:
+    """Those of them that were compiled."""
+    return [isa for isa in list_supported_isas() if _path(f"torchweld_cpu_{isa}").exists()]
+
+
 def _path(library: str) -> Path:
     return DIRECTORY / f"lib{library}.so"
+
+
+def how_to_compile(isa: str) -> str:
+    """What to do for kernels of an instruction set."""
+    return f"build from source with TORCHWELD_ISA={isa}"
 
 
 def _load_cpu() -> str:
     """Load the CPU bindings and the kernels of one instruction set; returns its name."""
     global has_tiles
-    supported = list_supported_isas()
-    isa = os.environ.get(ISA_VARIABLE) or supported[0]
+    supported, compiled = list_supported_isas(), list_compiled_isas()
+    isa = os.environ.get(ISA_VARIABLE) or next(iter(compiled), BASELINE)
+    if isa in supported and isa not in compiled:
+        raise OSError(f"{ISA_VARIABLE} is {isa!r}, which was not compiled: {how_to_compile(isa)}")
     if isa not in supported:
-        raise OSError(f"{ISA_VARIABLE} is {isa!r}; accepted on this machine: {supported}")
+        raise OSError(f"{ISA_VARIABLE} is {isa!r}; accepted on this machine: {compiled}")
     kernels, baseline = (open_library(f"torchweld_cpu_{name}") for name in (isa, BASELINE))
     open_library("torchweld_cpu")
     torch.ops.torchweld.use_cpu_kernels(kernels._handle, baseline._handle)
