@@ -1,8 +1,8 @@
-"""Losses of rows with one class on a GPU: two launches forward, and one for the logits' gradient.
+"""Losses of rows with one class in one op forward, and one for the logits' gradient.
 
 The general path (rows.py and results.py) prepares targets, weights and coefficients by some 20 ops
-of torch, which take the host longer than a small loss takes the GPU. It serves soft targets and
-further results, and is the reference here.
+of torch, which take longer than a small loss. It serves soft targets and further results, and is
+the reference here.
 """
 
 from __future__ import annotations
@@ -83,20 +83,18 @@ FORWARD = RowOp(
     f"(Tensor logits, Tensor target, {_GIVEN}, str reduction, ScalarType dtype)"
     " -> (Tensor loss, Tensor count, Tensor statistics)",
     _fake_forward,
-    backends=(),
     triton=_TRITON,
     sample=rows.take_rows_but(1),
     reference=_find_reference,
 )
 BACKWARD = RowOp(
     "loss_of_logits_backward",
-    f"(Tensor grad, Tensor logits, Tensor target, Tensor statistics, Tensor count, {_GIVEN},"
+    f"(Tensor grad_loss, Tensor logits, Tensor target, Tensor statistics, Tensor count, {_GIVEN},"
     " Tensor? x) -> (Tensor grad_logits, Tensor kept)",
     lambda _, logits, *rest: (
         torch.empty_like(logits, memory_format=torch.contiguous_format),
         torch.empty_like(logits.new_empty(0) if rest[-1] is None else rest[-1]),
     ),
-    backends=(),
     triton=_TRITON,
     sample=rows.take_rows_but(4),
     reference=_backward_reference,
@@ -206,15 +204,16 @@ def _flatten(of_rows: Any) -> torch.Tensor | None:
 
 
 def may_serve(settings: Settings, token_weights: torch.Tensor | None, *tensors: Any) -> bool:
-    """Whether Triton may serve: one class a row, and nothing else that needs a gradient."""
+    """Whether a kernel may serve: one class a row, and nothing else that needs a gradient."""
     x = tensors[0]
-    if settings.several != 1 or settings.kind != torch.float32 or settings.classes == 0:
+    if settings.several != 1 or settings.classes == 0:
         return False
     if wants_gradient(token_weights) or not checks.can_read(*tensors, token_weights):
         return False
-    if choice.forced is None:
-        return choice.is_on_gpu(x)
-    return choice.choose(rows.FORWARD, [x]) == "triton"
+    if choice.forced is None and choice.is_on_gpu(x):
+        return settings.kind == torch.float32
+    backend = choice.choose(rows.FORWARD, [x])
+    return backend == "cpu" or (backend == "triton" and settings.kind == torch.float32)
 
 
 def make_run(
@@ -242,17 +241,27 @@ def make_run(
         plan,
     )
     trains = wants_gradient(*layer[:3])
+    checks_itself = FORWARD.find(layer.input) is FORWARD.overload("cpu")
 
     def run(*given: Any) -> torch.Tensor:
         *parts, target, weight, temperature, token_weights = given
-        if arguments.is_checked(target):
-            arguments.mark_ignored(settings.function, target, settings.classes, settings.ignored)
+
+        def check() -> None:
+            classes, ignored = settings.classes, settings.ignored
+            arguments.mark_ignored(settings.function, target, classes, ignored)
+
+        if not checks_itself and arguments.is_checked(target):
+            check()
         whole = None
         if smoothing and weight is not None:
             whole = weight.detach().to(settings.kind).sum()
         flat = [_flatten(t) for t in (target, temperature, token_weights)]
         parts += [flat[0], weight, whole, *flat[1:]]
-        loss = _apply(call, *parts) if trains else call.run(*parts)[0]
+        try:
+            loss = _apply(call, *parts) if trains else call.run(*parts)[0]
+        except RuntimeError:
+            check()  # raises an error that names the target, if one is at fault
+            raise
         return loss.view(leading) if is_shaped else loss
 
     return run
