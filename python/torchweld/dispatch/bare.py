@@ -5,6 +5,7 @@ Like all ops they have an overload for each backend, and the same rules choose a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,7 +75,13 @@ class BareOp:
         run = self.find(first)
         if run == self._run_on_gpu:
             return self._ask_once()
-        return make_direct(run, run) if run is self._overloads.get("cpu") and is_ordinary() else run
+        return self.direct if run is self._overloads.get("cpu") and is_ordinary() else run
+
+    @functools.cached_property
+    def direct(self) -> Callable[..., Any]:
+        """The CPU kernel without torch's dispatcher, for calls that a short way has compared."""
+        overload = self._overloads["cpu"]
+        return make_direct(overload, overload)
 
     def _ask_once(self) -> Callable[..., Any]:
         serving = None

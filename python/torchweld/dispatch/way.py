@@ -33,13 +33,13 @@ from torchweld.dispatch.alike import (
 )
 from torchweld.dispatch.kernels import Casting, Kernel
 from torchweld.dispatch.recorder import RECORDER, Note
-from torchweld.dispatch.sizes import Extents, Varying, find_varying, measure
+from torchweld.dispatch.sizes import Extents, find_varying, measure
 from torchweld.registry import OPS, Composite
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Limits: sizes kept per op, calls kept per size, calls that others with new sizes are compared with,
-# and calls from which is learnt what varies.
+# Limits: sizes kept per op, calls kept per size, calls that others with new sizes are compared
+# with, and calls from which is learnt what varies.
 _SIZES, _ALIKE, _FORMS, _CALLS = 1024, 4, 16, 8
 
 
@@ -349,7 +349,9 @@ def _make_run(
         elif is_tensor(value) and at == drawn_at:
             on_cpu = "empty(1, dtype=int64).random_()"
             drawn = on_cpu if note.inputs[0].is_cpu else "draw(a0)"
-            arguments.append(drawn if seed is None else f"as_seed({note.op.name!r}, a{seed_at}, a0.device)")
+            arguments.append(
+                drawn if seed is None else f"as_seed({note.op.name!r}, a{seed_at}, a0.device)"
+            )
         elif is_constant(value):
             arguments.append(f"c{len(constants)}")
             constants.append(copy_constant(value))
@@ -358,7 +360,7 @@ def _make_run(
     code = (arranging, ", ".join(arguments), returned)
     make = _write_run(len(given), *code, len(constants))
     recipe = (_identify(function), _identify(note.arrange), code, tuple(constants))
-    return make(function, note.arrange, *constants), recipe
+    return make(function, note.arrange, type(result), *constants), recipe
 
 
 def _identify(function: Any) -> Any:
@@ -402,7 +404,9 @@ def _write_result(
             items.append(f"a{at}")
         else:
             return None
-    return f"({', '.join(items)},)" if isinstance(result, tuple) else items[0]
+    if not isinstance(result, tuple):
+        return items[0]
+    return f"kind({', '.join(items)})" if hasattr(result, "_fields") else f"({', '.join(items)},)"
 
 
 @functools.cache
@@ -412,7 +416,7 @@ def _write_run(
     """Make a function that makes the ready functions of such calls."""
     kept = "".join(f", c{at}" for at in range(constants))
     lines = [
-        f"def make(function, arrange{kept}):",
+        f"def make(function, arrange, kind{kept}):",
         f"    def run({', '.join(f'a{at}' for at in range(given))}):",
         f"        {arranging}" if arranging else "",
         f"        r = function({arguments})",

@@ -177,7 +177,7 @@ class BlockSet:
 
     @cached_property
     def form(self) -> tuple[Any, ...]:
-        """All but the lengths that decides how attention is computed; its lists only have values."""
+        """All that decides how attention is computed, but for lengths and the lists' values."""
         return self.block, self.batch, self.heads, self.device, self.lists is None
 
     def _number_heads(self) -> torch.Tensor:

@@ -167,7 +167,9 @@ def _arrange(
         q, k, v = q.to(narrow), k.to(narrow), v.to(narrow)
     if bias is not None and row == 0:
         bias = bias if narrow is None else bias.to(narrow)
-        if bias.ndim > 1 and any(n == 1 != m for n, m in zip(bias.shape[-2:], lengths, strict=True)):
+        if bias.ndim > 1 and any(
+            n == 1 != m for n, m in zip(bias.shape[-2:], lengths, strict=True)
+        ):
             bias = bias.expand(*bias.shape[:-2], *lengths)
     lists: tuple[torch.Tensor | None, ...] = NO_LISTS
     if layout.lists is not None:

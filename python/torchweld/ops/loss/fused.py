@@ -8,6 +8,7 @@ the reference here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.functional import linear
 
 from torchweld import checks
 from torchweld.dispatch import choice
+from torchweld.dispatch.alike import is_lazy
 from torchweld.dispatch.autograd import differentiate, find_apply, make_views, wants_gradient
 from torchweld.ops.loss import arguments, nodes, results, rows
 from torchweld.ops.loss.arguments import Settings
@@ -104,7 +106,7 @@ BACKWARD = RowOp(
 class _Call(NamedTuple):
     """What all calls of a kind have in common."""
 
-    settings: Settings  # of rows in one dimension
+    settings: Settings  # without the sizes of the rows
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     numbers: tuple[Any, ...]
@@ -149,10 +151,11 @@ class _Call(NamedTuple):
     def run_eagerly(self, layer: Layer, target: torch.Tensor, *terms: Any) -> torch.Tensor:
         """The loss by plain torch, which differentiates it any number of times."""
         weight, _, temperature, tokens = terms
-        marked, how = arguments.read_rows(self.settings, target, weight, temperature)
-        factors, count = results.make_factors(self.settings, marked, how, tokens)
+        settings = self.settings._replace(leading=tuple(target.shape))
+        marked, how = arguments.read_rows(settings, target, weight, temperature)
+        factors, count = results.make_factors(settings, marked, how, tokens)
         found = nodes.find_by_reference(layer, marked, how, factors.find_wanted())
-        return results.reduce(self.settings, factors, found, count).to(self.dtype)
+        return results.reduce(settings, factors, found, count).to(self.dtype)
 
 
 class _Loss(torch.autograd.Function):
@@ -210,6 +213,8 @@ def may_serve(settings: Settings, token_weights: torch.Tensor | None, *tensors: 
         return False
     if wants_gradient(token_weights) or not checks.can_read(*tensors, token_weights):
         return False
+    if any(map(is_lazy, (*tensors, token_weights))):  # kernels read numbers
+        return False
     if choice.forced is None and choice.is_on_gpu(x):
         return settings.kind == torch.float32
     backend = choice.choose(rows.FORWARD, [x])
@@ -225,43 +230,46 @@ def make_run(
 ) -> Callable[..., torch.Tensor]:
     """What serves calls of a kind: a function of a layer's tensors, targets and a loss's terms.
 
-    A layer without a weight has given logits.
+    A layer without a weight has given logits. Without a plan any number of rows is of the kind.
     """
-    leading = settings.leading
-    smoothing = settings.label_smoothing
-    is_shaped = settings.reduction == "none" and len(leading) != 1
     call = _Call(
-        settings._replace(leading=layer.input.shape[:1]),
+        settings._replace(leading=()),
         FORWARD.find_for_all(layer.input),
         BACKWARD.find_for_all(layer.input),
-        (settings.scale, settings.softcap, smoothing, settings.z_loss, settings.ignored),
+        (
+            settings.scale,
+            settings.softcap,
+            settings.label_smoothing,
+            settings.z_loss,
+            settings.ignored,
+        ),
         dtype,
         layer[3:],
         needs,
         plan,
     )
-    trains = wants_gradient(*layer[:3])
+    is_shaped = settings.reduction == "none" and len(settings.leading) != 1
     checks_itself = FORWARD.find(layer.input) is FORWARD.overload("cpu")
+    return partial(_run, call, wants_gradient(*layer[:3]), is_shaped, checks_itself)
 
-    def run(*given: Any) -> torch.Tensor:
-        *parts, target, weight, temperature, token_weights = given
 
-        def check() -> None:
-            classes, ignored = settings.classes, settings.ignored
-            arguments.mark_ignored(settings.function, target, classes, ignored)
-
-        if not checks_itself and arguments.is_checked(target):
-            check()
-        whole = None
-        if smoothing and weight is not None:
-            whole = weight.detach().to(settings.kind).sum()
-        flat = [_flatten(t) for t in (target, temperature, token_weights)]
-        parts += [flat[0], weight, whole, *flat[1:]]
-        try:
-            loss = _apply(call, *parts) if trains else call.run(*parts)[0]
-        except RuntimeError:
-            check()  # raises an error that names the target, if one is at fault
-            raise
-        return loss.view(leading) if is_shaped else loss
-
-    return run
+def _run(
+    call: _Call, trains: bool, is_shaped: bool, checks_itself: bool, *given: Any
+) -> torch.Tensor:
+    input, layer_weight, bias, target, weight, temperature, token_weights = given
+    settings, whole = call.settings, None
+    if not checks_itself and arguments.is_checked(target):
+        arguments.mark_ignored(settings.function, target, settings.classes, settings.ignored)
+    if settings.label_smoothing and weight is not None:
+        whole = weight.detach().to(settings.kind).sum()
+    flat = target if target.ndim == 1 else target.reshape(-1)
+    terms = (flat, weight, whole, _flatten(temperature), _flatten(token_weights))
+    try:
+        if trains:
+            loss = _apply(call, input, layer_weight, bias, *terms)
+        else:
+            loss = call.run(input, layer_weight, bias, *terms)[0]
+    except RuntimeError:  # an error that names the target is better, if one is at fault
+        arguments.mark_ignored(settings.function, target, settings.classes, settings.ignored)
+        raise
+    return loss.view(target.shape) if is_shaped else loss
