@@ -18,7 +18,7 @@ class Note(NamedTuple):
     arrange: Callable[..., Sequence[Any]] | None = None
     given: Sequence[Any] = ()
     kept: int = 0  # how many inputs follow what `arrange` made
-    # The numbers of elements of the first tensor for which this holds.
+    # The numbers of elements of the first tensor for which this holds. They are the last fields.
     least: int = 0
     below: float = float("inf")
 

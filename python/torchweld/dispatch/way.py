@@ -359,7 +359,7 @@ def _make_run(
             return None
     code = (arranging, ", ".join(arguments), returned)
     make = _write_run(len(given), *code, len(constants))
-    recipe = (_identify(function), _identify(note.arrange), code, tuple(constants))
+    recipe = (_identify(function), _identify(note.arrange), code, tuple(constants), note[-2:])
     return make(function, note.arrange, type(result), *constants), recipe
 
 
@@ -367,7 +367,7 @@ def _identify(function: Any) -> Any:
     """What two functions are compared by: partial ones by what they are made of."""
     if not isinstance(function, functools.partial):
         return function
-    return _identify(function.func), function.args, tuple(function.keywords.items())
+    return _identify(function.func), *map(_identify, function.args), *function.keywords.items()
 
 
 def _plan(note: Note) -> Callable[..., Any]:

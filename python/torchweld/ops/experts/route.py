@@ -11,7 +11,7 @@ import torch
 from torchweld import checks
 from torchweld.dispatch import choice
 from torchweld.dispatch.alike import is_lazy, is_ordinary
-from torchweld.dispatch.autograd import find_apply
+from torchweld.dispatch.autograd import find_apply, wants_gradient
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.recorder import run_final
 from torchweld.dispatch.way import short
@@ -211,28 +211,29 @@ _BACKWARD = BareOp(
 
 
 class _Run(NamedTuple):
-    """What serves calls of a kind: both passes, and their arguments that are no tensors."""
+    """Both passes for calls that a short way has compared."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    how: tuple[Any, ...]
 
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: _Run, *tensors: Any) -> tuple[torch.Tensor, ...]:
-        *found, counts = run.forward(*tensors, *run.how)
-        ctx.save_for_backward(*tensors, found[0], counts)
-        ctx.run = run
+    def forward(ctx: Any, run: _Run | None, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        *found, counts = (_FORWARD.run if run is None else run.forward)(*inputs)
+        ctx.save_for_backward(*inputs[:3], found[0], counts)
+        ctx.run, ctx.how = run, inputs[3:]
         ctx.mark_non_differentiable(found[0])
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, _: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        run = ctx.run
-        again = torch.is_grad_enabled() or not checks.can_read(*grads)
-        backward = _differentiate if again else run.backward
-        return None, backward(*grads, *ctx.saved_tensors, *run.how), None, None
+        backward = _BACKWARD.run if ctx.run is None else ctx.run.backward
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and (torch.is_grad_enabled() or not checks.can_read(*grads)):
+            backward = _differentiate
+        made = backward(*grads, *ctx.saved_tensors, *ctx.how)
+        return None, made, *[None] * (2 + len(ctx.how))
 
 
 _apply = find_apply(_Route)
@@ -242,8 +243,6 @@ def _find_backend(logits: torch.Tensor, k: int, groups: int) -> str | None:
     """The backend whose kernel may serve, if it is found to be right; None for eager torch."""
     names = choice.forced or ("cpu", "triton")
     if EAGER in names or why_not_now() is not None or logits.numel() == 0:
-        return None
-    if not checks.can_read(logits) or is_lazy(logits):
         return None
     for name in names:
         if name in _FORWARD.backends and not _FORWARD.why_not(name, [logits]):
@@ -259,16 +258,15 @@ def _fits_triton(logits: torch.Tensor, k: int, groups: int) -> bool:
 
 
 def _plan(backend: str, logits: torch.Tensor, how: tuple[Any, ...]) -> Callable[..., Any]:
-    forward, backward = _FORWARD.run, _BACKWARD.run
-    if backend == "cpu" and is_ordinary():
-        forward, backward = _FORWARD.direct, _BACKWARD.direct
-    trains = torch.is_grad_enabled() and logits.requires_grad
-    return partial(_run_kernel, _Run(forward, backward, how), trains)
+    is_direct = backend == "cpu" and checks.can_read(logits) and is_ordinary()
+    run = _Run(_FORWARD.direct, _BACKWARD.direct) if is_direct and not is_lazy(logits) else None
+    return partial(_run_kernel, run, wants_gradient(logits), how)
 
 
 def _run_kernel(
-    run: _Run,
+    run: _Run | None,
     trains: bool,
+    how: tuple[Any, ...],
     logits: torch.Tensor,
     choice_bias: torch.Tensor | None,
     token_mask: torch.Tensor | None,
@@ -276,13 +274,16 @@ def _run_kernel(
     is_flat = logits.ndim == 2
     mask = None if token_mask is None else token_mask.reshape(-1)
     bias = None if choice_bias is None else choice_bias.detach()
-    given = (logits if is_flat else logits.reshape(-1, logits.shape[-1]), bias, mask)
-    if trains:
+    rows = logits if is_flat else logits.reshape(-1, logits.shape[-1])
+    given = (rows, bias, mask, *how)
+    if run is None:
+        indices, weights, *losses = _Route.apply(None, *given)  # type: ignore[no-untyped-call]
+    elif trains:
         indices, weights, *losses = _apply(run, *given)
     else:
-        indices, weights, *losses = run.forward(*given, *run.how)[:4]
+        indices, weights, *losses = run.forward(*given)[:4]
     if not is_flat:
-        shape = (*logits.shape[:-1], run.how[0])
+        shape = (*logits.shape[:-1], how[0])
         indices, weights = indices.view(shape), weights.view(shape)
     return (indices, weights, *losses)
 

@@ -137,7 +137,7 @@ def linear_cross_entropy(
         whole = small.linear_cross_entropy(kind.settings, any(kind.needs), again)
     elif (run := _fuse(kind, parts, token_weights, target, weight, temperature)) is not None:
         whole = run
-    return place.wrap(run_final(whole, *given, **_find_span(kind, parts)))
+    return place.wrap(run_final(whole, *given, **_find_span(kind, parts, kind.is_plain)))
 
 
 @short()
@@ -215,7 +215,7 @@ def linear_logprobs(
         whole = small.linear_logprobs(kind.settings, again)
     elif not any(wanted) and (run := _fuse(kind, parts, None, target, temperature)) is not None:
         whole = partial(_negate, run)
-    return place.wrap(run_final(whole, *given, **_find_span(kind, parts)))
+    return place.wrap(run_final(whole, *given, **_find_span(kind, parts, is_plain)))
 
 
 # --- What a kind of call is -------------------------------------------------------------------
@@ -345,11 +345,12 @@ def _run_layer(run: small.Run, casts_to: torch.dtype | None, *given: Any) -> tor
     return run(*_flatten(casts_to, *given[:3]), *given[3:])
 
 
-def _find_span(kind: _Kind, parts: Any) -> dict[str, int]:
+def _find_span(kind: _Kind, parts: Any, is_plain: bool) -> dict[str, int]:
     """The numbers of input's elements for which torch's ops, one op or chunks serve."""
-    count = math.prod(kind.settings.leading) * kind.settings.classes
-    limits = [small.find_span(few, kind.settings, parts[0]) for few in (_FEW, _KEPT)]
-    return limits[0] if count < _FEW else limits[0] | limits[1]
+    few, kept = (small.find_span(most, kind.settings, parts[0]) for most in (_FEW, _KEPT))
+    if not is_plain:
+        return kept
+    return few if "below" in few else few | kept
 
 
 def _negate(run: small.Run, *given: Any) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 from torchweld import checks
 from torchweld.dispatch import choice
 from torchweld.dispatch.alike import PLAIN, is_ordinary
+from torchweld.dispatch.recorder import RECORDER
 from torchweld.ops.loss.arguments import Settings
 from torchweld.registry import why_not_now
 
@@ -31,6 +32,8 @@ Run = Callable[..., Any]
 
 def find_span(few: int, settings: Settings, x: torch.Tensor) -> dict[str, int]:
     """The numbers of x's elements, all of its rows', on one side of so few logits."""
+    if RECORDER.notes is None:  # a graph's sizes may be unknown
+        return {}
     rows = math.prod(settings.leading)
     limit = -(-few // max(settings.classes, 1)) * (x.numel() // max(rows, 1))
     return {"below" if rows * settings.classes < few else "least": limit}
