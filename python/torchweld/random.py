@@ -22,14 +22,13 @@ Stochastic rounding in optimizers uses other counters, which end in a parameter'
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from torchweld.checks import probability
-from torchweld.dispatch.seeds import draw, seed
+from torchweld.dispatch.seeds import as_seed, draw, seed
 from torchweld.errors import ArgumentError
 
 __all__ = ["Shard", "make_mask", "seed"]  # the rest serves the ops
@@ -128,24 +127,6 @@ def _numbers(
 
 
 # --- The arguments of ops with dropout ---------------------------------------------------------
-
-
-def as_seed(
-    function: str, value: torch.Tensor | int, device: torch.device | str | None
-) -> torch.Tensor:
-    """A seed as the ops take it: one int64 on the device."""
-    if isinstance(value, torch.Tensor):
-        if value.dtype != torch.int64 or value.numel() != 1:
-            actual = f"a {value.dtype} tensor of shape {list(value.shape)}"
-            raise ArgumentError(function, "seed", actual, "an int or one int64")
-        is_here = value.is_cpu and (device is None or torch.device(device).type == "cpu")
-        return value if value.shape == (1,) and is_here else value.to(device).reshape(1)
-    number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not number or not 0 <= value < 2**63:
-        raise ArgumentError(
-            function, "seed", repr(value), "an int from 0 to 2**63 - 1, or a tensor"
-        )
-    return torch.full((1,), int(value), dtype=torch.int64, device=device)
 
 
 def draw_seed(

@@ -143,7 +143,8 @@ def test_what_a_kernel_serves(
     experts: int, k: int, dtype: torch.dtype, groups: int, served: bool
 ) -> None:
     logits = torch.empty(4, experts, dtype=dtype, device=DEVICE)
-    assert route._may_use_kernel(logits, k, groups) == served
+    found = route._find_backend(logits, k, groups)
+    assert found == ("triton" if served else None)
     with torchweld.use_backend("eager"):
-        assert not route._may_use_kernel(logits, k, groups)
-    assert not route._may_use_kernel(logits[:0], k, groups)
+        assert route._find_backend(logits, k, groups) is None
+    assert route._find_backend(logits[:0], k, groups) is None

@@ -15,6 +15,8 @@ import torch
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
+from torchweld.dispatch.sizes import Varying
+
 try:
     from torch._C._dynamo import guards
 except ImportError:  # a later torch: every call takes the whole path
@@ -67,58 +69,80 @@ def is_lazy(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_neg() or value._is_zerotensor())
 
 
-def make_guards(tensors: Sequence[torch.Tensor]) -> IsLike | None:
+def make_guards(
+    tensors: Sequence[torch.Tensor], sizes: Any = None, strides: Any = None
+) -> IsLike | None:
     """A function that compares tensors with these, or None on a torch without guards.
 
     It compares types, dtypes, devices, sizes, strides and requires_grad, and torch's dispatch
-    state: transforms, tracing and autocast change it. Modes do not.
+    state: transforms, tracing and autocast change it. Modes do not. `sizes` and `strides` have None
+    for those that may vary.
     """
     if guards is None:
         return None
     exact: dict[str, Any] = {
-        "dynamic_dims_sizes": [list(t.shape) for t in tensors],
-        "dynamic_dims_strides": [list(t.stride()) for t in tensors],
+        "dynamic_dims_sizes": sizes or [list(t.shape) for t in tensors],
+        "dynamic_dims_strides": strides or [list(t.stride()) for t in tensors],
     }
     check: IsLike = guards.TensorGuards(*tensors, **exact).check
     return check
 
 
 def make_comparison(
-    given: Sequence[Any], *, aligned: bool, constant: type | None = None
+    given: Sequence[Any],
+    *,
+    aligned: bool,
+    shaped: type | None = None,
+    seed_at: int | None = None,
+    varying: Varying | None = None,
+    conditions: Sequence[str] = (),
 ) -> IsLike | None:
     """Make a function that says whether its arguments are like the given ones.
 
-    None if such a call cannot be recognised: the same tensor is given twice, or an argument is a
-    tensor subclass or an object that is not a `constant`. `aligned`: tensors must also be aligned,
-    since Triton specializes kernels on alignment.
+    None if such a call cannot be recognised: an argument is a tensor subclass, or an object that is
+    not `shaped`; those are compared by their `form`. `aligned`: tensors must also be aligned, since
+    Triton specializes kernels on alignment. The number at `seed_at` may be any seed. `conditions`
+    are code on the arguments a0, a1, ...
     """
-    tensors = [value for value in given if isinstance(value, torch.Tensor)]
-    if guards is None or len({id(t) for t in tensors}) < len(tensors) or not is_ordinary():
+    places = {at: value for at, value in enumerate(given) if isinstance(value, torch.Tensor)}
+    if guards is None or not is_ordinary() or not all(map(is_plain, places.values())):
         return None
-    if not all(map(is_plain, tensors)):
+    if aligned and any(t.data_ptr() % ALIGNMENT for t in places.values()):
         return None
-    if aligned and any(t.data_ptr() % ALIGNMENT for t in tensors):
-        return None
-    kinds, values = "", []
-    for value in given:
-        if isinstance(value, torch.Tensor):
-            kinds += "t"
+    first_at: dict[int, int] = {}  # by tensor, which may be given several times
+    kinds: list[str] = []
+    values: list[Any] = []
+    for at, value in enumerate(given):
+        if at in places:
+            first = first_at.setdefault(id(value), at)
+            kinds.append("t" if first == at else f"a{first}")
         elif any(value is one for one in _SINGLETONS):
-            kinds += {None: "n", True: "y", False: "f"}[value]
-        elif is_constant(value) or (constant is not None and type(value) is constant):
-            kinds += "v"
+            kinds.append({None: "n", True: "y", False: "f"}[value])
+        elif at == seed_at and type(value) is int:
+            kinds.append("s")
+        elif shaped is not None and type(value) is shaped:
+            kinds.append("o")
+            values.append(value.form)  # type: ignore[attr-defined]
+        elif is_constant(value):
+            kinds.append("v")
             values.append(copy_constant(value))
         else:
             return None
-    kind = tensors[0].device.type
+    tensors = {at: places[at] for at in first_at.values()}
+    compared: tuple[Any, ...] = ()
+    if varying is not None:
+        conditions = (*varying.conditions, *conditions)
+        compared = [[each[at] for at in tensors] for each in varying[:2]]  # type: ignore[assignment]
+    kind = next(iter(places.values())).device.type
     autocast = torch.is_autocast_enabled(kind)
     elements: dict[str, type] = {}
     for i, value in enumerate(given):
         _add_elements(elements, f"a{i}", value)
-    return _write_comparison(kinds, aligned, (*elements,))(
-        make_guards(tensors),
+    classes = [type(v) for v, kind in zip(given, kinds, strict=True) if kind in ("v", "o")]
+    return _write_comparison((*kinds,), aligned, (*elements,), (*conditions,))(
+        make_guards([*tensors.values()], *compared),
         tuple(values),
-        tuple(type(value) for value, kind in zip(given, kinds, strict=True) if kind == "v"),
+        tuple(classes),
         (*elements.values(),),
         torch.is_grad_enabled(),
         (kind, torch.get_autocast_dtype(kind)) if autocast else None,
@@ -133,32 +157,39 @@ def _add_elements(to: dict[str, type], name: str, value: Any) -> None:
             _add_elements(to, f"{name}[{at}]", element)
 
 
-@functools.cache
+# Comparisons that no call has used for longest are made anew.
+@functools.lru_cache(4096)
 def _write_comparison(
-    kinds: str, aligned: bool, elements: tuple[str, ...]
+    kinds: tuple[str, ...], aligned: bool, elements: tuple[str, ...], more: tuple[str, ...]
 ) -> Callable[..., IsLike]:
     """Make a function that makes comparisons of calls with such arguments.
 
-    `check` comes from `make_guards`; `elements` has the classes in sequences.
+    `check` comes from `make_guards`; `elements` has the classes in sequences; `more` are conditions
+    in code.
     """
     names = [f"a{i}" for i in range(len(kinds))]
 
-    def select(kind: str) -> list[str]:
-        return [name for name, own in zip(names, kinds, strict=True) if own == kind]
+    def select(*wanted: str) -> list[str]:
+        return [name for name, own in zip(names, kinds, strict=True) if own in wanted]
 
     conditions = ["is_grad_enabled() is train"]
     for kind, singleton in (("n", None), ("y", True), ("f", False)):
         conditions += [f"{name} is {singleton}" for name in select(kind)]
     conditions.append(f"check({', '.join(select('t'))})")
+    again = zip(names, kinds, strict=True)
+    conditions += [f"{name} is {first}" for name, first in again if first[0] == "a"]
     if aligned:
         addresses = " | ".join(f"{name}.data_ptr()" for name in select("t"))
         conditions.append(f"({addresses}) % ALIGNMENT == 0")
-    if select("v"):
+    if compared := select("v", "o"):
         # True is equal to 1.0, and so is a tensor, which the whole path may refuse.
-        conditions.append(f"({', '.join(f'{name}.__class__' for name in select('v'))},) == classes")
-        conditions.append(f"({', '.join(select('v'))},) == values")
+        conditions.append(f"({', '.join(f'{name}.__class__' for name in compared)},) == classes")
+        forms = [f"{name}.form" if name in select("o") else name for name in compared]
+        conditions.append(f"({', '.join(forms)},) == values")
     if elements:
         conditions.append(f"({'.__class__, '.join(elements)}.__class__,) == inner")
+    conditions += [f"{name}.__class__ is int and 0 <= {name} < 2**63" for name in select("s")]
+    conditions += more
     conditions.append("not modes() and not function_modes()")
     conditions.append("forward_ad._current_level < 0")
     conditions.append("(autocast is None or get_autocast_dtype(autocast[0]) == autocast[1])")

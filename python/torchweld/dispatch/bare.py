@@ -5,6 +5,7 @@ Like all ops they have an overload for each backend, and the same rules choose a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +13,10 @@ import torch
 from torch.compiler import is_compiling
 
 from torchweld.dispatch import choice
+from torchweld.dispatch.alike import is_ordinary
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.choice import choose
+from torchweld.dispatch.direct import make_direct
 from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.question import Question, Results
 from torchweld.dispatch.library import define_overload, make_step
@@ -65,9 +68,20 @@ class BareOp:
         return self._serving(self._choose_on_gpu(first, inputs)[0])(*inputs)
 
     def find_for_all(self, first: torch.Tensor) -> Callable[..., Any]:
-        """As find, for calls of one class: a GPU's answer for them is looked up once."""
+        """As find, for calls of one class that a short way has compared.
+
+        A GPU's answer for them is looked up once; a CPU kernel is called without the dispatcher.
+        """
         run = self.find(first)
-        return self._ask_once() if run == self._run_on_gpu else run
+        if run == self._run_on_gpu:
+            return self._ask_once()
+        return self.direct if run is self._overloads.get("cpu") and is_ordinary() else run
+
+    @functools.cached_property
+    def direct(self) -> Callable[..., Any]:
+        """The CPU kernel without torch's dispatcher, for calls that a short way has compared."""
+        overload = self._overloads["cpu"]
+        return make_direct(overload, overload)
 
     def _ask_once(self) -> Callable[..., Any]:
         serving = None

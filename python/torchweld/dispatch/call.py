@@ -31,9 +31,31 @@ def call(op: Op, *inputs: Any) -> Any:
         if not isinstance(error, ArgumentError):
             op.check(*inputs)  # raises an error that names the argument, if one is at fault
         raise
-    if notes is not None:
-        notes[before:] = [Note(op, function, inputs, result)]  # in place of its parts
+    if notes is not None:  # in place of its parts
+        notes[before:] = [Note(op, function, inputs, result, **_find_span(op, inputs))]
     return result
+
+
+def call_arranged(
+    op: Op, arrange: Callable[..., Sequence[Any]], given: Sequence[Any], *rest: Any
+) -> Any:
+    """Run an op on the tensors that `arrange` makes of raw arguments, and on further arguments.
+
+    Later calls repeat `arrange`; what it does depends on nothing but its arguments' forms.
+    """
+    result = call(op, *arrange(*given), *rest)
+    notes = RECORDER.notes
+    if notes is not None:
+        notes[-1] = notes[-1]._replace(arrange=arrange, given=given, kept=len(rest))
+    return result
+
+
+def _find_span(op: Op, inputs: Sequence[Any]) -> dict[str, int]:
+    """The numbers of elements for which the choice between eager and kernels is the same."""
+    if not op.small or choice.forced is not None or inputs[0].is_cuda:
+        return {}
+    few = inputs[0].numel() < op.small
+    return {"below": op.small} if few else {"least": op.small}
 
 
 def is_too_small(op: Op, inputs: Sequence[Any]) -> bool:

@@ -73,7 +73,7 @@ class Kernel:
         return tuple([results[i] for i in self._public_at])
 
     @functools.cached_property
-    def _direct(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def direct(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Both steps without torch's dispatcher, for calls that a short way has compared."""
         if self.backend != "cpu":
             return self.steps[:2]
@@ -89,7 +89,7 @@ class Kernel:
         It is a function, what it takes first, the positions of the inputs that it takes then, and
         where the public results are in `r`, all that it returns.
         """
-        forward, backward = self.steps[:2] if any(map(is_lazy, inputs)) else self._direct
+        forward, backward = self.steps[:2] if any(map(is_lazy, inputs)) else self.direct
         if wants_gradient(*inputs):
             places = [f"r[{at}]" for at in range(len(self._public_at))]
             ready = make_ready(self._op, Ready(forward, backward), inputs)

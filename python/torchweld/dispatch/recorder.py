@@ -14,6 +14,13 @@ class Note(NamedTuple):
     function: Callable[..., Any]
     inputs: Sequence[Any]
     result: Any
+    # What made the first inputs of raw arguments; None: they are raw arguments themselves.
+    arrange: Callable[..., Sequence[Any]] | None = None
+    given: Sequence[Any] = ()
+    kept: int = 0  # how many inputs follow what `arrange` made
+    # The numbers of elements of the first tensor for which this holds. They are the last fields.
+    least: int = 0
+    below: float = float("inf")
 
 
 class _Recorder(threading.local):
@@ -29,11 +36,16 @@ def leave_open() -> None:
     RECORDER.is_final = False
 
 
-def run_final(function: Callable[..., Any], *inputs: Any) -> Any:
-    """Run a function of raw arguments, which serves later calls like this one as it is."""
+def run_final(
+    function: Callable[..., Any], *inputs: Any, least: int = 0, below: float = float("inf")
+) -> Any:
+    """Run a function of raw arguments, which serves later calls like this one as it is.
+
+    It serves if the first tensor has at least `least` and fewer than `below` elements.
+    """
     notes = RECORDER.notes
     before = len(notes) if notes is not None else 0
     result = function(*inputs)
-    if notes is not None:
-        notes[before:] = [Note(None, function, inputs, result)]  # in place of its parts
+    if notes is not None:  # in place of its parts
+        notes[before:] = [Note(None, function, inputs, result, least=least, below=below)]
     return result

@@ -8,12 +8,14 @@ GPU's memory.
 from __future__ import annotations
 
 import functools
+import numbers
 import threading
 
 import torch
 
 from torchweld import state
 from torchweld.dispatch.library import LIBRARY
+from torchweld.errors import ArgumentError
 
 # torch's generators of GPUs have offsets, which are multiples of 4; a draw takes as many.
 _TAKEN = 4
@@ -31,6 +33,24 @@ def seed(device: torch.device | str = "cpu") -> torch.Tensor:
         # The same draw as random_(): all 64 bits except the first.
         return torch.randint(-(2**63), 2**63 - 1, (1,), device=device) & (2**63 - 1)
     return torch.empty(1, dtype=torch.int64, device=device).random_()
+
+
+def as_seed(
+    function: str, value: torch.Tensor | int, device: torch.device | str | None
+) -> torch.Tensor:
+    """A seed as the ops take it: one int64 on the device."""
+    if isinstance(value, torch.Tensor):
+        if value.dtype != torch.int64 or value.numel() != 1:
+            actual = f"a {value.dtype} tensor of shape {list(value.shape)}"
+            raise ArgumentError(function, "seed", actual, "an int or one int64")
+        is_here = value.is_cpu and (device is None or torch.device(device).type == "cpu")
+        return value if value.shape == (1,) and is_here else value.to(device).reshape(1)
+    number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not number or not 0 <= value < 2**63:
+        raise ArgumentError(
+            function, "seed", repr(value), "an int from 0 to 2**63 - 1, or a tensor"
+        )
+    return torch.full((1,), int(value), dtype=torch.int64, device=device)
 
 
 def draw(x: torch.Tensor) -> torch.Tensor:

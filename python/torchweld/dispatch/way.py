@@ -2,17 +2,20 @@
 
 The first call of its kind takes the whole path: arguments are checked and prepared, a backend is
 chosen, autocast and autograd are asked. All of that is the same for a later call with tensors that
-differ only in their numbers. So what the call came to is kept: the function that ran, and where its
-arguments came from. Only what can be told for sure is kept: each prepared argument is a raw one, a
-constant, or the seed of dropout, and the result is what that function returned.
+differ only in their numbers, and often for one with another number of rows. So the first call
+caches which function ran, and where each argument came from. Only what can be told for sure is
+kept: each prepared argument is a raw one, a constant, made of raw ones by a function that the call
+names, or the seed of dropout; each result is what that function returned, or a raw argument. No
+tensor or other object of a call is kept.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
@@ -21,6 +24,7 @@ from torch.compiler import is_dynamo_compiling
 from torchweld.dispatch import choice, seeds
 from torchweld.dispatch.alike import (
     INCOMPARABLE,
+    PLAIN,
     IsLike,
     copy_constant,
     is_constant,
@@ -29,40 +33,109 @@ from torchweld.dispatch.alike import (
 )
 from torchweld.dispatch.kernels import Casting, Kernel
 from torchweld.dispatch.recorder import RECORDER, Note
+from torchweld.dispatch.sizes import Extents, find_varying, measure
 from torchweld.registry import OPS, Composite
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# By the selected backends and the elements of the first tensor.
-_Ways = dict[Any, dict[int, tuple[tuple[IsLike, Callable[..., Any]], ...]]]
-# Limits: sizes kept per op, and calls kept per size.
-_SIZES, _ALIKE = 1024, 4
-_every: list[_Ways] = []
+# Limits: sizes kept per op, calls kept per size, calls that others with new sizes are compared
+# with, and calls from which is learnt what varies.
+_SIZES, _ALIKE, _FORMS, _CALLS = 1024, 4, 16, 8
+
+
+class _Way(NamedTuple):
+    """A cached call: which calls are like it, and the function that serves them."""
+
+    is_like: IsLike
+    run: Callable[..., Any]
+
+
+class _Form(NamedTuple):
+    """A cached call, with what later calls with other sizes are compared by."""
+
+    way: _Way
+    recipe: Any  # equal for calls that differ only in sizes
+    calls: Sequence[Extents]  # two or more where sizes may vary
+
+
+@dataclass
+class _Cache:
+    """The calls of a public function."""
+
+    shaped: type | None
+    sources: Mapping[int, Collection[int]]
+    seed_at: int | None
+    # By the selected backends and the elements of the first tensor.
+    ways: dict[Any, dict[int, tuple[_Way, ...]]] = field(default_factory=dict)
+    # By the selected backends, and what does not vary of the first tensor's sizes.
+    forms: dict[Any, tuple[_Form, ...]] = field(default_factory=dict)
+
+    def key_of(self, x: torch.Tensor) -> tuple[Any, ...]:
+        """The key of the forms of calls whose first tensor is like x."""
+        shape, rank = x.shape, x.ndim
+        fixed = [shape[dim] for dim in self.sources.get(0, ()) if -rank <= dim < rank]
+        return choice.forced, rank, *fixed
+
+    def look(self, given: Sequence[Any]) -> Callable[..., Any] | None:
+        """What serves a call whose sizes are new, if one with other sizes was like it."""
+        x = given[0]
+        if type(x) not in PLAIN:
+            return None
+        try:
+            for form in self.forms.get(self.key_of(x), ()):
+                if len(form.calls) > 1 and form.way.is_like(*given):
+                    self.keep(x, form.way)
+                    return form.way.run
+        except INCOMPARABLE:
+            pass
+        return None
+
+    def keep(self, x: torch.Tensor, way: _Way) -> None:
+        """Keep what serves calls whose first tensor has as many elements as x."""
+        sizes = self.ways.setdefault(choice.forced, {})
+        if len(sizes) >= _SIZES:
+            sizes.clear()
+        size = x.numel()
+        sizes[size] = (way, *sizes.get(size, ()))[:_ALIKE]
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self.ways.clear()
+        self.forms.clear()
+
+
+_every: list[_Cache] = []
 
 
 def forget() -> None:
     """Forget all ways. Tests that replace parts of the path call this."""
-    for ways in _every:
-        ways.clear()
+    for cache in _every:
+        cache.clear()
 
 
 def short(
-    *, small: bool = False, constant: type | None = None
+    *,
+    small: bool = False,
+    shaped: type | None = None,
+    fixed: Mapping[str, Collection[int]] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Give a public function the short way; its first argument is a tensor.
 
-    `small`: the function has the arguments of the op with its name, and the op's reference is a
-    single torch op. Small CPU inputs fall back to it without a look-up, which would take as long.
-
     The function may do anything but depend on numbers in its tensors, or on anything of torch that
-    `make_comparison` does not compare. An argument of class `constant` is compared by ==, and the
-    tensors in its `lists` belong to it.
+    `make_comparison` does not compare.
+
+    Args:
+        small: the function has the arguments of the op with its name, and the op's reference is a
+            single torch op. Small CPU inputs fall back to it without a look-up, which would take as
+            long.
+        shaped: the class of an argument that decides only by its attribute `form`.
+        fixed: by argument, the dimensions with a part in decisions; its other sizes decide nothing,
+            but for what a Note says, nor do equal sizes of other tensors. None: the last one of the
+            first argument, which is the width of its rows.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters.values()
-        ways: _Ways = {}
-        _every.append(ways)
         declared, passed, defaults = [], [], {}
         by_name = inspect.Parameter.KEYWORD_ONLY
         for parameter in parameters:
@@ -74,6 +147,10 @@ def short(
             passed.append(f"{name}={name}" if parameter.kind is by_name else name)
             defaults[name] = parameter.default
         names = [parameter.name for parameter in parameters]
+        own = {names[0]: (-1,)} if fixed is None else fixed
+        sources = {names.index(name): dims for name, dims in own.items()}
+        cache = _Cache(shaped, sources, names.index("seed") if "seed" in names else None)
+        _every.append(cache)
         source = _SOURCE.format(
             name=function.__name__,
             declared=", ".join(declared),
@@ -85,9 +162,8 @@ def short(
         scope: dict[str, Any] = {
             "_function": function,
             "_defaults": defaults,
-            "_ways": ways,
-            "_constant": constant,
-            "_seed_at": names.index("seed") if "seed" in names else None,
+            "_cache": cache,
+            "_ways": cache.ways,
             "_choice": choice,
             "_numel": torch.Tensor.numel,
             "_compiling": is_dynamo_compiling,
@@ -117,7 +193,9 @@ def {name}({declared}):
     except _INCOMPARABLE:
         _run = None
     if _run is None:
-        return _find(_whole, _ways, ({given},), _seed_at, _constant)
+        _run = _cache.look(({given},))
+        if _run is None:
+            return _find(_whole, _cache, ({given},))
     return _run({given})
 
 def _whole({given}):
@@ -137,13 +215,7 @@ _SMALL = """
             return _op.reference({given})"""
 
 
-def _find(
-    function: Callable[..., Any],
-    ways: _Ways,
-    given: Sequence[Any],
-    seed_at: int | None,
-    constant: type | None,
-) -> Any:
+def _find(function: Callable[..., Any], cache: _Cache, given: Sequence[Any]) -> Any:
     """Take the whole path, and keep what it came to."""
     previous = RECORDER.notes, RECORDER.is_final
     notes: list[Note] = []
@@ -153,21 +225,80 @@ def _find(
         is_final = RECORDER.is_final
     finally:
         RECORDER.notes, RECORDER.is_final = previous
-    if not (is_final and len(notes) == 1 and _can_keep()):
-        return result
+    if is_final and len(notes) == 1 and _can_keep():
+        _keep(cache, notes[0], given, result)
+    return result
+
+
+def _keep(cache: _Cache, note: Note, given: Sequence[Any], result: Any) -> None:
+    """Keep a noted call, for calls with other sizes too if one like it had others."""
     x = given[0]
     # What is no op's decides by alignment itself, as losses do: their targets may be a slice.
-    aligned = notes[0].op is not None and choice.is_on_gpu(x)
-    is_like = make_comparison(given, aligned=aligned, constant=constant)
-    seed = None if seed_at is None else given[seed_at]
-    run = is_like and _make_run(notes[0], given, result, seed, constant)
-    if is_like and run:
-        sizes = ways.setdefault(choice.forced, {})
-        if len(sizes) >= _SIZES:
-            sizes.clear()
-        size = x.numel()
-        sizes[size] = ((is_like, run), *sizes.get(size, ()))[:_ALIKE]
-    return result
+    aligned = note.op is not None and choice.is_on_gpu(x)
+    compare = functools.partial(
+        make_comparison, given, aligned=aligned, shaped=cache.shaped, seed_at=cache.seed_at
+    )
+    is_like = compare()
+    made = is_like and _make_run(note, given, result, cache.seed_at)
+    if not (is_like and made):
+        return
+    run, recipe = made
+    recipe = (_describe(given, cache.shaped, cache.seed_at), recipe)
+    way, calls = _Way(is_like, run), [measure(given)]
+    key = cache.key_of(x)
+    forms = list(cache.forms.get(key, ())) if _may_vary(note, x) else []
+    for at, form in enumerate(forms):
+        if len(form.calls) >= _CALLS or not _is_equal(form.recipe, recipe):
+            continue
+        varying = find_varying([*form.calls, *calls], cache.sources)
+        if varying and (is_like := compare(varying=varying, conditions=_write_span(note))):
+            way, calls = _Way(is_like, run), [*form.calls, *calls]
+            del forms[at]
+            break
+    cache.keep(x, way)
+    if _may_vary(note, x):
+        cache.forms[key] = (_Form(way, recipe, calls), *forms)[:_FORMS]
+
+
+def _may_vary(note: Note, x: torch.Tensor) -> bool:
+    """Whether calls with other sizes may be served alike.
+
+    On a GPU one answer holds for a kernel at all numbers of rows; GEMMs have tiles for each.
+    """
+    return not choice.is_on_gpu(x) or isinstance(note.function, (Kernel, Casting))
+
+
+def _write_span(note: Note) -> Sequence[str]:
+    """The code that asks whether a note holds for a number of elements."""
+    most = f"a0.numel() < {note.below}" if note.below < float("inf") else ""
+    return [*filter(None, (f"a0.numel() >= {note.least}" if note.least else "", most))]
+
+
+def _describe(given: Sequence[Any], shaped: type | None, seed_at: int | None) -> Any:
+    """All of a call's arguments that is compared, but for the sizes of tensors."""
+    first = {id(value): at for at, value in reversed([*enumerate(given)])}
+    each: list[Any] = [torch.is_grad_enabled()]
+    for at, value in enumerate(given):
+        if isinstance(value, torch.Tensor):
+            each.append((first[id(value)], type(value), value.dtype, value.device))
+            each.append((value.requires_grad, value.is_inference()))
+        elif type(value) is shaped:
+            each.append(value.form)  # type: ignore[attr-defined]
+        elif at == seed_at and type(value) is int:
+            each.append(int)
+        else:
+            each.append((type(value), copy_constant(value)))
+    kind = given[0].device.type
+    is_cast = torch.is_autocast_enabled(kind)
+    return (*each, torch.get_autocast_dtype(kind) if is_cast else None)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether two recipes are equal; a list in them may be a tuple's."""
+    try:
+        return bool(one == other)
+    except INCOMPARABLE:
+        return False
 
 
 def _can_keep() -> bool:
@@ -181,46 +312,66 @@ def _can_keep() -> bool:
 
 
 def _make_run(
-    note: Note, given: Sequence[Any], result: Any, seed: Any, constant: type | None
-) -> Callable[..., Any] | None:
-    """A function of the raw arguments that does what the noted call did; None without one."""
+    note: Note, given: Sequence[Any], result: Any, seed_at: int | None
+) -> tuple[Callable[..., Any], Any] | None:
+    """A function of the raw arguments that does what the noted call did, and its recipe."""
     if isinstance(note.function, (Kernel, Casting)):
         function, first, taken_at, places = note.function.make_ready(note.inputs)
     else:
         function, first, places = _plan(note), [], _list_places(note.result)
         taken_at = range(len(note.inputs))
-    returned = _write_result(result, note.result, places)
+    returned = _write_result(result, note.result, places, given)
     # A tensor that the op does not take may have decided an argument by its numbers.
-    taken = {id(value) for value in note.inputs}
-    if returned is None or any(is_tensor(value) and id(value) not in taken for value in given):
+    taken = {id(value) for value in (*note.inputs, *note.given)}
+    unknown = [at for at, value in enumerate(given) if is_tensor(value) and id(value) not in taken]
+    if returned is None or unknown not in ([], [seed_at]):
         return None
-    objects: list[Any] = [value for value in given if type(value) is constant]
-    owned = [t for value in objects for t in value.lists or ()]
+    arranged, arranging = 0, ""
+    if note.arrange is not None:
+        raw = [_find_same(value, given) for value in note.given]
+        if None in raw:
+            return None
+        arranged = len(note.inputs) - note.kept
+        arranging = f"t = arrange({', '.join(f'a{at}' for at in raw)})"
     constants, arguments = [*first], [f"c{at}" for at in range(len(first))]
     drawn_at = note.op and note.op.seed_at
+    seed = None if seed_at is None else given[seed_at]
     for at, value in enumerate(note.inputs):
+        number = _find_same(value, given) if is_tensor(value) else None
         if at not in taken_at:  # a part of `first`
             if not is_constant(value):
                 return None
-        elif is_tensor(value) and (number := _find_same(value, given)) is not None:
-            arguments.append(f"a{number}")
+        elif at < arranged or number is not None:
+            arguments.append(f"t[{at}]" if at < arranged else f"a{number}")
             if isinstance(note.function, Casting) and note.function.changes(value):
                 arguments[-1] += f".to(c{len(constants)})"
                 constants.append(note.function.dtype)
-        elif is_tensor(value) and at == drawn_at and seed is None:
+        elif is_tensor(value) and at == drawn_at:
             on_cpu = "empty(1, dtype=int64).random_()"
-            arguments.append(on_cpu if note.inputs[0].is_cpu else "draw(a0)")
-        elif is_constant(value) or _find_same(value, owned) is not None:
+            drawn = on_cpu if note.inputs[0].is_cpu else "draw(a0)"
+            arguments.append(
+                drawn if seed is None else f"as_seed({note.op.name!r}, a{seed_at}, a0.device)"
+            )
+        elif is_constant(value):
             arguments.append(f"c{len(constants)}")
             constants.append(copy_constant(value))
         else:
             return None
-    make = _write_run(len(given), ", ".join(arguments), returned, len(constants))
-    return make(function, *constants)
+    code = (arranging, ", ".join(arguments), returned)
+    make = _write_run(len(given), *code, len(constants))
+    recipe = (_identify(function), _identify(note.arrange), code, tuple(constants), note[-2:])
+    return make(function, note.arrange, type(result), *constants), recipe
+
+
+def _identify(function: Any) -> Any:
+    """What two functions are compared by: partial ones by what they are made of."""
+    if not isinstance(function, functools.partial):
+        return function
+    return _identify(function.func), *map(_identify, function.args), *function.keywords.items()
 
 
 def _plan(note: Note) -> Callable[..., Any]:
-    """What serves calls like the noted one: a composite may have decided all of it."""
+    """The function to cache for this call; a composite may supply its own."""
     function = note.function
     if not (isinstance(note.op, Composite) and isinstance(function, functools.partial)):
         return function
@@ -240,29 +391,44 @@ def _list_places(result: Any) -> list[str]:
     return [f"r[{at}]" for at in range(len(result))] if isinstance(result, tuple) else ["r"]
 
 
-def _write_result(result: Any, made: Any, places: Sequence[str]) -> str | None:
-    """The code of the public result, made of what the noted call returned; None without one."""
+def _write_result(
+    result: Any, made: Any, places: Sequence[str], given: Sequence[Any]
+) -> str | None:
+    """The code of the public result; None unless it is what the noted call returned, or given."""
     each = made if isinstance(made, tuple) else (made,)
-    wanted = result if isinstance(result, tuple) else (result,)
-    found = [_find_same(value, each) for value in wanted]
-    if None in found:
-        return None
-    items = [places[at] for at in found if at is not None]
-    return f"({', '.join(items)},)" if isinstance(result, tuple) else items[0]
+    items = []
+    for value in result if isinstance(result, tuple) else (result,):
+        if (at := _find_same(value, each)) is not None:
+            items.append(places[at])
+        elif is_tensor(value) and (at := _find_same(value, given)) is not None:
+            items.append(f"a{at}")
+        else:
+            return None
+    if not isinstance(result, tuple):
+        return items[0]
+    return f"kind({', '.join(items)})" if hasattr(result, "_fields") else f"({', '.join(items)},)"
 
 
 @functools.cache
-def _write_run(given: int, arguments: str, returned: str, constants: int) -> Callable[..., Any]:
+def _write_run(
+    given: int, arranging: str, arguments: str, returned: str, constants: int
+) -> Callable[..., Any]:
     """Make a function that makes the ready functions of such calls."""
     kept = "".join(f", c{at}" for at in range(constants))
-    source = (
-        f"def make(function{kept}):\n"
-        f"    def run({', '.join(f'a{at}' for at in range(given))}):\n"
-        f"        r = function({arguments})\n"
-        f"        return {returned}\n"
-        "    return run\n"
-    )
-    scope: dict[str, Any] = {"empty": torch.empty, "int64": torch.int64, "draw": seeds.draw_again}
-    exec(compile(source, "<a ready function>", "exec"), scope)
+    lines = [
+        f"def make(function, arrange, kind{kept}):",
+        f"    def run({', '.join(f'a{at}' for at in range(given))}):",
+        f"        {arranging}" if arranging else "",
+        f"        r = function({arguments})",
+        f"        return {returned}",
+        "    return run",
+    ]
+    scope: dict[str, Any] = {
+        "empty": torch.empty,
+        "int64": torch.int64,
+        "draw": seeds.draw_again,
+        "as_seed": seeds.as_seed,
+    }
+    exec(compile("\n".join(filter(None, lines)), "<a ready function>", "exec"), scope)
     made: Callable[..., Any] = scope["make"]
     return made

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchweld import checks, state
+from torchweld.dispatch.alike import is_lazy
 from torchweld.dispatch.autograd import (
+    Ready,
     autograd_function,
     exports_a_derivative,
+    find_apply,
+    make_ready,
     make_views,
+    wants_gradient,
 )
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import call, run_on
@@ -236,7 +243,6 @@ NORMALIZE_ACT = Op(
     sharding=ELEMENTS,
     sized=lambda leading, row: _size(leading, row, 1e-5),
     flops=count_per_element(24, 30),
-    small=2**15,
     eager_rounds=True,
 )
 define(NORMALIZE_ACT)
@@ -318,19 +324,35 @@ class _Training:
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
-        overloads = [op.overload(backend) for op in (_STATISTICS, _GRAD_X)]
-        normalization = NORMALIZE_ACT.kernels[backend]
+        ops, normalization = (_STATISTICS, _GRAD_X), NORMALIZE_ACT.kernels[backend]
+        overloads = [op.overload(backend) for op in ops]
         self._while_compiling = (*overloads, normalization)
         self._steps = (*map(make_step, overloads), normalization.steps)
         results = BATCH_NORM_ACT.forward_signature.results
         self.function = autograd_function(BATCH_NORM_ACT, self, results)
+        self._ready_function = autograd_function(BATCH_NORM_ACT, self, results, ready=True)
+        self.apply_ready = find_apply(self._ready_function)
 
     def _find_parts(self) -> tuple[Any, Any, Any]:
         return self._while_compiling if state.is_compiling() else self._steps
 
+    @functools.cached_property
+    def ready(self) -> Ready:
+        """Both passes for calls that a short way has compared."""
+        parts = self._steps
+        if self.backend == "cpu":
+            normalization = Ready(*NORMALIZE_ACT.kernels["cpu"].direct)
+            parts = (_STATISTICS.direct, _GRAD_X.direct, normalization)
+        return Ready(partial(self._run_forward, parts), partial(self._run_backward, parts))
+
     def forward(self, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self._run_forward(self._find_parts(), x, *rest)
+
+    def _run_forward(
+        self, parts: tuple[Any, Any, Any], x: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         _, _, weight, bias, _, _, eps, group, *kind = rest
-        statistics, _, normalization = self._find_parts()
+        statistics, _, normalization = parts
         mean, var = statistics(x)
         count = mean.new_full((), x.shape[:-1].numel())
         if group is not None:
@@ -338,8 +360,12 @@ class _Training:
         y = normalization.forward(x, mean, var, weight, bias, eps, *kind)
         return y, mean, var, count
 
-    def backward(
+    def backward(self, *given: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self._run_backward(self._find_parts(), *given)
+
+    def _run_backward(
         self,
+        parts: tuple[Any, Any, Any],
         grad_y: Tensor,
         x: Tensor,
         mean: Tensor,
@@ -354,7 +380,7 @@ class _Training:
         wide_weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         wide_bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
         columns = (mean, var, wide_weight, wide_bias)
-        _, grad_x, normalization = self._find_parts()
+        _, grad_x, normalization = parts
         _, grad_weight, grad_bias = normalization.backward(
             grad_y, x, *columns, eps, *kind, False, True, True
         )
@@ -385,17 +411,77 @@ def normalize_training(
     if exports_a_derivative():  # no single op covers the exchange and the update
         return reference(BATCH_NORM_ACT, x if offset is None else x + offset, *arguments[1:])
     training = _TRAINING[backend]
-    running_mean, running_var, weight, bias = columns
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, weight, bias)
-    ):
+    _, _, weight, bias = columns
+    if wants_gradient(x, weight, bias):
         y, mean, var, count = training.function.apply(*arguments)
     else:
         y, mean, var, count = training.forward(*arguments)
-    if x.numel() > 0 or process_group is not None:
-        mean = mean if offset is None else mean + offset
-        _track(running_mean, running_var, mean, var, count, momentum)
+    _finish(x, columns, offset, mean, var, count, momentum, process_group)
     return y
+
+
+def _finish(
+    x: Tensor,
+    columns: Sequence[Tensor | None],
+    offset: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    count: Any,
+    momentum: float | Tensor,
+    process_group: Any,
+) -> None:
+    """Update the running statistics by a call's own."""
+    if process_group is None:
+        if x.numel() == 0:
+            return
+        if not torch.compiler.is_compiling():
+            count = x.shape[:-1].numel()  # a number: no op computes with it
+    mean = mean if offset is None else mean + offset
+    _track(columns[0], columns[1], mean, var, count, momentum)
+
+
+def plan(backend: str, x: Tensor, *rest: Any) -> Callable[..., Tensor] | None:
+    """What batch_norm_act does for calls like this one: a function of x, columns and an offset."""
+    *columns, training, momentum, eps, group, activation, approximate = rest
+    kind = (activation, approximate)
+    if not training:
+        made = NORMALIZE_ACT.kernels[backend].make_ready((x, *columns, eps, *kind))
+        function, first, taken_at, _ = made
+        return partial(_evaluate, function, tuple(first), (eps, *kind) if 5 in taken_at else ())
+    if group is not None or isinstance(momentum, Tensor) or any(map(is_lazy, (x, *columns))):
+        return None
+    how, run = (True, momentum, eps, None, *kind), _TRAINING[backend]
+    ready: Ready | None = None
+    if wants_gradient(x, *columns[2:]):
+        ready = make_ready(BATCH_NORM_ACT, run.ready, (x, *columns, *how))
+    return partial(_train, run, ready, how)
+
+
+def _evaluate(
+    function: Callable[..., Tensor],
+    first: tuple[Any, ...],
+    how: tuple[Any, ...],
+    x: Tensor,
+    *rest: Any,
+) -> Tensor:
+    return function(*first, x, *rest[:4], *how)
+
+
+def _train(
+    run: _Training,
+    ready: Ready | None,
+    how: tuple[Any, ...],
+    x: Tensor,
+    *rest: Any,
+    offset: Tensor | None = None,
+) -> Tensor:
+    columns = rest[:4]
+    if ready is None:
+        y, *made = run.ready.forward(x, *columns, *how)
+    else:
+        y, *made = run.apply_ready(ready, x, *columns)
+    _finish(x, columns, offset, *made, how[1], None)  # type: ignore[call-arg]
+    return y  # type: ignore[no-any-return]
 
 
 def is_first() -> bool:
@@ -570,6 +656,7 @@ BATCH_NORM_ACT = Composite(
     reference=_reference,
     backward_reference=_backward_reference,
     fused=_fused,
+    plan=plan,
     made_of="passes of {}; processes exchange their statistics between them",
     saves="input, weight, bias, the statistics",
     check=_check_all,
@@ -579,7 +666,6 @@ BATCH_NORM_ACT = Composite(
     sized=lambda leading, row: _size(leading, row, True, 0.1, 1e-5, None),
     flops=count_per_element(28, 40),
     sources=SOURCES,
-    small=2**15,
     eager_rounds=True,
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -159,9 +160,26 @@ class BlockSet:
         """The layout of query heads, from one of key heads that `group` adjacent ones share."""
         if self.lists is None or self.heads == 1 or group == 1:
             return self
-        repeated = lists.repeat_for_query_heads(self.lists, group)
+        if torch.compiler.is_dynamo_compiling() or self._is_captured():
+            return self._repeat(self.lists, group)
+        by_group: dict[int, Self] = self.__dict__.setdefault("_by_group", {})
+        if group not in by_group:
+            by_group[group] = self._repeat(self.lists, group)
+        return by_group[group]
+
+    def _repeat(self, own: Lists, group: int) -> Self:
+        repeated = lists.repeat_for_query_heads(own, group)
         key = ("query heads", self.key, group)
         return self._of_lists(self.grid, repeated, key, self.batch, self.heads * group)
+
+    def _is_captured(self) -> bool:
+        """Whether a CUDA graph, which owns what it allocates, is captured now."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    @cached_property
+    def form(self) -> tuple[Any, ...]:
+        """All that decides how attention is computed, but for lengths and the lists' values."""
+        return self.block, self.batch, self.heads, self.device, self.lists is None
 
     def _number_heads(self) -> torch.Tensor:
         numbers = torch.arange(self.batch * self.heads, device=self.device)

@@ -108,7 +108,7 @@ def ring_attention(
     shard = Shard(sizes, (0, 0, 0, 0)) if shard is None else shard
     shared = q.shape[1] // max(k.shape[1], 1)
     if layout.heads * shared == shard.sizes[1]:
-        layout = _for_query_heads(layout, shared)
+        layout = layout.repeat_for_query_heads(shared)
     _check_shard(shard, sizes, layout)
     p, seed = draw_seed(name, "q", q, dropout_p, training, seed, "dropout_p")
     seed = None if seed is None else seed.to(q.device)  # once, and not at each step of the ring
@@ -198,7 +198,6 @@ class _Options(NamedTuple):
 
 
 _Parts = dict[tuple[int, int], BlockLayout]
-_for_query_heads = functools.lru_cache(maxsize=32)(BlockLayout.repeat_for_query_heads)
 _slice_heads = functools.lru_cache(maxsize=32)(BlockLayout.of_heads)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from torchweld import checks
 from torchweld.dispatch.autograd import derive_from_reference
-from torchweld.dispatch.call import call
+from torchweld.dispatch.call import call_arranged
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.dispatch.kernels import define
 from torchweld.dispatch.way import short
@@ -19,10 +20,10 @@ from torchweld.ops.attention.samples import NO_LISTS, STAND_IN, flops, sized, ta
 from torchweld.random import Shard, draw_seed, split_shard
 from torchweld.registry import Op, Rows
 from torchweld.sparse import BlockBias, BlockLayout
-from torchweld.sparse.lists import count_of, repeat_for_query_heads, words_of
+from torchweld.sparse.lists import count_of, words_of
 
 
-@short(constant=BlockLayout)
+@short(shaped=BlockLayout, fixed={"q": (-1, -3), "k": (-1, -3)})
 def block_sparse_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -78,12 +79,18 @@ def block_sparse_attention(
         tensor [batch, heads, queries], -inf where a query sees nothing.
     """
     settings = (scale, causal, key_padding_mask, alibi_slopes, bias, sinks, softcap)
-    inputs = _inputs(q, k, v, layout, *settings, dropout_p, training, seed, shard)
-    y, lse = call(OP, *inputs)
+    arranged = _prepare(q, k, v, layout, *settings, dropout_p, training, seed, shard)
+    y, lse = call_arranged(OP, *arranged)
     return (y, lse) if return_lse else y
 
 
-def _inputs(
+def _inputs(*given: Any, **named: Any) -> Sequence[Any]:
+    """The op's arguments, made of the public function's."""
+    arrange, raw, *rest = _prepare(*given, **named)
+    return (*arrange(*raw), *rest)
+
+
+def _prepare(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -101,6 +108,7 @@ def _inputs(
     shard: Shard | None = None,
     return_lse: bool = False,
 ) -> Sequence[Any]:
+    """What makes the op's first arguments, the raw ones that it takes, and the op's others."""
     name = OP.name
     p, seed = draw_seed(name, "q", q, dropout_p, training, seed, "dropout_p")
     whole, offset = split_shard(shard)
@@ -108,55 +116,79 @@ def _inputs(
         if not isinstance(value, torch.Tensor) or value.ndim == 0:
             raise ArgumentError(name, argument, _describe(value), "a tensor [*, length, head_dim]")
     # A step of decoding takes 30 us, and each question to a tensor a part of one.
-    shape, key_shape = q.shape, k.shape
-    rank, kind, dtype = len(shape), q.device.type, q.dtype
+    shape, kind, dtype = q.shape, q.device.type, q.dtype
     if not isinstance(layout, BlockLayout):
         raise ArgumentError(name, "layout", _describe(layout), "a torchweld.sparse.BlockLayout")
+    narrow = None
     if checks.autocasts(kind) and dtype != torch.float64:
         narrow = torch.get_autocast_dtype(kind)
-        q, k, v = (x.to(narrow) for x in (q, k, v))
-        bias = bias.to(narrow) if isinstance(bias, torch.Tensor) else bias
     if scale is None:
         scale = shape[-1] ** -0.5 if shape[-1] else 1.0
     else:
         checks.factor(name, "scale", scale, dtype)
     checks.factor(name, "softcap", softcap, dtype)
-    heads, key_heads = _count_heads(shape), _count_heads(key_shape)
-    group = heads // key_heads if key_heads else 1
-    lengths = (shape[-2] if rank > 1 else 1, key_shape[-2] if len(key_shape) > 1 else 1)
-    if lengths != (layout.queries, layout.keys):
-        accepted = f"one of the lengths of q and k, {lengths[0]} x {lengths[1]}"
-        raise ArgumentError(name, "layout", f"of {layout.queries} x {layout.keys} tokens", accepted)
-    if rank == 4 and shape[0] != 1:
-        k, v = (_expand_to_batch(x, shape[0]) for x in (k, v))
-    sinks, *beside = _in_four_dims(shape, sinks, key_padding_mask, alibi_slopes)
-    bias, row = _prepare_bias(bias, lengths, offset)
-    if bias is not None and is_dtensor(bias) and not is_dtensor(q):
-        raise ArgumentError(name, "bias", "a DTensor", "a plain tensor, as q is")
-    lists: tuple[torch.Tensor | None, ...] = NO_LISTS
-    if layout.lists is not None:
-        lists = layout.lists
-        if layout.heads == key_heads and heads == group * key_heads:
-            lists = repeat_for_query_heads(layout.lists, group)
-    own = (row, layout.block, max(group, 1), float(scale), causal, float(softcap))
-    return (q, k, v, sinks, bias, *lists, *beside, *own, p, seed, whole, offset)
-
-
-def _prepare_bias(
-    bias: Any, lengths: tuple[int, int], offset: Sequence[int] | None
-) -> tuple[torch.Tensor | None, int]:
-    """Return the bias that kernels read, and the tokens in a row if it is by distance, else 0."""
-    if bias is None:
-        return None, 0
+    key_heads = _count_heads(k.shape)
+    group = max(_count_heads(shape) // key_heads if key_heads else 1, 1)
+    row = 0
     if isinstance(bias, BlockBias):
         first = offset[-2:] if offset and len(offset) > 1 else (0, 0)
-        return bias.by_distance(*lengths, *first)
-    if not isinstance(bias, torch.Tensor):
+        bias, row = bias.by_distance(*_find_lengths(q, k), *first)
+    elif bias is not None and not isinstance(bias, torch.Tensor):
         accepted = "a tensor [batch, heads, queries, keys] or a torchweld.sparse.BlockBias"
         raise ArgumentError(OP.name, "bias", _describe(bias), accepted)
-    if bias.ndim > 1 and any(n == 1 != m for n, m in zip(bias.shape[-2:], lengths, strict=True)):
-        bias = bias.expand(*bias.shape[:-2], *lengths)
-    return bias, 0
+    if bias is not None and is_dtensor(bias) and not is_dtensor(q):
+        raise ArgumentError(name, "bias", "a DTensor", "a plain tensor, as q is")
+    arrange = partial(_arrange, narrow, group, row)
+    given = (q, k, v, layout, sinks, bias, key_padding_mask, alibi_slopes)
+    own = (row, layout.block, group, float(scale), causal, float(softcap))
+    return (arrange, given, *own, p, seed, whole, offset)
+
+
+def _arrange(
+    narrow: torch.dtype | None,
+    group: int,
+    row: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: BlockLayout,
+    sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    key_padding_mask: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+) -> Sequence[Any]:
+    """The op's tensors; `narrow` is the dtype that autocast asks for, `row` of a BlockBias."""
+    shape, lengths = q.shape, _find_lengths(q, k)
+    if lengths != (layout.queries, layout.keys):
+        actual = f"of {layout.queries} x {layout.keys} tokens"
+        accepted = f"one of the lengths of q and k, {lengths[0]} x {lengths[1]}"
+        raise ArgumentError(OP.name, "layout", actual, accepted)
+    if narrow is not None:
+        q, k, v = q.to(narrow), k.to(narrow), v.to(narrow)
+    if bias is not None and row == 0:
+        bias = bias if narrow is None else bias.to(narrow)
+        if bias.ndim > 1 and any(
+            n == 1 != m for n, m in zip(bias.shape[-2:], lengths, strict=True)
+        ):
+            bias = bias.expand(*bias.shape[:-2], *lengths)
+    lists: tuple[torch.Tensor | None, ...] = NO_LISTS
+    if layout.lists is not None:
+        key_heads = _count_heads(k.shape)
+        if group > 1 and layout.heads == key_heads and _count_heads(shape) == group * key_heads:
+            layout = layout.repeat_for_query_heads(group)
+        lists = layout.lists or NO_LISTS
+    if len(shape) == 4 and shape[0] != 1:
+        k, v = _expand_to_batch(k, shape[0]), _expand_to_batch(v, shape[0])
+    if sinks is not None or key_padding_mask is not None or alibi_slopes is not None:
+        sinks, key_padding_mask, alibi_slopes = _in_four_dims(
+            shape, sinks, key_padding_mask, alibi_slopes
+        )
+    return (q, k, v, sinks, bias, *lists, key_padding_mask, alibi_slopes)
+
+
+def _find_lengths(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:
+    """The numbers of queries and of keys."""
+    return q.shape[-2] if q.ndim > 1 else 1, k.shape[-2] if k.ndim > 1 else 1
 
 
 def _in_four_dims(shape: torch.Size, sinks: Any, padding: Any, slopes: Any) -> tuple[Any, ...]:

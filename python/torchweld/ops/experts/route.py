@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from torchweld import checks
 from torchweld.dispatch import choice
+from torchweld.dispatch.alike import is_lazy, is_ordinary
+from torchweld.dispatch.autograd import find_apply, wants_gradient
 from torchweld.dispatch.bare import BareOp
+from torchweld.dispatch.recorder import run_final
+from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.registry import EAGER, Op
 from torchweld.registry.op import why_not_now
@@ -34,6 +40,7 @@ class Routes(NamedTuple):
     z_loss: torch.Tensor
 
 
+@short()
 def route(
     input: torch.Tensor,
     k: int,
@@ -71,11 +78,15 @@ def route(
     _check(input, k, scores, choice_bias, groups, top_groups, best_of_group, token_mask)
     checks.factor(_NAME, "scale", scale)
     checks.flag(_NAME, "renormalize", renormalize)
-    how = (k, scores, groups, top_groups, best_of_group, renormalize, scale)
-    with torch.autocast(input.device.type, enabled=False):
-        if _may_use_kernel(input, k, groups):
-            return _run_kernel(input, choice_bias, token_mask, *how)
-        return Routes(*_compute(input, choice_bias, token_mask, *how)[:4])
+    how = (k, scores, groups, top_groups, best_of_group, renormalize, float(scale))
+    backend = _find_backend(input, k, groups)
+    run = partial(_compute_routes, how) if backend is None else _plan(backend, input, how)
+    return Routes(*run_final(run, input, choice_bias, token_mask))
+
+
+def _compute_routes(how: tuple[Any, ...], logits: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
+    with torch.autocast(logits.device.type, enabled=False):
+        return _compute(logits, *rest, *how)[:4]
 
 
 def _compute(
@@ -157,7 +168,8 @@ _SAMPLED = 61
 
 def _fake(logits: torch.Tensor, bias: Any, mask: Any, k: int, *_: Any) -> tuple[torch.Tensor, ...]:
     rows, experts = logits.shape
-    weights = logits.new_empty((rows, k), dtype=torch.float32)
+    kind = torch.promote_types(logits.dtype, torch.float32)
+    weights = logits.new_empty((rows, k), dtype=kind)
     sums = [weights.new_empty(shape) for shape in ((), (), (experts + 1,))]
     return (weights.new_empty((rows, k), dtype=torch.int64), weights, *sums)
 
@@ -167,7 +179,6 @@ _FORWARD = BareOp(
     f"({_TENSORS}, {_HOW}) -> (Tensor indices, Tensor weights, Tensor balance_loss,"
     " Tensor z_loss, Tensor counts)",
     _fake,
-    backends=(),
     triton=_TRITON,
     reference=_compute,
     sample=lambda logits, bias, mask, *how: (
@@ -194,52 +205,87 @@ _BACKWARD = BareOp(
     "(Tensor grad_weights, Tensor grad_balance_loss, Tensor grad_z_loss,"
     f" {_TENSORS}, Tensor indices, Tensor counts, {_HOW}) -> Tensor",
     lambda *inputs: torch.empty_like(inputs[3], memory_format=torch.contiguous_format),
-    backends=(),
     triton=_TRITON,
     reference=_differentiate,
 )
 
 
+class _Run(NamedTuple):
+    """Both passes for calls that a short way has compared."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        *found, counts = _FORWARD.run(*inputs)
+    def forward(ctx: Any, run: _Run | None, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        *found, counts = (_FORWARD.run if run is None else run.forward)(*inputs)
         ctx.save_for_backward(*inputs[:3], found[0], counts)
-        ctx.how = inputs[3:]
+        ctx.run, ctx.how = run, inputs[3:]
         ctx.mark_non_differentiable(found[0])
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, _: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        given = (*grads, *ctx.saved_tensors, *ctx.how)
-        run = _differentiate if torch.is_grad_enabled() else _BACKWARD.run
-        return run(*given), *[None] * (2 + len(ctx.how))
+        backward = _BACKWARD.run if ctx.run is None else ctx.run.backward
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and (torch.is_grad_enabled() or not checks.can_read(*grads)):
+            backward = _differentiate
+        made = backward(*grads, *ctx.saved_tensors, *ctx.how)
+        return None, made, *[None] * (2 + len(ctx.how))
 
 
-def _may_use_kernel(logits: torch.Tensor, k: int, groups: int) -> bool:
-    """Whether a kernel may serve, if it is found to be right."""
-    names = choice.forced or ("triton",)
-    if "triton" not in names or EAGER in names or _FORWARD.why_not("triton", [logits]):
-        return False
+_apply = find_apply(_Route)
+
+
+def _find_backend(logits: torch.Tensor, k: int, groups: int) -> str | None:
+    """The backend whose kernel may serve, if it is found to be right; None for eager torch."""
+    names = choice.forced or ("cpu", "triton")
+    if EAGER in names or why_not_now() is not None or logits.numel() == 0:
+        return None
+    for name in names:
+        if name in _FORWARD.backends and not _FORWARD.why_not(name, [logits]):
+            return name if name != "triton" or _fits_triton(logits, k, groups) else None
+    return None
+
+
+def _fits_triton(logits: torch.Tensor, k: int, groups: int) -> bool:
     experts = logits.shape[-1]
     is_even = groups == 1 or experts & (experts - 1) == groups & (groups - 1) == 0
-    fits = experts <= _MOST_EXPERTS and k <= _MOST_CHOSEN and logits.numel() > 0
-    return fits and is_even and logits.dtype is not torch.float64 and why_not_now() is None
+    fits = experts <= _MOST_EXPERTS and k <= _MOST_CHOSEN
+    return fits and is_even and logits.dtype is not torch.float64
+
+
+def _plan(backend: str, logits: torch.Tensor, how: tuple[Any, ...]) -> Callable[..., Any]:
+    is_direct = backend == "cpu" and checks.can_read(logits) and is_ordinary()
+    run = _Run(_FORWARD.direct, _BACKWARD.direct) if is_direct and not is_lazy(logits) else None
+    return partial(_run_kernel, run, wants_gradient(logits), how)
 
 
 def _run_kernel(
+    run: _Run | None,
+    trains: bool,
+    how: tuple[Any, ...],
     logits: torch.Tensor,
     choice_bias: torch.Tensor | None,
     token_mask: torch.Tensor | None,
-    k: int,
-    *how: Any,
-) -> Routes:
+) -> tuple[torch.Tensor, ...]:
+    is_flat = logits.ndim == 2
     mask = None if token_mask is None else token_mask.reshape(-1)
     bias = None if choice_bias is None else choice_bias.detach()
-    rows = logits.reshape(-1, logits.shape[-1])
-    indices, weights, *losses = _Route.apply(rows, bias, mask, k, *how)  # type: ignore[no-untyped-call]
-    shape = (*logits.shape[:-1], k)
-    return Routes(indices.view(shape), weights.view(shape), *losses)
+    rows = logits if is_flat else logits.reshape(-1, logits.shape[-1])
+    given = (rows, bias, mask, *how)
+    if run is None:
+        indices, weights, *losses = _Route.apply(None, *given)  # type: ignore[no-untyped-call]
+    elif trains:
+        indices, weights, *losses = _apply(run, *given)
+    else:
+        indices, weights, *losses = run.forward(*given)[:4]
+    if not is_flat:
+        shape = (*logits.shape[:-1], how[0])
+        indices, weights = indices.view(shape), weights.view(shape)
+    return (indices, weights, *losses)
 
 
 def _check(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from torchweld import checks
+from torchweld.dispatch.alike import is_lazy
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import call, run_checkpointed, run_on
 from torchweld.errors import ArgumentError
@@ -33,16 +34,17 @@ def run_recomputed(recompute: bool, op: Composite, *inputs: Any) -> torch.Tensor
 _CHECKPOINTS = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
 # bias_act in place: no new pages, and half the lines in the caches.
-_bias_act_ = BareOp(
+_IN_PLACE = BareOp(
     "bias_act_", "(Tensor(a!) input, Tensor? bias, str activation, str approximate) -> ()"
-).overload("cpu")
+)
+_bias_act_ = _IN_PLACE.overload("cpu")
 
 # On the CPU, the GEMM's share of a 16-bit bias; the activation's pass adds the rest. The GEMM
 # rounds the sum, and small sums lose least. The derivative curves most near a sum of 0, so it is
 # most accurate with all of the bias in the GEMM. Large sums suffer most from rounding, so the
-# result is most accurate with none of the bias in the GEMM. With three quarters both are more
-# accurate than with all. The remainder is exact: numbers within a factor of 2 have a representable
-# difference.
+# result is most accurate with none of the bias in the GEMM, as where no gradient is needed. With
+# three quarters both are more accurate than with all. The remainder is exact: numbers within a
+# factor of 2 have a representable difference.
 _GEMMS_SHARE = 0.75
 
 
@@ -59,17 +61,47 @@ def plan_in_two_steps(
 ) -> Callable[..., torch.Tensor] | None:
     """What `run_in_two_steps` does for calls like this one; None unless it is two calls only."""
     dtype, in_gemm = gemm.find_dtype(x), kind[0] == "relu"
-    if backend == "cpu":  # it may split the bias, overwrite z, or take oneDNN
-        if dtype.itemsize < 4 or in_gemm or not gemm.wants_gradient(x, weight, bias):
-            return None
-    elif dtype.itemsize == 2 and bias is not None and bias.dtype not in (dtype, torch.float32):
+    trains = gemm.wants_gradient(x, weight, bias)
+    is_cast = bias is not None and bias.dtype not in (dtype, torch.float32)
+    is_split = bias is not None and backend == "cpu" and trains
+    if is_lazy(bias) or (dtype.itemsize == 2 and (is_cast or is_split)):
         return None
+    if backend == "cpu" and not trains:
+        return partial(_run_in_place, in_gemm, kind)
     needs_z = gemm.wants_gradient(x, weight, bias if in_gemm else None)
     z = x.new_empty(0, dtype=dtype).requires_grad_(needs_z)
     function, first, how = plan_act(BIAS_ACT, backend, z, None if in_gemm else bias, *kind)
+    return partial(_run_planned, function, tuple(first), tuple(how), in_gemm)
+
+
+def _run_planned(
+    function: Callable[..., torch.Tensor],
+    first: tuple[Any, ...],
+    how: tuple[str, ...],
+    in_gemm: bool,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *_: Any,
+) -> torch.Tensor:
     if in_gemm:
-        return lambda x, weight, bias, *_: function(*first, linear(x, weight, bias), None, *how)
-    return lambda x, weight, bias, *_: function(*first, linear(x, weight), bias, *how)
+        return function(*first, gemm.linear(x, weight, bias), None, *how)
+    return function(*first, gemm.linear(x, weight), bias, *how)
+
+
+def _run_in_place(
+    in_gemm: bool,
+    kind: tuple[str, ...],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *_: Any,
+) -> torch.Tensor:
+    z = gemm.linear(x, weight, bias if in_gemm else None)
+    if not z.is_contiguous():
+        return act("cpu", z, None if in_gemm else bias, *kind)
+    _IN_PLACE.direct(z, None if in_gemm else bias, *kind)
+    return z
 
 
 def plan_act(
@@ -97,7 +129,8 @@ def run_gemm(
     dtype = gemm.find_dtype(x)
     if bias is not None and dtype.itemsize == 2 and bias.dtype is not dtype:
         bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
-    if bias is None or dtype.itemsize > 2 or backend != "cpu":
+    splits = dtype.itemsize == 2 and backend == "cpu" and gemm.wants_gradient(x, weight, bias)
+    if bias is None or not splits:
         return gemm.linear(x, weight), bias
     most = (_GEMMS_SHARE * clamp_to_finite(bias)).to(dtype)
     return gemm.linear(x, weight, most), bias - most

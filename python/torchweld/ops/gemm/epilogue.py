@@ -107,11 +107,19 @@ def plan(
 ) -> Callable[..., torch.Tensor] | None:
     """What `linear_and_act` does for calls like this one, where nothing is left to decide."""
     if kind[0] == "identity":
-        return None
+        return _run_gemm
     arguments = (x, weight, bias)
     if backend == "triton" and (tile := choose_tile_for(*arguments, *kind)) is not None:
         return lambda x, weight, bias, *_: _in_one_kernel(x, weight, bias, *kind, tile)
+    if backend == "cpu" and _onednn_activates(*arguments, *kind):
+        return None  # not for all sizes
     return layers.plan_in_two_steps(backend, *arguments, *kind)
+
+
+def _run_gemm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *_: Any
+) -> torch.Tensor:
+    return gemm.linear(x, weight, bias)
 
 
 def _run_onednn(

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
 from torchweld.dispatch.autograd import derive_from_reference
 from torchweld.dispatch.bare import BareOp
@@ -55,16 +54,25 @@ def plan(
     backend: str, x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, *how: str
 ) -> Callable[..., torch.Tensor] | None:
     """What `linear_and_gate` does for calls like this one, where nothing is left to decide."""
-    if backend != "triton":
-        return None
-    if _is_in_one_kernel(x, gate_weight, up_weight, *how):
+    if backend == "triton" and _is_in_one_kernel(x, gate_weight, up_weight, *how):
         return lambda x, gate_weight, up_weight: _run_in_one_kernel(x, gate_weight, up_weight, *how)
     gate, up = (
         x.new_empty(0, dtype=gemm.find_dtype(x)).requires_grad_(gemm.wants_gradient(x, weight))
         for weight in (gate_weight, up_weight)
     )
     function, first, rest = layers.plan_act(activations.GATED_ACT, backend, gate, up, *how)
-    return lambda x, gate, up: function(*first, linear(x, gate), linear(x, up), *rest)
+    return partial(_run_planned, function, tuple(first), tuple(rest))
+
+
+def _run_planned(
+    function: Callable[..., torch.Tensor],
+    first: tuple[Any, ...],
+    rest: tuple[str, ...],
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+) -> torch.Tensor:
+    return function(*first, gemm.linear(x, gate), gemm.linear(x, up), *rest)
 
 
 def _run_in_steps(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -63,7 +64,12 @@ def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
 def _plan(backend: str, x: Tensor, *rest: Any) -> Callable[..., Tensor] | None:
     gate_weight, up_weight, _, *kind = rest
     first = gated_epilogue.plan(backend, x, gate_weight, up_weight, *kind)
-    return first and (lambda x, gate, up, down, *_: linear(first(x, gate, up), down))
+    return first and partial(_run_planned, first)
+
+
+def _run_planned(first: Callable[..., Tensor], x: Tensor, *rest: Any) -> Tensor:
+    gate_weight, up_weight, down_weight, *_ = rest
+    return gemm.linear(first(x, gate_weight, up_weight), down_weight)
 
 
 def _reference(x: Tensor, *rest: Any) -> Tensor:
@@ -111,6 +117,5 @@ OP = Composite(
     detail=gated_epilogue.explain,
     made_of="torch's GEMMs; after the first two {}. On Hopper one kernel replaces the first GEMMs"
     " and that pass where it fills the GPU",
-    small=65536,
     eager_rounds=True,
 )

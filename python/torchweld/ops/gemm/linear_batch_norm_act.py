@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, float32
 from torch.nn.functional import linear
 
 from torchweld import checks
+from torchweld.dispatch.alike import is_lazy
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import call, run_checkpointed, run_on
 from torchweld.dispatch.way import short
@@ -78,11 +81,12 @@ def linear_batch_norm_act(
 
 
 # normalize_act in place: no new pages, and half the lines in the caches.
-_normalize_act_ = BareOp(
+_IN_PLACE = BareOp(
     "normalize_act_",
     "(Tensor(a!) input, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, float eps,"
     " str activation, str approximate) -> ()",
-).overload("cpu")
+)
+_normalize_act_ = _IN_PLACE.overload("cpu")
 
 
 def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
@@ -103,13 +107,58 @@ def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
     z = gemm.linear(x, weight)
     if not batch_norms.is_training(z, columns, group):
         _check(x, *rest)
-    if bias is not None:  # its gradient is zero, not absent
-        like = next(t for t in (bn_bias, bn_weight, bias) if t is not None)
-        alike = bias.to(like.dtype)
-        bn_bias = alike * 0 if bn_bias is None else bn_bias.add(alike, alpha=0)
-    columns = [running_mean, running_var, bn_weight, bn_bias]
+    columns = [running_mean, running_var, bn_weight, _add_nothing(bias, bn_weight, bn_bias)]
     how = (momentum, eps, group, *kind)
     return batch_norms.normalize_training(backend, z, columns, *how, offset=bias)
+
+
+def _add_nothing(
+    bias: Tensor | None, bn_weight: Tensor | None, bn_bias: Tensor | None
+) -> Tensor | None:
+    """The norm's bias with zero times the layer's, whose gradient is zero and not absent."""
+    if bias is None:
+        return bn_bias
+    like = next(t for t in (bn_bias, bn_weight, bias) if t is not None)
+    alike = bias.to(like.dtype)
+    return alike * 0 if bn_bias is None else bn_bias.add(alike, alpha=0)
+
+
+def _plan(backend: str, x: Tensor, *rest: Any) -> Callable[..., Tensor] | None:
+    weight, bias, mean, var, bn_weight, bn_bias, training, *how = rest
+    if checks.autocasts(x.device.type) or any(map(is_lazy, rest)):
+        return None
+    trains = gemm.wants_gradient(x, weight, bias, bn_weight, bn_bias)
+    if backend == "cpu" and not training and not trains:
+        _, eps, _, *kind = how
+        return partial(_evaluate_in_place, (eps, *kind))
+    needs_z = gemm.wants_gradient(x, weight, None if training else bias)
+    z = x.new_empty(0).requires_grad_(needs_z)
+    if training:
+        bn_bias = _add_nothing(bias, bn_weight, bn_bias)
+    inner = batch_norms.plan(backend, z, mean, var, bn_weight, bn_bias, training, *how)
+    if inner is None or not (training or trains or bias is None):
+        return None
+    return partial(_train if training else _differentiate, inner)
+
+
+def _evaluate_in_place(how: tuple[Any, ...], x: Tensor, *rest: Any) -> Tensor:
+    weight, bias, mean, var, bn_weight, bn_bias, *_ = rest
+    z = gemm.linear(x, weight)
+    if bias is not None:
+        mean, var = batch_norms.wide(mean) - bias, batch_norms.wide(var)
+    _IN_PLACE.direct(z, mean, var, bn_weight, bn_bias, *how)
+    return z
+
+
+def _train(inner: Callable[..., Tensor], x: Tensor, *rest: Any) -> Tensor:
+    weight, bias, mean, var, bn_weight, bn_bias, *_ = rest
+    columns = (mean, var, bn_weight, _add_nothing(bias, bn_weight, bn_bias))
+    return inner(gemm.linear(x, weight), *columns, offset=bias)
+
+
+def _differentiate(inner: Callable[..., Tensor], x: Tensor, *rest: Any) -> Tensor:
+    weight, bias, *columns = rest
+    return inner(gemm.linear(x, weight, bias), *columns[:4])
 
 
 def _evaluate(
@@ -164,12 +213,12 @@ OP = Composite(
     " Tensor grad_bn_weight, Tensor grad_bn_bias)",
     reference=_reference,
     fused=_fused,
+    plan=_plan,
     check=_check,
     fake=lambda x, weight, *_: (x.new_empty((*x.shape[:-1], weight.shape[0])),),
     sharding=ROWS,
     sized=_size,
     flops=lambda x, weight, *_: count_for_gemms(x.numel() * weight.shape[0]),
     sources=batch_norms.SOURCES,
-    small=65536,
     eager_rounds=True,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +67,12 @@ def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
 def _plan(backend: str, x: Tensor, *rest: Any) -> Callable[..., Tensor] | None:
     up_weight, up_bias, _, _, *kind, recompute = rest
     first = None if recompute else epilogue.plan(backend, x, up_weight, up_bias, *kind)
-    return first and (lambda x, up, bias, *down: gemm.linear(first(x, up, bias), *down[:2]))
+    return first and partial(_run_planned, first)
+
+
+def _run_planned(first: Callable[..., Tensor], x: Tensor, *rest: Any) -> Tensor:
+    up_weight, up_bias, down_weight, down_bias, *_ = rest
+    return gemm.linear(first(x, up_weight, up_bias), down_weight, down_bias)
 
 
 def _run_lean(x: Tensor, *rest: Any) -> Tensor:
@@ -133,5 +139,4 @@ OP = Composite(
     sources=epilogue.SOURCES,
     detail=_explain,
     made_of=epilogue.MADE_OF,
-    small=65536,
 )

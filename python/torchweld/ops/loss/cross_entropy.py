@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ _NAME = "cross_entropy"
 _SMALL = 2**14
 
 
-@short()
+@short(fixed={"input": (1,)})
 def cross_entropy(
     input: torch.Tensor,
     target: torch.Tensor,
@@ -92,38 +91,45 @@ def cross_entropy(
     terms = (token_weights, reduction, label_smoothing, z_loss)
     settings = arguments.check_terms(settings, input, *terms)
     trains = torch.is_grad_enabled()
-    takes_eager = _takes_eager(input, several is None and trains and target.requires_grad)
-    whole: small.Run = partial(_compute, settings, takes_eager, return_lse, inplace)
+    refuses = (several is None and trains and target.requires_grad) or why_not_now() is not None
+    takes_eager = refuses or _takes_eager(input)
+    whole: small.Run = partial(
+        _compute, settings._replace(leading=()), takes_eager, return_lse, inplace
+    )
     given = (input, target, weight, temperature, token_weights)
     asked = [x for x in (*scaling.values(), token_weights) if x is not None]
     is_plain = not (asked or settings.z_loss or return_lse or inplace)
     if is_plain and small.may_serve(_SMALL, settings, *given):
         whole = small.cross_entropy(settings, trains and input.requires_grad, whole)
-    elif not (takes_eager or return_lse or inplace) and fused.may_serve(
+    elif not (refuses or return_lse or inplace) and fused.may_serve(
         settings, token_weights, input, target, weight, temperature
     ):
         whole = _fuse(settings, input)
-    return run_final(whole, *given)
+    return run_final(whole, *given, **small.find_span(_SMALL, settings, input))
 
 
 def _fuse(settings: Settings, input: torch.Tensor) -> small.Run:
-    """What serves calls like this one in few launches."""
+    """What serves calls like this one in one op, or in few launches."""
     dtype = torch.float32 if checks.autocasts(input.device.type) else input.dtype
-    run = fused.make_run(settings, dtype, nodes.as_layer(_as_rows(settings, input)))
-    return lambda input, *terms: run(_as_rows(settings, input), None, None, *terms)
+    run = fused.make_run(settings, dtype, nodes.as_layer(_as_rows(input)))
+    return partial(_run_rows, run)
 
 
-def _as_rows(settings: Settings, logits: torch.Tensor) -> torch.Tensor:
+def _run_rows(run: small.Run, input: torch.Tensor, *terms: Any) -> Any:
+    return run(_as_rows(input), None, None, *terms)
+
+
+def _as_rows(logits: torch.Tensor) -> torch.Tensor:
     if logits.ndim == 2:
         return logits
-    moved = logits.movedim(1, -1) if logits.ndim > 2 else logits
-    return moved.reshape(math.prod(settings.leading), settings.classes)
+    if logits.ndim == 1:
+        return logits[None]
+    moved = logits.movedim(1, -1)
+    return moved.reshape(moved.shape[:-1].numel(), moved.shape[-1])  # a size may be 0
 
 
-def _takes_eager(logits: torch.Tensor, soft_trains: bool) -> bool:
-    """Whether plain torch serves: transforms, and a gradient of the probabilities."""
-    if soft_trains or why_not_now() is not None:
-        return True
+def _takes_eager(logits: torch.Tensor) -> bool:
+    """Whether plain torch serves few logits."""
     if choice.forced is not None or torch.compiler.is_compiling():  # sizes may be unknown
         return False
     return logits.numel() < _SMALL and logits.dtype.itemsize > 2 and not logits.is_cuda
@@ -133,11 +139,13 @@ def _compute(
     settings: Settings, takes_eager: bool, returns_lse: bool, inplace: bool, *given: Any
 ) -> Any:
     input, target, weight, temperature, token_weights = given
+    leading = tuple(input.shape[:1] + input.shape[2:]) if input.ndim > 1 else ()
+    settings = settings._replace(leading=leading)
     if inplace and input.is_leaf and input.requires_grad:
         raise ArgumentError(_NAME, "inplace", "True for logits that are a leaf", "False")
     if input.ndim > 2 and settings.several is None:
         target = target.movedim(1, -1)
-    logits = _as_rows(settings, input)
+    logits = _as_rows(input)
     target, how = arguments.read_rows(settings, target, weight, temperature)
     factors, count = results.make_factors(settings, target, how, token_weights)
     asked = (target, how, factors.find_wanted())

@@ -1,13 +1,14 @@
-"""Losses of rows with one class on a GPU: two launches forward, and one for the logits' gradient.
+"""Losses of rows with one class in one op forward, and one for the logits' gradient.
 
 The general path (rows.py and results.py) prepares targets, weights and coefficients by some 20 ops
-of torch, which take the host longer than a small loss takes the GPU. It serves soft targets and
-further results, and is the reference here.
+of torch, which take longer than a small loss. It serves soft targets and further results, and is
+the reference here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.functional import linear
 
 from torchweld import checks
 from torchweld.dispatch import choice
+from torchweld.dispatch.alike import is_lazy
 from torchweld.dispatch.autograd import differentiate, find_apply, make_views, wants_gradient
 from torchweld.ops.loss import arguments, nodes, results, rows
 from torchweld.ops.loss.arguments import Settings
@@ -83,20 +85,18 @@ FORWARD = RowOp(
     f"(Tensor logits, Tensor target, {_GIVEN}, str reduction, ScalarType dtype)"
     " -> (Tensor loss, Tensor count, Tensor statistics)",
     _fake_forward,
-    backends=(),
     triton=_TRITON,
     sample=rows.take_rows_but(1),
     reference=_find_reference,
 )
 BACKWARD = RowOp(
     "loss_of_logits_backward",
-    f"(Tensor grad, Tensor logits, Tensor target, Tensor statistics, Tensor count, {_GIVEN},"
+    f"(Tensor grad_loss, Tensor logits, Tensor target, Tensor statistics, Tensor count, {_GIVEN},"
     " Tensor? x) -> (Tensor grad_logits, Tensor kept)",
     lambda _, logits, *rest: (
         torch.empty_like(logits, memory_format=torch.contiguous_format),
         torch.empty_like(logits.new_empty(0) if rest[-1] is None else rest[-1]),
     ),
-    backends=(),
     triton=_TRITON,
     sample=rows.take_rows_but(4),
     reference=_backward_reference,
@@ -106,7 +106,7 @@ BACKWARD = RowOp(
 class _Call(NamedTuple):
     """What all calls of a kind have in common."""
 
-    settings: Settings  # of rows in one dimension
+    settings: Settings  # without the sizes of the rows
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     numbers: tuple[Any, ...]
@@ -151,10 +151,11 @@ class _Call(NamedTuple):
     def run_eagerly(self, layer: Layer, target: torch.Tensor, *terms: Any) -> torch.Tensor:
         """The loss by plain torch, which differentiates it any number of times."""
         weight, _, temperature, tokens = terms
-        marked, how = arguments.read_rows(self.settings, target, weight, temperature)
-        factors, count = results.make_factors(self.settings, marked, how, tokens)
+        settings = self.settings._replace(leading=tuple(target.shape))
+        marked, how = arguments.read_rows(settings, target, weight, temperature)
+        factors, count = results.make_factors(settings, marked, how, tokens)
         found = nodes.find_by_reference(layer, marked, how, factors.find_wanted())
-        return results.reduce(self.settings, factors, found, count).to(self.dtype)
+        return results.reduce(settings, factors, found, count).to(self.dtype)
 
 
 class _Loss(torch.autograd.Function):
@@ -206,15 +207,18 @@ def _flatten(of_rows: Any) -> torch.Tensor | None:
 
 
 def may_serve(settings: Settings, token_weights: torch.Tensor | None, *tensors: Any) -> bool:
-    """Whether Triton may serve: one class a row, and nothing else that needs a gradient."""
+    """Whether a kernel may serve: one class a row, and nothing else that needs a gradient."""
     x = tensors[0]
-    if settings.several != 1 or settings.kind != torch.float32 or settings.classes == 0:
+    if settings.several != 1 or settings.classes == 0:
         return False
     if wants_gradient(token_weights) or not checks.can_read(*tensors, token_weights):
         return False
-    if choice.forced is None:
-        return choice.is_on_gpu(x)
-    return choice.choose(rows.FORWARD, [x]) == "triton"
+    if any(map(is_lazy, (*tensors, token_weights))):  # kernels read numbers
+        return False
+    if choice.forced is None and choice.is_on_gpu(x):
+        return settings.kind == torch.float32
+    backend = choice.choose(rows.FORWARD, [x])
+    return backend == "cpu" or (backend == "triton" and settings.kind == torch.float32)
 
 
 def make_run(
@@ -226,33 +230,46 @@ def make_run(
 ) -> Callable[..., torch.Tensor]:
     """What serves calls of a kind: a function of a layer's tensors, targets and a loss's terms.
 
-    A layer without a weight has given logits.
+    A layer without a weight has given logits. Without a plan any number of rows is of the kind.
     """
-    leading = settings.leading
-    smoothing = settings.label_smoothing
-    is_shaped = settings.reduction == "none" and len(leading) != 1
     call = _Call(
-        settings._replace(leading=layer.input.shape[:1]),
+        settings._replace(leading=()),
         FORWARD.find_for_all(layer.input),
         BACKWARD.find_for_all(layer.input),
-        (settings.scale, settings.softcap, smoothing, settings.z_loss, settings.ignored),
+        (
+            settings.scale,
+            settings.softcap,
+            settings.label_smoothing,
+            settings.z_loss,
+            settings.ignored,
+        ),
         dtype,
         layer[3:],
         needs,
         plan,
     )
-    trains = wants_gradient(*layer[:3])
+    is_shaped = settings.reduction == "none" and len(settings.leading) != 1
+    checks_itself = FORWARD.find(layer.input) is FORWARD.overload("cpu")
+    return partial(_run, call, wants_gradient(*layer[:3]), is_shaped, checks_itself)
 
-    def run(*given: Any) -> torch.Tensor:
-        *parts, target, weight, temperature, token_weights = given
-        if arguments.is_checked(target):
-            arguments.mark_ignored(settings.function, target, settings.classes, settings.ignored)
-        whole = None
-        if smoothing and weight is not None:
-            whole = weight.detach().to(settings.kind).sum()
-        flat = [_flatten(t) for t in (target, temperature, token_weights)]
-        parts += [flat[0], weight, whole, *flat[1:]]
-        loss = _apply(call, *parts) if trains else call.run(*parts)[0]
-        return loss.view(leading) if is_shaped else loss
 
-    return run
+def _run(
+    call: _Call, trains: bool, is_shaped: bool, checks_itself: bool, *given: Any
+) -> torch.Tensor:
+    input, layer_weight, bias, target, weight, temperature, token_weights = given
+    settings, whole = call.settings, None
+    if not checks_itself and arguments.is_checked(target):
+        arguments.mark_ignored(settings.function, target, settings.classes, settings.ignored)
+    if settings.label_smoothing and weight is not None:
+        whole = weight.detach().to(settings.kind).sum()
+    flat = target if target.ndim == 1 else target.reshape(-1)
+    terms = (flat, weight, whole, _flatten(temperature), _flatten(token_weights))
+    try:
+        if trains:
+            loss = _apply(call, input, layer_weight, bias, *terms)
+        else:
+            loss = call.run(input, layer_weight, bias, *terms)[0]
+    except RuntimeError:  # an error that names the target is better, if one is at fault
+        arguments.mark_ignored(settings.function, target, settings.classes, settings.ignored)
+        raise
+    return loss.view(target.shape) if is_shaped else loss

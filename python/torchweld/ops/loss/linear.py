@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld import checks
+from torchweld.dispatch import choice
 from torchweld.dispatch.recorder import leave_open, run_final
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
@@ -35,6 +36,8 @@ _ACCUMULATE = ("float32", "parameter", "grad")
 _SCALING = ("logit_scale", "softcap", "temperature")
 # With fewer logits torch's own ops are faster.
 _FEW = 2**18
+# With fewer, a CPU keeps the logits: chunks gain nothing.
+_KEPT = 2**20
 # On a GPU so many bytes of logits are kept, since two passes take the host less than chunks.
 _FEW_BYTES = 2**26
 # Up to so many, rows are not padded: a GEMM for unaligned matrices takes less than a second one.
@@ -127,13 +130,14 @@ def linear_cross_entropy(
     scaling |= {"weight": weight, "temperature": temperature}
     kind = _prepare(_CROSS_ENTROPY, place, parts, chunking, target, ignored, **scaling)
     kind = _prepare_loss(kind, parts, token_weights, return_lse, **terms)
-    whole: small.Run = partial(_compute_loss, kind)
     given = (*parts, target, weight, temperature, token_weights)
+    whole: small.Run = partial(_compute_loss, _plan_loss(kind, parts, token_weights))
     if kind.is_plain and small.may_serve(_FEW, kind.settings, *given):
-        whole = small.linear_cross_entropy(kind.settings, any(kind.needs), whole)
+        again = partial(_compute_any, kind._replace(settings=kind.settings._replace(leading=())))
+        whole = small.linear_cross_entropy(kind.settings, any(kind.needs), again)
     elif (run := _fuse(kind, parts, token_weights, target, weight, temperature)) is not None:
         whole = run
-    return place.wrap(run_final(whole, *given))
+    return place.wrap(run_final(whole, *given, **_find_span(kind, parts, kind.is_plain)))
 
 
 @short()
@@ -200,16 +204,18 @@ def linear_logprobs(
     scaling["temperature"] = temperature
     kind = _prepare(_LOGPROBS, place, parts, chunking, target, ignore_index, **scaling)
     wanted = Wanted(entropy=return_entropy, argmax=return_argmax)
-    kind = _add_plans(kind, _make_layer(kind, *parts))
     kind = kind._replace(wanted=wanted, returns_lse=return_lse)
-    whole: small.Run = partial(_compute_logprobs, kind)
+    whole: small.Run = partial(_compute_logprobs, _add_plans(kind, _make_layer(kind, *parts)))
     given = (*parts, target, temperature)
     is_plain = kind.is_plain and not (any(wanted) or return_lse)
     if is_plain and small.may_serve(_FEW, kind.settings, *given):
-        whole = small.linear_logprobs(kind.settings, whole)
+        again = partial(
+            _compute_any_logprobs, kind._replace(settings=kind.settings._replace(leading=()))
+        )
+        whole = small.linear_logprobs(kind.settings, again)
     elif not any(wanted) and (run := _fuse(kind, parts, None, target, temperature)) is not None:
-        whole = _negate(run)
-    return place.wrap(run_final(whole, *given))
+        whole = partial(_negate, run)
+    return place.wrap(run_final(whole, *given, **_find_span(kind, parts, is_plain)))
 
 
 # --- What a kind of call is -------------------------------------------------------------------
@@ -281,10 +287,14 @@ def _prepare(
 def _prepare_loss(
     kind: _Kind, parts: Any, token_weights: torch.Tensor | None, returns_lse: bool, **terms: Any
 ) -> _Kind:
-    """Check the other arguments of a loss, and decide when its gradients are computed."""
+    """Check the other arguments of a loss."""
     settings = arguments.check_terms(kind.settings, parts[0], token_weights, **terms)
     is_plain = kind.is_plain and not (returns_lse or settings.z_loss) and token_weights is None
-    kind = kind._replace(settings=settings, returns_lse=returns_lse, is_plain=is_plain)
+    return kind._replace(settings=settings, returns_lse=returns_lse, is_plain=is_plain)
+
+
+def _plan_loss(kind: _Kind, parts: Any, token_weights: torch.Tensor | None) -> _Kind:
+    """Add the plans of a loss of so many rows."""
     layer, shared, plan = _make_layer(kind, *parts), kind.place.classes, None
     if not _keeps_gradients(kind, layer, token_weights):
         return _add_plans(kind, layer)
@@ -315,32 +325,39 @@ def _fuse(
     if not (is_whole and fused.may_serve(settings, token_weights, *parts, *others)):
         return None
     layer, count = _make_layer(kind, *parts), math.prod(settings.leading)
-    plan: Plan | None = chunks.make_plan(layer, kind.needs, fused.FORWARD.find(layer.input))
-    assert plan is not None
-    size = layer.logits_dtype.itemsize
-    if plan.each < count or count * plan.stride * size > _FEW_BYTES:
-        return None
-    if plan.stride == settings.classes or count * plan.stride * size <= _UNPADDED:
-        plan = None
+    size, plan = layer.logits_dtype.itemsize, None
+    if parts[0].is_cpu and not choice.is_on_gpu(parts[0]):
+        if count * settings.classes >= _KEPT:
+            return None
+    else:
+        plan = chunks.make_plan(layer, kind.needs, fused.FORWARD.find(layer.input))
+        if plan.each < count or count * plan.stride * size > _FEW_BYTES:
+            return None
+        if plan.stride == settings.classes or count * plan.stride * size <= _UNPADDED:
+            plan = None
     run = fused.make_run(settings, kind.dtype or settings.kind, layer, kind.needs, plan)
     if kind.casts_to is None and parts[0].ndim == 2:
         return run
-
-    def run_layer(*given: Any) -> torch.Tensor:
-        return run(*_make_layer(kind, *given[:3])[:3], *given[3:])
-
-    return run_layer
+    return partial(_run_layer, run, kind.casts_to)
 
 
-def _negate(run: small.Run) -> small.Run:
+def _run_layer(run: small.Run, casts_to: torch.dtype | None, *given: Any) -> torch.Tensor:
+    return run(*_flatten(casts_to, *given[:3]), *given[3:])
+
+
+def _find_span(kind: _Kind, parts: Any, is_plain: bool) -> dict[str, int]:
+    """The numbers of input's elements for which torch's ops, one op or chunks serve."""
+    few, kept = (small.find_span(most, kind.settings, parts[0]) for most in (_FEW, _KEPT))
+    if not is_plain:
+        return kept
+    return few if "below" in few else few | kept
+
+
+def _negate(run: small.Run, *given: Any) -> torch.Tensor:
     """Log-probabilities of classes [*], or [*, 1], by their losses."""
-
-    def find(*given: Any) -> torch.Tensor:
-        *layer, target, temperature = given
-        losses: torch.Tensor = run(*layer, target, None, temperature, None)
-        return -losses.view(target.shape)
-
-    return find
+    *layer, target, temperature = given
+    losses: torch.Tensor = run(*layer, target, None, temperature, None)
+    return -losses.view(target.shape)
 
 
 def _keeps_gradients(kind: _Kind, layer: Layer, token_weights: torch.Tensor | None) -> bool:
@@ -365,11 +382,35 @@ def _keeps_gradients(kind: _Kind, layer: Layer, token_weights: torch.Tensor | No
 def _make_layer(
     kind: _Kind, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> Layer:
-    if kind.casts_to is not None:
-        input, weight = input.to(kind.casts_to), weight.to(kind.casts_to)
-        bias = None if bias is None else bias.to(kind.casts_to)
-    flat = input.reshape(math.prod(kind.settings.leading), input.shape[-1])
-    return Layer(flat, weight, bias, *kind.chunking)
+    return Layer(*_flatten(kind.casts_to, input, weight, bias), *kind.chunking)
+
+
+def _flatten(
+    casts_to: torch.dtype | None,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The tensors of a layer of rows in one dimension, in autocast's dtype if it casts."""
+    if casts_to is not None:
+        input, weight = input.to(casts_to), weight.to(casts_to)
+        bias = None if bias is None else bias.to(casts_to)
+    return input.reshape(input.shape[:-1].numel(), input.shape[-1]), weight, bias
+
+
+def _compute_any(kind: _Kind, *given: Any) -> Any:
+    """The loss of any number of rows."""
+    kind = _fit(kind, given[0])
+    return _compute_loss(_plan_loss(kind, given[:3], given[-1]), *given)
+
+
+def _compute_any_logprobs(kind: _Kind, *given: Any) -> Any:
+    kind = _fit(kind, given[0])
+    return _compute_logprobs(_add_plans(kind, _make_layer(kind, *given[:3])), *given)
+
+
+def _fit(kind: _Kind, input: torch.Tensor) -> _Kind:
+    return kind._replace(settings=kind.settings._replace(leading=tuple(input.shape[:-1])))
 
 
 def _compute_loss(kind: _Kind, *given: Any) -> Any:

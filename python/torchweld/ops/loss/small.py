@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.functional import linear
 from torchweld import checks
 from torchweld.dispatch import choice
 from torchweld.dispatch.alike import PLAIN, is_ordinary
+from torchweld.dispatch.recorder import RECORDER
 from torchweld.ops.loss.arguments import Settings
 from torchweld.registry import why_not_now
 
@@ -26,6 +28,15 @@ _REDUCTIONS = ("none", "mean", "sum")
 # Up to so many targets are searched faster in a list.
 _LISTED = 64
 Run = Callable[..., Any]
+
+
+def find_span(few: int, settings: Settings, x: torch.Tensor) -> dict[str, int]:
+    """The numbers of x's elements, all of its rows', on one side of so few logits."""
+    if RECORDER.notes is None:  # a graph's sizes may be unknown
+        return {}
+    rows = math.prod(settings.leading)
+    limit = -(-few // max(settings.classes, 1)) * (x.numel() // max(rows, 1))
+    return {"below" if rows * settings.classes < few else "least": limit}
 
 
 def may_serve(few: int, settings: Settings, *tensors: Any) -> bool:
@@ -43,56 +54,64 @@ def may_serve(few: int, settings: Settings, *tensors: Any) -> bool:
 
 
 def cross_entropy(settings: Settings, trains: bool, whole: Run) -> Run:
-    """torch's loss of given logits.
+    """torch's loss of given logits; `whole` serves what it refuses.
 
     Not with ignored rows, if a gradient is needed: torch's is NaN where such a row is.
     """
-    ignored, smoothing = settings.ignored, settings.label_smoothing
-    reduction = _REDUCTIONS.index(settings.reduction)
-    is_short = len(settings.leading) == 1 and settings.leading[0] <= _LISTED
+    numbers = (_REDUCTIONS.index(settings.reduction), settings.ignored, settings.label_smoothing)
+    return partial(_compute, trains, numbers, whole)
 
-    def run(
-        input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, *others: None
-    ) -> Any:
-        if not (trains and ignored in (target.tolist() if is_short else target)):
-            try:
-                return _loss(input, target, weight, reduction, ignored, smoothing)
-            except _REFUSALS:
-                pass
-        return whole(input, target, weight, *others)
 
-    return run
+def _compute(
+    trains: bool,
+    numbers: tuple[int, int, float],
+    whole: Run,
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    *others: None,
+) -> Any:
+    try:
+        is_short = target.ndim == 1 and target.numel() <= _LISTED
+        if not (trains and numbers[1] in (target.tolist() if is_short else target)):
+            return _loss(input, target, weight, *numbers)
+    except _REFUSALS:
+        pass
+    return whole(input, target, weight, *others)
 
 
 def linear_cross_entropy(settings: Settings, trains: bool, whole: Run) -> Run:
     """torch's loss of a linear layer's logits."""
-    find = cross_entropy(settings, trains, lambda *_: None)
-    is_flat = len(settings.leading) == 1
+    find = cross_entropy(settings, trains, _refuse)
+    return partial(_compute_layer, find, len(settings.leading) == 1, settings.classes, whole)
 
-    def run(*given: Any) -> Any:
-        *layer, target, weight, _, _ = given
-        logits, picked = linear(*layer), target
-        if not is_flat:
-            logits, picked = logits.view(-1, settings.classes), target.reshape(-1)
-        made = find(logits, picked, weight)
-        if made is None:
-            return whole(*given)
-        return made.view(settings.leading) if made.ndim else made
 
-    return run
+def _refuse(*_: Any) -> None:
+    """The result of a call that torch's op refused."""
+
+
+def _compute_layer(find: Run, is_flat: bool, classes: int, whole: Run, *given: Any) -> Any:
+    *layer, target, weight, _, _ = given
+    logits, picked = linear(*layer), target
+    if not is_flat:
+        logits, picked = logits.view(-1, classes), target.reshape(-1)
+    made = find(logits, picked, weight)
+    if made is None:
+        return whole(*given)
+    return made.view(target.shape) if made.ndim else made
 
 
 def linear_logprobs(settings: Settings, whole: Run) -> Run:
     """The log-probabilities of classes [*], or [*, K]."""
+    return partial(_find_logprobs, whole) if settings.ignored < 0 else whole
 
-    def run(*given: Any) -> Any:
-        *layer, target, _ = given
-        try:
-            logprobs = linear(*layer).log_softmax(-1)
-            if target.ndim == logprobs.ndim:
-                return logprobs.gather(-1, target)
-            return logprobs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-        except _REFUSALS:  # of a target that is ignored
-            return whole(*given)
 
-    return run if settings.ignored < 0 else whole
+def _find_logprobs(whole: Run, *given: Any) -> Any:
+    *layer, target, _ = given
+    try:
+        logprobs = linear(*layer).log_softmax(-1)
+        if target.ndim == logprobs.ndim:
+            return logprobs.gather(-1, target)
+        return logprobs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    except _REFUSALS:  # of a target that is ignored
+        return whole(*given)

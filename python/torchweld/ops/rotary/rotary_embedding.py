@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from torchweld.dispatch.call import call
+from torchweld.dispatch.call import call_arranged
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.dispatch.way import short
-from torchweld.ops.rotary.arguments import check_heads, in_one_dtype, prepare
+from torchweld.ops.rotary.arguments import check_heads, plan
 from torchweld.ops.rotary.op import OP
 from torchweld.ops.rotary.over_devices import normalize, shares_heads
 
@@ -93,7 +93,7 @@ def rotary_embedding(
         "norm_rounding": norm_rounding,
         "norm_across_heads": norm_across_heads,
     }
-    y: torch.Tensor = call(OP, *prepare(x, cos, sin, position_ids, **how))[0]
+    y: torch.Tensor = call_arranged(OP, *plan(x, cos, sin, position_ids, **how))[0]
     return y
 
 
@@ -147,8 +147,8 @@ def rotary_embedding_qk(
         rotated_k = rotary_embedding(k, cos, sin, position_ids, norm_weight=k_norm_weight, **how)
         return rotated_q, rotated_k
     check_heads(q, k, seq_dim)
-    inputs = [*prepare(q, cos, sin, position_ids, norm_weight=q_norm_weight, **how)]
-    inputs[1] = k
-    inputs[5], inputs[6] = in_one_dtype(q, q_norm_weight, k_norm_weight)
-    results: tuple[torch.Tensor, torch.Tensor] = call(OP, *inputs)
+    how |= {"k": k, "norm_weight": q_norm_weight, "k_norm_weight": k_norm_weight}
+    results: tuple[torch.Tensor, torch.Tensor] = call_arranged(
+        OP, *plan(q, cos, sin, position_ids, **how)
+    )
     return results
