@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from torchweld import state
 from torchweld.dispatch import choice
-from torchweld.dispatch.alike import PLAIN, is_constant, is_ordinary, is_plain
+from torchweld.dispatch.alike import PLAIN, is_constant, is_plain
 from torchweld.errors import ArgumentError
 from torchweld.fusion.patterns.logits import Logits
 from torchweld.warmup import warmup
@@ -159,7 +159,7 @@ def _may_capture(leaves: Sequence[Any]) -> bool:
         bool(tensors)
         and all(is_plain(t) and t.device.type == _DEVICE for t in tensors)
         and all(isinstance(leaf, torch.Tensor) or is_constant(leaf) for leaf in leaves)
-        and is_ordinary()
+        and not state.has_modes()
         and not torch.nn.modules.module._has_any_global_hook()
         and not state.is_transforming()
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None

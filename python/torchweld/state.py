@@ -69,14 +69,13 @@ def is_capturing() -> bool:
 # --- The running backward pass --------------------------------------------------------------------
 
 
+# Whether the running backward pass leaves the graph for another one.
+retains_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+
 def find_backward_pass() -> int:
     """The number of the running backward pass, -1 outside of any."""
     return torch._C._current_graph_task_id()
-
-
-def retains_graph() -> bool:
-    """Whether the running backward pass leaves the graph for another one."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def will_run(node: Any) -> bool | None:

@@ -42,7 +42,17 @@ BELOW: dict[str, set[str]] = {
         "version",
     },
     "functional": {"ops"},
-    "fusion": {"nn", "functional", "ops", "sparse", "dispatch", "table", "errors", "names"},
+    "fusion": {
+        "state",
+        "nn",
+        "functional",
+        "ops",
+        "sparse",
+        "dispatch",
+        "table",
+        "errors",
+        "names",
+    },
     "graphs": {"state", "fusion", "dispatch", "warmup", "errors"},
     "explanation": {"functional", "dispatch", "registry", "errors"},
     "nn": {"functional", "ops", "sparse", "dispatch", "checks", "errors", "names"},
@@ -160,3 +170,28 @@ def test_the_tests_that_lanes_name_exist(name: str, listed: tuple[str, ...]) -> 
         found = ROOT / "tests" / path
         assert found.exists(), path
         assert not function or f"def {function}(" in found.read_text(), function
+
+
+# A question that many ask has one home: no other file has these words.
+HOMES = {
+    r"torch\._C\._(functorch|are_functorch|get_tracing|len_torch|get_dispatch_mode|current_graph_task)"
+    r"|_TorchDispatchModeKey|_keep_graph\(|_will_engine|_is_exporting_flag"
+    r"|is_current_stream_capturing|import FakeTensor$": {"state"},
+    r"\b_current_level\b": {"state", "dispatch.alike"},
+    r"_disable_current_modes|temporarily_clear_interpreter_stack|DisableTorchFunction": {"isolate"},
+    r"(?<![\w.`])(?<!def )(exec|eval)\((?!\))": {"dispatch.generate", "fusion.rewrite"},
+    r"\bTensorGuards\b": {"dispatch.alike"},
+}
+
+
+@pytest.mark.parametrize("words", HOMES)
+def test_a_question_has_one_home(words: str) -> None:
+    """Nine files asked torch what it is doing, and their lists differed: captures were in two."""
+    found = {
+        name
+        for name, path in MODULES.items()
+        if not name.startswith("triton_kernels")
+        and re.search(words, path.read_text(), re.MULTILINE)
+    }
+    assert found <= HOMES[words], found - HOMES[words]
+    assert found, "nothing has these words"

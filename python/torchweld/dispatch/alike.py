@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C._functorch import is_legacy_batchedtensor
-from torch.autograd import forward_ad
 
+from torchweld import state
+from torchweld.dispatch.generate import compile_function
 from torchweld.dispatch.sizes import Varying
 
 try:
@@ -29,13 +29,6 @@ _SINGLETONS = (None, True, False)
 # What a comparison raises for arguments that it cannot compare: NumPy arrays, proxies, lists.
 INCOMPARABLE = (KeyError, AttributeError, TypeError, RuntimeError, ValueError)
 IsLike = Callable[..., bool]
-
-modes = torch._C._len_torch_dispatch_stack
-
-
-def is_ordinary() -> bool:
-    """Whether no mode of torch sees or changes calls; guards notice most others."""
-    return not (modes() or torch._C._len_torch_function_stack())
 
 
 def is_constant(value: Any) -> bool:
@@ -60,7 +53,7 @@ def is_plain(t: torch.Tensor) -> bool:
     return (
         type(t) in PLAIN
         and t.layout is torch.strided
-        and not (t.is_nested or t.is_meta or is_legacy_batchedtensor(t))
+        and not (t.is_nested or t.is_meta or state.is_batched(t))
     )
 
 
@@ -105,7 +98,7 @@ def make_comparison(
     are code on the arguments a0, a1, ...
     """
     places = {at: value for at, value in enumerate(given) if isinstance(value, torch.Tensor)}
-    if guards is None or not is_ordinary() or not all(map(is_plain, places.values())):
+    if guards is None or state.has_modes() or not all(map(is_plain, places.values())):
         return None
     if aligned and any(t.data_ptr() % ALIGNMENT for t in places.values()):
         return None
@@ -191,18 +184,20 @@ def _write_comparison(
     conditions += [f"{name}.__class__ is int and 0 <= {name} < 2**63" for name in select("s")]
     conditions += more
     conditions.append("not modes() and not function_modes()")
-    conditions.append("forward_ad._current_level < 0")
+    conditions.append("forward_ad._current_level < 0")  # has_forward_ad() without its call
     conditions.append("(autocast is None or get_autocast_dtype(autocast[0]) == autocast[1])")
-    made: Callable[..., IsLike] = eval(
-        f"lambda check, values, classes, inner, train, autocast: lambda {', '.join(names)}: "
-        + " and ".join(conditions),
-        {
-            "is_grad_enabled": torch.is_grad_enabled,
-            "get_autocast_dtype": torch.get_autocast_dtype,
-            "modes": modes,
-            "function_modes": torch._C._len_torch_function_stack,
-            "forward_ad": forward_ad,
-            "ALIGNMENT": ALIGNMENT,
-        },
+    source = (
+        "def make(check, values, classes, inner, train, autocast):\n"
+        f"    return lambda {', '.join(names)}: (\n        "
+        + "\n        and ".join(conditions)
+        + "\n    )\n"
     )
-    return made
+    scope = {
+        "is_grad_enabled": torch.is_grad_enabled,
+        "get_autocast_dtype": torch.get_autocast_dtype,
+        "modes": state.count_dispatch_modes,
+        "function_modes": state.count_function_modes,
+        "forward_ad": state.forward_ad,
+        "ALIGNMENT": ALIGNMENT,
+    }
+    return compile_function("make", source, scope, "a comparison of calls")

@@ -10,7 +10,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.compiler import is_compiling
 
+from torchweld import state
 from torchweld.dispatch.alike import copy_constant
+from torchweld.dispatch.generate import compile_function
 from torchweld.registry import Differentiable, Op
 
 
@@ -20,8 +22,7 @@ def exports_a_derivative() -> bool:
     Its tracer runs autograd functions but records only their forward passes, and so
     drops their backward passes: the recorded ops need derivatives of their own.
     """
-    # torch.compiler.is_exporting() returns this flag, but Dynamo in torch 2.11 assumes True.
-    return torch.compiler._is_exporting_flag and torch.is_grad_enabled()
+    return state.is_exporting() and torch.is_grad_enabled()
 
 
 def wants_gradient(*values: Any) -> bool:
@@ -43,7 +44,7 @@ def make_unaliased(result: torch.Tensor) -> torch.Tensor:
 
     torch refuses in-place changes to a node's result that is a view or one of the node's inputs.
     """
-    if is_compiling() or not result._is_view():
+    if state.is_compiling() or not result._is_view():
         return result
     return torch.ops.aten._unsafe_view(result, result.shape)
 
@@ -85,7 +86,7 @@ def autograd_function(
     _NODES[node] = (op, kernel)
     scope: dict[str, Any] = {}
     source = _write_node(node, op, returned or op.public, ready)
-    exec(compile(source, f"<the node {node}>", "exec"), globals(), scope)
+    compile_function("backward", source, globals(), f"the node {node}", into=scope)
     # The class needs its name at creation: torch derives the names of its nodes, seen in grad_fn
     # and in the profiler, from it immediately.
     methods = {name: staticmethod(scope[name]) for name in ("forward", "backward")}
@@ -228,7 +229,7 @@ def _write_gradients(
 
 _PART = "torchweld_part_of_a_backward_pass"
 # A name of its own: generated code calls it at each backward pass.
-_keeps_the_graph = torch._C._autograd._get_current_graph_task_keep_graph
+_keeps_the_graph = state.retains_graph
 
 
 @contextmanager
@@ -313,14 +314,8 @@ def list_reached(ctx: Any) -> list[bool]:
     if is_compiling():  # compiled graphs run whole
         return list(ctx.needs_input_grad)
     nodes = iter([node for node, _ in ctx.next_functions if node is not None])
-    return [need and _will_run(next(nodes)) for need in ctx.needs_input_grad]
-
-
-def _will_run(node: Any) -> bool:
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf: torch.autograd.grad is to return its gradient
-        return True
+    # Of a leaf, whose gradient torch.autograd.grad returns, nothing is known.
+    return [need and state.will_run(next(nodes)) is not False for need in ctx.needs_input_grad]
 
 
 def find_eager_backward(op: Differentiable) -> Callable[..., Any]:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
+from torchweld import state
 from torchweld.dispatch import choice
-from torchweld.dispatch.alike import is_ordinary
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.choice import choose
 from torchweld.dispatch.direct import make_direct
@@ -75,7 +75,7 @@ class BareOp:
         run = self.find(first)
         if run == self._run_on_gpu:
             return self._ask_once()
-        return self.direct if run is self._overloads.get("cpu") and is_ordinary() else run
+        return self.direct if run is self._overloads.get("cpu") and not state.has_modes() else run
 
     @functools.cached_property
     def direct(self) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import torch
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.utils.checkpoint import checkpoint
 
+from torchweld import state
 from torchweld.dispatch import choice, dtensor
 from torchweld.dispatch.alike import PLAIN
 from torchweld.dispatch.choice import choose, use_backend
@@ -121,16 +122,10 @@ def run_checkpointed(function: Callable[..., Any], *args: Any) -> Any:
     """
     leave_open()  # what it calls is not all that it does
     context: dict[str, Any] = {}
-    if not is_compiling() and not _records_a_graph():
+    if not is_compiling() and not state.is_recording():  # a recorded checkpoint takes no contexts
         asked: Sequence[str | None] = choice.forced or (None,)
         context["context_fn"] = partial(_make_contexts, asked)
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **context)
-
-
-def _records_a_graph() -> bool:
-    """Whether make_fx, or a transform built on it, records: checkpoints then get no contexts."""
-    proxy = torch._C._TorchDispatchModeKey.PROXY
-    return torch._C._get_dispatch_mode(proxy) is not None
 
 
 def _make_contexts(names: Sequence[str | None]) -> tuple[Any, Any]:

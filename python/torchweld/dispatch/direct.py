@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from torchweld import state
 from torchweld.dispatch import native
-from torchweld.dispatch.alike import PLAIN, modes
+from torchweld.dispatch.alike import PLAIN
 
 LIBRARY = "torchweld_python"
 # The letters of csrc/python/direct.cpp.
@@ -62,10 +63,9 @@ def _open() -> Callable[..., Any]:
     for function in (prepare, make_call):
         function.argtypes, function.restype = [ctypes.py_object], ctypes.py_object
     example = torch.ones(3)
-    transforms: Any = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
     wrap: Any = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs  # type: ignore[attr-defined]
     size = torch._C.TensorBase.__basicsize__  # type: ignore[attr-defined]
-    questions = modes, transforms, "is_neg", "_is_zerotensor"
+    questions = state.count_dispatch_modes, state.is_transforming, "is_neg", "_is_zerotensor"
     told = (*PLAIN, example, example._cdata, size, wrap, *questions, _DTYPES)
     if prepare(told) is None:
         raise OSError("this torch's tensors are not where the library looks for them")

@@ -60,7 +60,7 @@ class Kernel:
 
     def __call__(self, *inputs: Any) -> Any:
         """The public results, in autograd's graph if a gradient is needed."""
-        if torch.compiler._is_exporting_flag and exports_a_derivative():
+        if exports_a_derivative():
             return self._exported(*inputs)
         return self._differentiable(*inputs)
 

@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchweld.dispatch.alike import IsLike, guards, is_lazy, make_comparison
+from torchweld.dispatch.generate import compile_function
 from torchweld.isolate import leave_dispatch_modes
 
 _ALLOCATIONS = {
@@ -111,8 +112,7 @@ def _write(
             given[step.seed_at] = "seed"
         lines.append(f"launch{at}({', '.join(given)})")
     lines.append(f"return {', '.join(results)}".strip())
-    exec(compile("\n    ".join(lines), "<a plan>", "exec"), scope)
-    return scope["run"]  # type: ignore[no-any-return]
+    return compile_function("run", "\n    ".join(lines), scope, "a plan")
 
 
 class _Recorder(TorchDispatchMode):

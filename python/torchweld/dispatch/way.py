@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
-from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
 
+from torchweld import state
 from torchweld.dispatch import choice, seeds
 from torchweld.dispatch.alike import (
     INCOMPARABLE,
@@ -28,9 +27,9 @@ from torchweld.dispatch.alike import (
     IsLike,
     copy_constant,
     is_constant,
-    is_ordinary,
     make_comparison,
 )
+from torchweld.dispatch.generate import compile_function
 from torchweld.dispatch.kernels import Casting, Kernel
 from torchweld.dispatch.recorder import RECORDER, Note
 from torchweld.dispatch.sizes import Extents, find_varying, measure
@@ -166,15 +165,15 @@ def short(
             "_ways": cache.ways,
             "_choice": choice,
             "_numel": torch.Tensor.numel,
-            "_compiling": is_dynamo_compiling,
+            # This is state.is_compiling() with one Python call less.
+            "_compiling": state.is_dynamo_compiling,
             "_compiler": torch.compiler,
             "_INCOMPARABLE": INCOMPARABLE,
             "_find": _find,
             "_ops": OPS,
             "_name": function.__name__,
         }
-        exec(compile(source, f"<the short way of {function.__name__}>", "exec"), scope)
-        made: Any = scope[function.__name__]
+        made: Any = compile_function(function.__name__, source, scope)
         return functools.update_wrapper(made, function)  # type: ignore[no-any-return]
 
     return decorate
@@ -303,11 +302,11 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 def _can_keep() -> bool:
     return (
-        is_ordinary()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._get_tracing_state()
-        and not torch.compiler.is_compiling()
-        and forward_ad._current_level < 0
+        not state.has_modes()
+        and not state.is_transforming()
+        and not state.is_tracing()
+        and not state.is_compiling()
+        and not state.has_forward_ad()
     )
 
 
@@ -429,6 +428,4 @@ def _write_run(
         "draw": seeds.draw_again,
         "as_seed": seeds.as_seed,
     }
-    exec(compile("\n".join(filter(None, lines)), "<a ready function>", "exec"), scope)
-    made: Callable[..., Any] = scope["make"]
-    return made
+    return compile_function("make", "\n".join(filter(None, lines)), scope, "a ready function")

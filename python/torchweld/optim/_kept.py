@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from torchweld.dispatch.alike import INCOMPARABLE, is_ordinary, is_plain, make_guards
+from torchweld import state
+from torchweld.dispatch.alike import INCOMPARABLE, is_plain, make_guards
 from torchweld.ops.optimizer.batch import Batch
 from torchweld.optim._codecs import State
 from torchweld.optim._params import Group
@@ -63,7 +64,7 @@ class Kept:
         """Keep the batches, if they hold plain parameters and states themselves."""
         every = ({**group, "params": None, "lr": None}.values() for group in groups)
         constant = all(isinstance(value, _CONSTANTS) for values in every for value in values)
-        if not (is_ordinary() and constant):
+        if state.has_modes() or not constant:
             return None
         for _, batch in work:
             if batch.splits or batch.rounding_offsets or not _are(batch.params, batch.wholes):
@@ -80,7 +81,7 @@ class Kept:
         learning_rate: Callable[[Group], Any],
     ) -> bool:
         """Give the batches this step's gradients and rates, if all else is unchanged."""
-        if len(groups) != len(self._groups) or not is_ordinary():
+        if len(groups) != len(self._groups) or state.has_modes():
             return False
         for group, (kept, settings, params) in zip(groups, self._groups, strict=True):
             same = group is kept and _are(group["params"], params)

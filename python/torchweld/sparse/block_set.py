@@ -174,7 +174,7 @@ class BlockSet:
 
     def _is_captured(self) -> bool:
         """Whether a CUDA graph, which owns what it allocates, is captured now."""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self.device.type == "cuda" and state.is_capturing()
 
     @cached_property
     def form(self) -> tuple[Any, ...]:

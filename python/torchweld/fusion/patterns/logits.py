@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from torchweld import state
 from torchweld.dispatch.autograd import differentiate
 from torchweld.dispatch.dtensor import is_dtensor
 
@@ -72,7 +73,7 @@ class Deferred:
 
     def make_tensor(self, head: Any) -> Any:
         """The logits for the caller of the model: a tensor, if a later call can compute them."""
-        compiling = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        compiling = state.is_compiling() or state.is_transforming()
         if compiling or is_dtensor(self.x) or is_dtensor(head.weight):
             return self
         made = _Head.apply(self, self.x, head.weight, head.bias)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweld import checks
+from torchweld import checks, state
 from torchweld.dispatch import choice
-from torchweld.dispatch.alike import is_lazy, is_ordinary
+from torchweld.dispatch.alike import is_lazy
 from torchweld.dispatch.autograd import find_apply, wants_gradient
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.recorder import run_final
@@ -258,7 +258,7 @@ def _fits_triton(logits: torch.Tensor, k: int, groups: int) -> bool:
 
 
 def _plan(backend: str, logits: torch.Tensor, how: tuple[Any, ...]) -> Callable[..., Any]:
-    is_direct = backend == "cpu" and checks.can_read(logits) and is_ordinary()
+    is_direct = backend == "cpu" and checks.can_read(logits) and not state.has_modes()
     run = _Run(_FORWARD.direct, _BACKWARD.direct) if is_direct and not is_lazy(logits) else None
     return partial(_run_kernel, run, wants_gradient(logits), how)
 

@@ -113,18 +113,12 @@ def _gradient_of_z(
     buffer: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of z and the bias by a GEMM and a pass, in the buffer if there is one."""
-    if _is_batched(rows):  # vmap does not support out= and in-place results
+    if state.is_batched(rows):  # vmap does not support out= and in-place results
         grad_y = (rows @ weight).view(z.shape)
         return torch.ops.torchweld.bias_act_backward.cpu(grad_y, z, bias, *kind, need_bias)
     grad_z = z.new_empty(z.shape) if buffer is None else buffer
     product.multiply_into(grad_z.view(rows.shape[0], z.shape[-1]), rows, weight)
     return grad_z, _backward_(grad_z, z, bias, *kind, need_bias)
-
-
-def _is_batched(x: torch.Tensor) -> bool:
-    """Whether vmap runs on x: torch.func's, or the one behind is_grads_batched."""
-    functorch = torch._C._functorch
-    return functorch.is_batchedtensor(x) or functorch.is_legacy_batchedtensor(x)
 
 
 def _derivatives(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from torchweld import checks
+from torchweld import checks, state
 from torchweld.dispatch.alike import is_lazy
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import call, run_checkpointed, run_on
@@ -150,7 +150,7 @@ def act(
 
 def may_overwrite(z: torch.Tensor) -> bool:
     """Whether a GEMM's result may be overwritten: not if it is traced or kept."""
-    if torch.compiler.is_compiling() or (torch._C._len_torch_dispatch_stack() and _is_kept()):
+    if torch.compiler.is_compiling() or (state.count_dispatch_modes() and _is_kept()):
         return False
     return type(z) is torch.Tensor and z.is_contiguous()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from torchweld import state
 from torchweld.dispatch.alike import PLAIN
 from torchweld.dispatch.autograd import wants_gradient
 from torchweld.dispatch.bare import BareOp
@@ -111,7 +112,7 @@ def may_run(*tensors: torch.Tensor | None) -> bool:
     """Whether the library is there, and no transform needs ops that it knows."""
     if BACKENDS["cpu"].why_missing() is not None:
         return False
-    if torch.compiler.is_compiling():
+    if state.is_compiling():
         return True
-    batched = torch._C._functorch.is_legacy_batchedtensor
-    return why_not_now() is None and not any(t is not None and batched(t) for t in tensors)
+    given = [t for t in tensors if t is not None]
+    return why_not_now() is None and not any(map(state.is_batched, given))

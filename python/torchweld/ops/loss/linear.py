@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweld import checks
+from torchweld import checks, state
 from torchweld.dispatch import choice
 from torchweld.dispatch.recorder import leave_open, run_final
 from torchweld.dispatch.way import short
@@ -368,7 +368,7 @@ def _keeps_gradients(kind: _Kind, layer: Layer, token_weights: torch.Tensor | No
     """
     if kind.settings.reduction == "none" or kind.returns_lse or kind.into_grad:
         return False
-    if not any(kind.needs) or torch.compiler._is_exporting_flag or kind.takes_eager:
+    if not any(kind.needs) or state.is_exporting() or kind.takes_eager:
         return False
     if kind.place.classes is not None and torch.compiler.is_compiling():
         return False

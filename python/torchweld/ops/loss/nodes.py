@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchweld import checks
+from torchweld import checks, state
 from torchweld.dispatch.autograd import differentiate, exports_a_derivative, make_views
 from torchweld.dispatch.library import define_differentiable
 from torchweld.errors import ArgumentError
@@ -249,7 +249,7 @@ class _Total(torch.autograd.Function):
             total = ctx.factors.add_up(row_results)
             return (*differentiate([total], layer[:3], [grad]), *after)
         kept = ctx.kept
-        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        keeps_graph = state.retains_graph()
         if keeps_graph or not checks.can_read(grad, *kept):
             return (*_scale(kept, grad), *after)
         # Nobody else holds the gradients, so scale them in place and return them.

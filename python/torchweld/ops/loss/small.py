@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from torchweld import checks
+from torchweld import checks, state
 from torchweld.dispatch import choice
-from torchweld.dispatch.alike import PLAIN, is_ordinary
+from torchweld.dispatch.alike import PLAIN
 from torchweld.dispatch.recorder import RECORDER
 from torchweld.ops.loss.arguments import Settings
 from torchweld.registry import why_not_now
@@ -41,7 +41,7 @@ def find_span(few: int, settings: Settings, x: torch.Tensor) -> dict[str, int]:
 
 def may_serve(few: int, settings: Settings, *tensors: Any) -> bool:
     """Whether torch's ops may serve: few logits on a CPU, of one dtype that torch sums in."""
-    if choice.forced is not None or torch.compiler.is_compiling() or not is_ordinary():
+    if choice.forced is not None or state.is_compiling() or state.has_modes():
         return False
     if why_not_now() is not None or checks.autocasts("cpu") or settings.several is None:
         return False
