@@ -17,7 +17,7 @@ import torchweld
 from torchweld import functional, optim
 from torchweld.sparse import BlockLayout
 
-OURS = (str(Path(torchweld.__file__).parent), "<the ", "<a ready function>")
+OURS = (str(Path(torchweld.__file__).parent), "<torchweld: the ", "<torchweld: a ready function")
 
 
 def _count(function: Callable[[], Any]) -> tuple[int, int]:
