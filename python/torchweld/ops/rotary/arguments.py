@@ -66,6 +66,9 @@ def prepare(
     checks.flag(NAME, "norm_across_heads", norm_across_heads)
     heads = heads_at - 1 if norm_across_heads else None
     eps = float(norm_eps) if isinstance(norm_eps, checks.NUMBER) else norm_eps
+    checks.fits(
+        NAME, "rotary_dim", rotary_dim, isinstance(rotary_dim, checks.INTEGER), "an even int"
+    )
     layout = (int(rotary_dim), interleaved, proportional)
     norm = (eps, norm_plus_one, norm_rounding, heads)
     return (x, None, cos, sin, position_ids, norm_weight, None, *layout, *norm)
