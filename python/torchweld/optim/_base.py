@@ -85,7 +85,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _lost = 0
     # The norm of all gradients before clipping; set by a step with max_grad_norm.
     grad_norm: torch.Tensor | None = None
-    # Entries that a saved state may have besides those of `make_state`.
+    # Entries of a saved state that `make_state` does not make.
     extra_entries: frozenset[str] = frozenset()
 
     def __init__(self, params: Any, **options: Any) -> None:
@@ -97,14 +97,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         codec = Codec(**storage)
         codec.check(name)
         norm, decay = self.max_grad_norm, self.ema_decay
-        check_numbers(name, options)
+        check_numbers(name, options | {"ema_decay": decay})
         if norm is not None:
             checks.number(name, "max_grad_norm", norm, lambda v: v > 0, "a number > 0 or None")
         fits = not options.get("differentiable")
         checks.fits(name, "differentiable", True, fits, "False; torch.optim has it")
-        if decay is not None:
-            accepted = "a number in [0, 1) or None"
-            checks.number(name, "ema_decay", decay, lambda v: 0 <= v < 1, accepted)
         self._shown: dict[torch.Tensor, torch.Tensor] = {}  # parameters while averages are shown
         self._asked = {name: True for name, flag in flags.items() if flag}
         self._codec = codec
@@ -522,13 +519,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self._codec_of(p).new_state(p if twin is None else twin, moments)
 
     def describe(self, p: torch.Tensor) -> str:
-        """Name the optimizer, and the options on which the entries of p's state depend.
-
-        The other settings are in groups, which a saved state brings.
-        """
-        options = self._codec_of(p).describe(p)
-        options += ["ema_decay"] if self.ema_decay is not None else []
-        name = self._find_kind().__name__
+        """Name the optimizer and the options that the entries of p's state depend on."""
+        averages = ["ema_decay"] if self.ema_decay is not None else []
+        options, name = self._codec_of(p).describe(p) + averages, self._find_kind().__name__
         return f"{name} with {', '.join(options)}" if options else name
 
     @classmethod

@@ -18,7 +18,7 @@ _SHARES = ("a tuple of numbers in [0, 1)", _SHARE[1])
 _ACCEPTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("lr", "momentum", "weight_decay", "trust_coefficient", "alpha"), _RATE),
     **dict.fromkeys(("dampening", "r", "weight_lr_power", "decay_rate"), _ANY),
-    **dict.fromkeys(("beta1", "coeff_beta"), _SHARE),
+    **dict.fromkeys(("beta1", "coeff_beta", "ema_decay"), _SHARE),
     "betas": _SHARES,
     "eps": ("finite numbers >= 0", _RATE[1]),
     "factor_threshold": _RATE,
