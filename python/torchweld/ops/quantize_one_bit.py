@@ -71,7 +71,7 @@ def dequantize_one_bit(
         A tensor of this shape and dtype; each element is plus or minus its block's scale.
     """
     name = "dequantize_one_bit"
-    sizes = list(shape) if isinstance(shape, (tuple, list)) else [shape]
+    sizes: list[Any] = list(shape) if isinstance(shape, (tuple, list)) else [shape]
     fits = all(isinstance(size, checks.INTEGER) and size >= 0 for size in sizes)
     checks.fits(name, "shape", shape, fits, "an int >= 0, or a sequence of them")
     size = math.prod(sizes)
