@@ -150,7 +150,7 @@ def train(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
             example=(torch.zeros((args.rows, args.length), dtype=torch.int64),),
             loss_fn=compute_loss,
             microbatches=args.microbatches,
-            max_norm=args.max_norm or None,
+            max_norm=args.max_norm,
             autocast=torch.bfloat16 if args.bf16 else None,
             seed=args.seed,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torchweld.errors import ArgumentError
 
 # A module-level tuple: a union would be built at every call. numbers.Real admits NumPy's numbers.
 NUMBER: Any = (int, float, numbers.Real)
+INTEGER: Any = (int, numbers.Integral)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -141,6 +142,20 @@ def fits(function: str, name: str, value: Any, does_fit: bool, accepted: str) ->
     """Raise an error about the value unless it fits."""
     if not does_fit:
         raise ArgumentError(function, name, repr(value), accepted)
+
+
+def number(
+    function: str, name: str, value: Any, does_fit: Callable[[Any], bool], accepted: str
+) -> None:
+    """Raise an error about the value unless it is a number that fits; NaN never is."""
+    is_number = isinstance(value, NUMBER) and not math.isnan(value)
+    fits(function, name, value, is_number and does_fit(value), accepted)
+
+
+def count(function: str, name: str, value: Any, least: int = 0) -> None:
+    """Check for an int, not below `least`."""
+    is_int = isinstance(value, INTEGER) and not isinstance(value, bool) and value >= least
+    fits(function, name, value, is_int, f"an int >= {least}")
 
 
 def flag(function: str, name: str, value: Any) -> None:

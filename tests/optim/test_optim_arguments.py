@@ -123,6 +123,9 @@ ANYWHERE: list[Refused] = [
     (optim.Muon, {"split_sizes": (5, 5)}, "split_sizes", "4"),
     (optim.Muon, {"split_dim": 2}, "split_dim", "2"),
     (optim.Muon, {"state_dtype": torch.float16}, "state_dtype", "float16"),
+    (optim.AdamW, {"lr": -1.0}, "lr", ">= 0"),
+    (optim.Adam, {"lr": torch.tensor(torch.nan)}, "lr", "finite"),
+    (optim.Adafactor, {"beta2_decay": 1.0}, "beta2_decay", "<= 0"),
 ]
 AS_ARGUMENTS: list[Refused] = [
     (optim.AdamW, {"differentiable": True}, "differentiable", "torch.optim"),
@@ -134,7 +137,7 @@ AS_ARGUMENTS: list[Refused] = [
     (optim.Lion, {"betas": (0.9, 1.0)}, "betas", r"\[0, 1\)"),
     (optim.Lion, {"differentiable": True}, "differentiable", "False"),
     (optim.LAMB, {"trust_clip": (2.0, 1.0)}, "trust_clip", "least"),
-    (optim.LAMB, {"betas": True}, "betas", "two numbers"),
+    (optim.LAMB, {"betas": True}, "betas", "a tuple of numbers"),
     (optim.LAMB, {"eps": -1}, "eps", ">= 0"),
     (optim.LAMB8bit, {"max_unorm": 2.0}, "max_unorm", "1.0"),
     (optim.LARS, {"eps": -1.0}, "eps", ">= 0"),
@@ -172,9 +175,7 @@ IN_GROUPS: list[Refused] = [
 ]
 # torch's own errors.
 BY_TORCH: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-    (optim.AdamW, {"lr": -1.0}, ValueError, "learning rate"),
     (optim.AdamW, {"momentum": 0.9}, TypeError, "momentum"),
-    (optim.Adafactor, {"beta2_decay": 1.0}, ValueError, "beta2_decay"),
     (lambda p: optim.AdamW(p).add_param_group(p), {}, TypeError, "must be a dict"),
     (lambda p: optim.Muon([q[0] for q in p]), {}, ValueError, "only supports 2D"),
 ]

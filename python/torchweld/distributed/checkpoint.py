@@ -66,7 +66,7 @@ def load(folder: str | Path, model: Any, optimizer: Any) -> int:
         named.check_optimizers(folder, optimizers)
         _check_model(folder, of_model, entries)
         settings = _make_settings(entries, named)
-    content: Entries = {"step": 0, "optimizer": settings}
+    content: Entries = {"step": 0} | _without_empty(settings)
     read(folder, content)
     with fail_together(_LOAD):
         groups = named.find_groups(settings)
@@ -76,7 +76,7 @@ def load(folder: str | Path, model: Any, optimizer: Any) -> int:
         for name, state in states.items()
         for entry, value in state.items()
     }
-    read(folder, {"model": of_model} | ({"optimizer": flat} if flat else {}))
+    read(folder, {"model": of_model} | _without_empty(flat))
     set_model_state_dict(model, of_model)  # in place: RowSharded's rows are views of it
     named.load(groups, states, flat)
     if whole is not optimizer:
@@ -226,6 +226,11 @@ def _make_settings(entries: Entries, named: _Named) -> Entries:
         value = torch.empty(known.size, dtype=known.properties.dtype) if is_tensor else None
         settings[f"{_SETTINGS}.{entry}"] = value
     return settings
+
+
+def _without_empty(of_optimizer: Entries) -> Entries:
+    """The entries to read; torch would look for a value in the place of an empty mapping."""
+    return {"optimizer": of_optimizer} if of_optimizer else {}
 
 
 def _list_sizes(entries: Entries) -> str:

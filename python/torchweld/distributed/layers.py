@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
+from torchweld import checks
+
 
 def find_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Find the layers of a model: the items of its outermost lists and dicts of modules."""
@@ -62,6 +64,7 @@ class LayerSeeds:
     """
 
     def __init__(self, layers: Iterable[tuple[str, torch.nn.Module]], seed: int = 0) -> None:
+        checks.fits("LayerSeeds", "seed", seed, isinstance(seed, checks.INTEGER), "an int")
         self.seed = seed
         self._step, self._first, self._seen = 0, 0, dict[str, int]()
         for name, layer in layers:

@@ -53,11 +53,11 @@ def fail_together(function: str) -> Iterator[None]:
     errors = gather_objects(sent)
     if failure is not None:
         raise failure
-    for rank, error in enumerate(errors):
-        if isinstance(error, ArgumentError):
-            raise error
-        if error is not None:
-            raise CollectiveError(function, f"rank {rank} raised an error. {error}")
+    for rank, other in enumerate(errors):
+        if isinstance(other, ArgumentError):
+            raise other
+        if other is not None:
+            raise CollectiveError(function, f"rank {rank} raised an error. {other}")
 
 
 def gather_objects(value: T) -> list[T]:

@@ -72,7 +72,7 @@ def read(folder: Path, content: dict[str, Any]) -> None:
 
 
 def read_whole(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Read all files, each by one process, and compare their checksums with those of the save.
+    """Read all files, each by one process, and compare their checksums with the save's.
 
     Returns:
         What is known of each entry, and the optimizer of each parameter, by their names. Saves of

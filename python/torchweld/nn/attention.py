@@ -36,7 +36,7 @@ class BlockSparseAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        checks.probability(name, dropout)
+        checks.probability(name, dropout, "dropout")
         if scale is not None:
             checks.factor(name, "scale", scale)
         checks.factor(name, "softcap", softcap)
@@ -124,7 +124,13 @@ class BlockSparseMultiheadAttention(torch.nn.Module):
             if value:
                 accepted = "False: a layout has no place for a key that is not in the input"
                 raise ArgumentError(name, argument, repr(value), accepted)
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+        checks.probability(name, dropout, "dropout")
+        checks.count(name, "embed_dim", embed_dim, 1)
+        checks.count(name, "num_heads", num_heads, 1)
+        for argument, size in (("kdim", kdim), ("vdim", vdim)):
+            if size is not None:
+                checks.count(name, argument, size)
+        if embed_dim % num_heads:
             accepted = f"a divisor of embed_dim, {embed_dim}"
             raise ArgumentError(name, "num_heads", repr(num_heads), accepted)
         # Take the parameters and their initial values from torch's own module.

@@ -65,6 +65,10 @@ class LinearBatchNormAct(torch.nn.Module):
         super().__init__()
         activations.check("LinearBatchNormAct", activation, approximate)
         checks.epsilon("LinearBatchNormAct", eps)
+        for argument, size in (("in_features", in_features), ("out_features", out_features)):
+            checks.count("LinearBatchNormAct", argument, size)
+        if momentum is not None:
+            checks.factor("LinearBatchNormAct", "momentum", momentum)
         kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         self.linear = torch.nn.Linear(in_features, out_features, bias, **kwargs)
         self.norm = torch.nn.BatchNorm1d(

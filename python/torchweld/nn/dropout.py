@@ -76,6 +76,8 @@ class _DropoutAddNorm(torch.nn.Module):
         checks.epsilon(type(self).__name__, 0.0 if eps is None else eps)
         integers = (int, numbers.Integral)  # the latter for NumPy
         sizes = (normalized_shape,) if isinstance(normalized_shape, integers) else normalized_shape
+        for size in sizes if isinstance(sizes, Sequence) else [sizes]:
+            checks.count(type(self).__name__, "normalized_shape", size)
         self.normalized_shape = tuple([int(size) for size in sizes])
         self.eps = eps
         self.p, self.return_residual, self.y_dtype = p, return_residual, y_dtype

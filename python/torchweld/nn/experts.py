@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchweld import functional
+from torchweld import checks, functional
 from torchweld.names import ActivationName, Approximation
 from torchweld.ops import activation as activations
 
@@ -30,6 +30,9 @@ class ExpertsMLP(torch.nn.Module):
     ) -> None:
         super().__init__()
         activations.check("ExpertsMLP", activation, approximate)
+        sizes = {"in_features": in_features, "hidden_features": hidden_features}
+        for argument, size in ({"num_experts": num_experts} | sizes).items():
+            checks.count("ExpertsMLP", argument, size)
         self.num_experts, self.in_features = num_experts, in_features
         self.hidden_features = hidden_features
         self.activation, self.approximate, self.recompute = activation, approximate, recompute

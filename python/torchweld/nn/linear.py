@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from torchweld import functional
+from torchweld import checks, functional
 from torchweld.dispatch.call import run_checkpointed
 from torchweld.names import ActivationName, Approximation
 from torchweld.ops import activation as activations
@@ -42,7 +42,10 @@ class LinearAct(torch.nn.Module):
         recompute: bool = False,
     ) -> None:
         super().__init__()
-        activations.check(type(self).__name__, activation, approximate)
+        name = type(self).__name__
+        activations.check(name, activation, approximate)
+        for argument, size in (("in_features", in_features), ("out_features", out_features)):
+            checks.count(name, argument, size)
         self.in_features, self.out_features = in_features, out_features
         self.activation, self.approximate, self.recompute = activation, approximate, recompute
         empty = torch.empty((out_features, in_features), device=device, dtype=dtype)
@@ -128,6 +131,11 @@ class _Block(torch.nn.Module):
         raise NotImplementedError
 
 
+def _check_sizes(module: str, in_features: int, hidden_features: int) -> None:
+    checks.count(module, "in_features", in_features)
+    checks.count(module, "hidden_features", hidden_features)
+
+
 class MLP(_Block):
     """fc2(activation(fc1(input))): fc1 is a LinearAct, fc2 a torch.nn.Linear.
 
@@ -156,6 +164,9 @@ class MLP(_Block):
         recompute: bool = False,
     ) -> None:
         super().__init__(recompute)
+        out_features = in_features if out_features is None else out_features
+        _check_sizes("MLP", in_features, hidden_features)
+        checks.count("MLP", "out_features", out_features)
         kwargs: dict[str, Any] = {"device": device, "dtype": dtype}
         self.fc1 = LinearAct(
             in_features,
@@ -165,7 +176,6 @@ class MLP(_Block):
             approximate=approximate,
             **kwargs,
         )
-        out_features = in_features if out_features is None else out_features
         self.fc2 = torch.nn.Linear(hidden_features, out_features, bias, **kwargs)
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -200,6 +210,7 @@ class GatedMLP(_Block):
         recompute: bool = False,
     ) -> None:
         super().__init__(recompute)
+        _check_sizes("GatedMLP", in_features, hidden_features)
         activations.check("GatedMLP", activation, approximate)
         self.activation, self.approximate = activation, approximate
         kwargs: dict[str, Any] = {"device": device, "dtype": dtype}

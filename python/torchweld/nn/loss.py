@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from torchweld import functional
+from torchweld import checks, functional
 from torchweld.names import Reduction
 
 
@@ -53,6 +53,8 @@ class LinearCrossEntropy(torch.nn.Linear):
         logit_scale: float | None = None,
         memory: int | None = None,
     ) -> None:
+        for argument, size in (("in_features", in_features), ("num_classes", num_classes)):
+            checks.count("LinearCrossEntropy", argument, size)
         super().__init__(in_features, num_classes, bias, device, dtype)
         self.register_buffer("class_weight", weight, persistent=False)
         self.reduction = reduction

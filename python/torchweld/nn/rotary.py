@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from torchweld import functional
+from torchweld import checks, functional
 from torchweld.errors import ArgumentError
 
 
@@ -35,8 +37,13 @@ class RotaryEmbedding(torch.nn.Module):
         attention_factor: float = 1.0,
     ) -> None:
         super().__init__()
-        if dim <= 0 or dim % 2:
-            raise ArgumentError("RotaryEmbedding", "dim", repr(dim), "an even number above 0")
+        name = type(self).__name__
+        is_even = isinstance(dim, checks.INTEGER) and dim > 0 and dim % 2 == 0
+        checks.fits(name, "dim", dim, is_even, "an even number above 0")
+        checks.count(name, "max_positions", max_positions)
+        accepted = "a finite number > 0"
+        checks.number(name, "base", base, lambda v: 0 < v < math.inf, accepted)
+        checks.factor(name, "attention_factor", attention_factor)
         if seq_dim not in (-2, -3):
             raise ArgumentError("RotaryEmbedding", "seq_dim", repr(seq_dim), "-2 or -3")
         self.dim, self.max_positions, self.base = dim, max_positions, base

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -110,6 +111,8 @@ def _by_torch(
 ) -> Tensor:
     """Eager torch on [rows, width]; training updates the running statistics."""
     running_mean, running_var, weight, bias = columns
+    if training and isinstance(momentum, float) and not math.isfinite(momentum):
+        raise ArgumentError(op.name, "momentum", repr(momentum), "a finite number")
     if x.numel() == 0:  # torch has no batch_norm without columns
         z = _normalize(x, present(running_mean), present(running_var), weight, bias, eps)
         return activations.activate(op, z, *kind)
@@ -625,7 +628,7 @@ def check_training(
             accepted = "a tensor: only both are left out, and only where training is True"
             raise ArgumentError(op.name, name, "None", accepted)
     if not (
-        isinstance(momentum, checks.NUMBER)
+        (isinstance(momentum, checks.NUMBER) and math.isfinite(momentum))
         or (isinstance(momentum, Tensor) and momentum.numel() == 1)
     ):
         actual = repr(momentum)

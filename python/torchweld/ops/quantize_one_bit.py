@@ -71,7 +71,9 @@ def dequantize_one_bit(
         A tensor of this shape and dtype; each element is plus or minus its block's scale.
     """
     name = "dequantize_one_bit"
-    sizes = [shape] if isinstance(shape, int) else list(shape)
+    sizes: list[Any] = list(shape) if isinstance(shape, (tuple, list)) else [shape]
+    fits = all(isinstance(size, checks.INTEGER) and size >= 0 for size in sizes)
+    checks.fits(name, "shape", shape, fits, "an int >= 0, or a sequence of them")
     size = math.prod(sizes)
     block = _block(name, block, size)
     _check_bits(name, bits, scale, (), size, block)

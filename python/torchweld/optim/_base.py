@@ -32,6 +32,7 @@ from torchweld.optim._codecs import (
 )
 from torchweld.optim._gather import Gathering, to_dense_part
 from torchweld.optim._kept import Kept
+from torchweld.optim._numbers import check_numbers
 from torchweld.optim._options import StorageOptions, TorchOptions, with_defaults
 from torchweld.optim._params import Group, check_apart, drop_duplicates
 from torchweld.optim._shards import exchange, local_part, sharing_key
@@ -84,7 +85,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _lost = 0
     # The norm of all gradients before clipping; set by a step with max_grad_norm.
     grad_norm: torch.Tensor | None = None
-    # Entries that a saved state may have besides those of `make_state`.
+    # Entries of a saved state that `make_state` does not make.
     extra_entries: frozenset[str] = frozenset()
 
     def __init__(self, params: Any, **options: Any) -> None:
@@ -96,12 +97,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         codec = Codec(**storage)
         codec.check(name)
         norm, decay = self.max_grad_norm, self.ema_decay
-        fits = norm is None or norm > 0
-        checks.fits(name, "max_grad_norm", norm, fits, "a number > 0 or None")
+        check_numbers(name, options | {"ema_decay": decay})
+        if norm is not None:
+            checks.number(name, "max_grad_norm", norm, lambda v: v > 0, "a number > 0 or None")
         fits = not options.get("differentiable")
         checks.fits(name, "differentiable", True, fits, "False; torch.optim has it")
-        fits = decay is None or 0 <= decay < 1
-        checks.fits(name, "ema_decay", decay, fits, "a number in [0, 1) or None")
         self._shown: dict[torch.Tensor, torch.Tensor] = {}  # parameters while averages are shown
         self._asked = {name: True for name, flag in flags.items() if flag}
         self._codec = codec
@@ -120,6 +120,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if "ema_decay" in param_group:
             accepted = "the optimizer's: all parameters have averages, or none"
             raise ArgumentError(type(self).__name__, "ema_decay", "a group's", accepted)
+        check_numbers(type(self).__name__, param_group)
         self._check_settings(self.defaults | param_group)
         param_group = self._with_flags(param_group)
         asked = {key: param_group[key] for key in _CODEC_KEYS if key in param_group}
@@ -518,13 +519,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self._codec_of(p).new_state(p if twin is None else twin, moments)
 
     def describe(self, p: torch.Tensor) -> str:
-        """Name the optimizer, and the options on which the entries of p's state depend.
-
-        The other settings are in groups, which a saved state brings.
-        """
-        options = self._codec_of(p).describe(p)
-        options += ["ema_decay"] if self.ema_decay is not None else []
-        name = self._find_kind().__name__
+        """Name the optimizer and the options that the entries of p's state depend on."""
+        averages = ["ema_decay"] if self.ema_decay is not None else []
+        options, name = self._codec_of(p).describe(p) + averages, self._find_kind().__name__
         return f"{name} with {', '.join(options)}" if options else name
 
     @classmethod
@@ -561,21 +558,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                         entries[name] = value.tensor
 
 
-_NOT_NEGATIVE = ("a number >= 0", lambda value: value >= 0)
-_BELOW_ONE = (
-    "two numbers in [0, 1)",
-    lambda value: isinstance(value, (tuple, list)) and all(0 <= beta < 1 for beta in value),
-)
-_ACCEPTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(("lr", "momentum", "weight_decay", "trust_coefficient"), _NOT_NEGATIVE),
-    "betas": _BELOW_ONE,
-    "eps": (
-        "numbers >= 0",
-        lambda value: min(value if isinstance(value, (tuple, list)) else [value]) >= 0,
-    ),
-}
-
-
 def read_scaler_number(optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor | None:
     """Read a number that GradScaler has set on an optimizer: grad_scale or found_inf.
 
@@ -602,12 +584,6 @@ class _NotOfTorch(torch.optim.Optimizer):
     _counts: Mapping[str, Any] = MappingProxyType({})  # entries of groups that are no settings
 
     def __init__(self, params: Any, **settings: Any) -> None:
-        name = type(self).__name__
-        for argument, (accepted, fits) in _ACCEPTED.items():
-            value = settings.get(argument)
-            if isinstance(value, torch.Tensor) and value.numel() != 1:
-                raise ArgumentError(name, argument, f"of {list(value.shape)}", "one number")
-            checks.fits(name, argument, value, value is None or fits(value), accepted)
         of_torch = with_defaults(TorchOptions, settings)
         # Groups have only the options in use: checkpoints of other implementations lack these keys.
         asked = {key: value for key, value in of_torch.items() if value}

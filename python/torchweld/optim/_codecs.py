@@ -84,7 +84,7 @@ class Codec:
             raise ArgumentError(function, "stochastic_rounding", actual, "one of the two")
 
     def describe(self, p: torch.Tensor) -> list[str]:
-        """List the options that determine the entries of p's state, without those of no effect."""
+        """List the options that have an effect on the entries of p's state."""
         options, entry = [], self.find_master_entry(p)
         if self.moment_dtype(p) != Codec().moment_dtype(p):
             options.append(f"state_dtype={self.state_dtype!r}")

@@ -98,14 +98,12 @@ def find_regions(function: str, shape: Sequence[int], group: Group) -> list[Regi
 
 def _cut(function: str, size: int, split_sizes: Any, heads: Any) -> list[tuple[int, int]]:
     """Cut a dimension of packed projections into its parts, and each part into its heads."""
-    parts = [size] if split_sizes is None else list(split_sizes)
-    fits, accepted = (
-        sum(parts) == size and min(parts, default=0) >= 0,
-        f"sizes that add up to {size}",
-    )
-    checks.fits(function, "split_sizes", split_sizes, fits, accepted)
+    parts = [size] if split_sizes is None else split_sizes
+    fits = isinstance(parts, (tuple, list)) and all(isinstance(n, int) and n >= 0 for n in parts)
+    accepted = f"sizes that add up to {size}"
+    checks.fits(function, "split_sizes", split_sizes, fits and sum(parts) == size, accepted)
     heads = 1 if heads is None else heads
-    counts = [heads] * len(parts) if isinstance(heads, int) else list(heads)
+    counts = [heads] * len(parts) if not isinstance(heads, (tuple, list)) else heads
     accepted = f"a number for each of {len(parts)} parts"
     checks.fits(function, "heads", heads, len(counts) == len(parts), accepted)
     for part, count in zip(parts, counts, strict=True):

@@ -103,10 +103,9 @@ class AdEMAMix(OwnOptimizer):
     _rule = ADEMAMIX
 
     def _check_settings(self, group: Group) -> None:
-        name, betas, alpha = type(self).__name__, group["betas"], group["alpha"]
+        name, betas = type(self).__name__, group["betas"]
         fits = isinstance(betas, (tuple, list)) and len(betas) == 3
         checks.fits(name, "betas", betas, fits, "three numbers in [0, 1)")
-        checks.fits(name, "alpha", alpha, alpha >= 0, "a number >= 0")
         for warmup in ("beta3_warmup", "alpha_warmup"):
             steps = group[warmup]
             fits = steps is None or (isinstance(steps, int) and steps >= 0)

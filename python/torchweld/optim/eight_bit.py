@@ -8,6 +8,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from torchweld import checks
 from torchweld.errors import ArgumentError
 from torchweld.optim._base import FusedOptimizer
 from torchweld.optim._codecs import EIGHT_BIT
@@ -35,6 +36,7 @@ class _EightBit(FusedOptimizer):
         for name, only in self._accepts.items():
             if (value := arguments.pop(name)) != only:
                 raise ArgumentError(type(self).__name__, name, repr(value), repr(only))
+        checks.count(type(self).__name__, "min_8bit_size", min_8bit_size)
         if arguments.get("min_quantized_size") is None:
             arguments["min_quantized_size"] = min_8bit_size
         super().__init__(params, state_dtype=EIGHT_BIT, **arguments)

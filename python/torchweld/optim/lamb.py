@@ -8,7 +8,6 @@ import torch
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from torchweld import checks
 from torchweld.ops.optimizer.batch import Stepped, Tensor, Tensors
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.optim._base import Group, OwnOptimizer, RatiosOf
@@ -87,9 +86,7 @@ class LAMB(OwnOptimizer):
         always_adapt: bool = True,
         **options: Unpack[OwnOptions],
     ) -> None:
-        fits = trust_clip is None or 0 <= trust_clip[0] <= trust_clip[1]
-        accepted = "two numbers, 0 <= least <= largest, or None"
-        checks.fits(type(self).__name__, "trust_clip", trust_clip, fits, accepted)
+        """Every argument is a setting of groups, or an option."""
 
     _rule = RULE
 

@@ -5,6 +5,7 @@ The schedulers work like torch.optim.lr_scheduler's, with any optimizer. Call st
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch.optim import Optimizer
@@ -28,18 +29,17 @@ class _Scaled(LRScheduler):
         warmup_start: float = 0.0,
         last_epoch: int = -1,
     ) -> None:
-        name, more = type(self).__name__, warmup_steps + 1
-
-        def check(argument: str, value: object, fits: bool, accepted: str) -> None:
-            checks.fits(name, argument, value, fits, accepted)
-
-        check("batch_size", batch_size, batch_size > 0, "a number > 0")
-        check("base_batch_size", base_batch_size, base_batch_size > 0, "a number > 0")
-        check("warmup_steps", warmup_steps, warmup_steps >= 0, "an int >= 0")
-        check("warmup_start", warmup_start, 0 <= warmup_start <= 1, "a number in [0, 1]")
-        check("power", power, power >= 0, "a number >= 0")
-        fits = total_steps is None or total_steps >= more
-        check("total_steps", total_steps, fits, f"None or an int >= {more}")
+        name = type(self).__name__
+        for argument, size in (("batch_size", batch_size), ("base_batch_size", base_batch_size)):
+            accepted = "a finite number > 0"
+            checks.number(name, argument, size, lambda v: 0 < v < math.inf, accepted)
+        checks.count(name, "warmup_steps", warmup_steps)
+        accepted = "a number in [0, 1]"
+        checks.number(name, "warmup_start", warmup_start, lambda v: 0 <= v <= 1, accepted)
+        checks.number(name, "power", power, lambda v: 0 <= v < math.inf, "a finite number >= 0")
+        if total_steps is not None:
+            checks.count(name, "total_steps", total_steps, warmup_steps + 1)
+        checks.count(name, "last_epoch", last_epoch, -1)
         self.scale = (batch_size / base_batch_size) ** self.exponent
         self.warmup_steps = warmup_steps
         self.total_steps = total_steps

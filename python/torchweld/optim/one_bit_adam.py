@@ -397,7 +397,7 @@ class OneBitOptimizer(OwnOptimizer):
         saved = [drop_missing(states.get(key, {})) for g in groups for key in g["params"]]
         pairs = list(zip(self._params(), saved, strict=False))
         for (p, state), size in zip(pairs, self._count_packed(pairs), strict=True):
-            scale = state.get(SCALE)
+            scale: Any = state.get(SCALE)
             has_ranks = is_whole and isinstance(scale, torch.Tensor) and scale.ndim == 1
             shapes: dict[str, tuple[Sequence[int], torch.dtype | None]] = {
                 BITS: ([bytes_of(size)], torch.uint8),

@@ -9,7 +9,6 @@ import torch
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from torchweld import checks
 from torchweld.collectives.one_bit import Packed
 from torchweld.collectives.runs import flatten_all, list_sizes
 from torchweld.errors import ArgumentError
@@ -74,10 +73,6 @@ class OneBitLAMB(OneBitOptimizer):
         error_dtype: torch.dtype = torch.float32,
         **options: Unpack[OwnStorageOptions],
     ) -> None:
-        name = type(self).__name__
-        for argument, clip in (("trust_clip", trust_clip), ("factor_clip", factor_clip)):
-            accepted = "two numbers, 0 <= least <= largest"
-            checks.fits(name, argument, clip, 0 <= clip[0] <= clip[1], accepted)
         self._forget_step()
 
     def _forget_step(self) -> None:

@@ -59,6 +59,8 @@ class LowPrecisionReduceScatter:
             raise ArgumentError(_NAME, "block", repr(block), "an int >= 1")
         checks.flag(_NAME, "feedback", feedback)
         self._format, self._block, self._feedback = format, block, feedback
+        is_int = isinstance(seed, checks.INTEGER)
+        checks.fits("LowPrecisionReduceScatter", "seed", seed, is_int, "an int")
         self._is_stochastic, self._seed = rounding == "stochastic", seed
         self._generator: torch.Generator | None = None
         self._error: torch.Tensor | None = None

@@ -67,7 +67,7 @@ class RowSharded(torch.optim.Optimizer):
     states do not depend on the number of ranks, and torch's distributed checkpoints can reshard
     them.
 
-    Groups, states, defaults and hooks are those of the optimizer that `make` returned, `optimizer`.
+    Its groups, states, defaults and hooks belong to `optimizer`, which `make` returned.
     So learning-rate schedulers work with either.
 
     Args:

@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed import pipelining
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from torchweld import checks
 from torchweld.dispatch.autograd import split_backward
 from torchweld.distributed.one_for_all import compute_once
 from torchweld.distributed.pipelines.stepping import Stepping, find_ties
@@ -105,6 +106,8 @@ def pipeline(
         torch.nn.Sequential(*blocks). A parameter that several blocks share, such as the weight of
         an embedding and a head, has the sum of its stages' gradients after each step.
     """
+    checks.count("pipeline", "microbatches", microbatches, 1)
+    checks.count("pipeline", "per_rank", per_rank, 1)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     count = ranks * _count_stages_per_rank(schedule, per_rank)
     if len(blocks) < count:
@@ -279,6 +282,7 @@ def layer_cuts(
             rank.
         group: the processes; None: all processes, if torch.distributed is initialised.
     """
+    checks.count("layer_cuts", "count", count, 1)
     blocks = [*model.get_submodule(layers).children()]
     if len(blocks) < count:
         actual, accepted = f"{len(blocks)} of them", f"at least one for each of {count} stages"

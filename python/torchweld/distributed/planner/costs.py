@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torchweld import checks
 from torchweld.distributed.pipelines.stages import divide
 from torchweld.distributed.pipelines.timeline import Action, Timeline
 from torchweld.distributed.planner.work import Unit, Work, check_positive
-from torchweld.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Links:
     def __post_init__(self) -> None:
         check_positive("Links", node=self.node, inside=self.inside, between=self.between)
         for name in ("latency_inside", "latency_between"):
-            if not (value := getattr(self, name)) >= 0:
-                raise ArgumentError("Links", name, repr(value), "0 seconds or more")
+            value = getattr(self, name)
+            checks.number("Links", name, value, lambda v: v >= 0, "0 seconds or more")
 
     def exchange(self, size: float, count: int, span: int) -> float:
         """Return the seconds of an all-gather or a reduce-scatter of `size` bytes.

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchweld import checks
 from torchweld.distributed.pipelines.timeline import Timeline
 from torchweld.distributed.planner.costs import (
     PROFILES,
@@ -289,12 +290,18 @@ def plan_for(
     Returns:
         A Plan. Its figures are predictions from rates; see its `source`.
     """
-    check_positive("plan_for", batch=batch, devices=devices)
+    checks.count("plan_for", "batch", batch, 1)
+    checks.count("plan_for", "devices", devices, 1)
+    if memory is not None:
+        check_positive("plan_for", memory=memory)
     if isinstance(profile, str):
         if profile not in PROFILES:
             accepted = f"a Profile, or one of {', '.join(PROFILES)}"
             raise ArgumentError("plan_for", "profile", repr(profile), accepted)
         profile = PROFILES[profile]
+    if not isinstance(profile, Profile):
+        accepted = f"a Profile, or one of {', '.join(PROFILES)}"
+        raise ArgumentError("plan_for", "profile", repr(profile), accepted)
     if searcher not in SEARCHERS:
         accepted = f"one of {', '.join(SEARCHERS)}"
         raise ArgumentError("plan_for", "searcher", repr(searcher), accepted)
@@ -302,9 +309,7 @@ def plan_for(
         if name not in Choice._fields or name == "replicas":
             accepted = f"one of {', '.join(n for n in Choice._fields if n != 'replicas')}"
             raise ArgumentError("plan_for", "axes", f"with {name}", accepted)
-        if name == "optimizer" and not {*values} <= STATES.keys():
-            accepted = f"some of {', '.join(STATES)}"
-            raise ArgumentError("plan_for", "optimizer", repr(values), accepted)
+        _check_axis(name, values)
     work = model
     if not isinstance(work, Work):
         assert isinstance(model, torch.nn.Module)
@@ -332,6 +337,19 @@ def plan_for(
         cost=cost,
         choice=choice,
     )
+
+
+def _check_axis(name: str, values: Any) -> None:
+    """Check the values that a field of a choice may have."""
+    if not isinstance(values, (tuple, list)) or not values:
+        raise ArgumentError("plan_for", name, repr(values), "a tuple of values")
+    known = STATES if name == "optimizer" else _SPACE.get(name)
+    for value in values:
+        if known is None:  # a size
+            checks.count("plan_for", name, value, 1)
+        elif not isinstance(value, (str, bool)) or value not in known:
+            accepted = f"some of {', '.join(map(str, known))}"
+            raise ArgumentError("plan_for", name, repr(value), accepted)
 
 
 def _fits(model: torch.nn.Module, known: dict[int, bool], count: int) -> bool:

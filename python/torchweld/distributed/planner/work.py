@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from torchweld import checks
 from torchweld.distributed.layers import find_layers
 from torchweld.errors import ArgumentError
 from torchweld.registry import OPS
@@ -60,8 +61,7 @@ class Work:
 def check_positive(op: str, **values: Any) -> None:
     """Check that sizes and rates are numbers above 0."""
     for name, value in values.items():
-        if not (isinstance(value, (int, float)) and value > 0):  # NaN is not above 0 either
-            raise ArgumentError(op, name, repr(value), "a number above 0")
+        checks.number(op, name, value, lambda v: v > 0, "a number above 0")
 
 
 def describe_transformer(
@@ -72,14 +72,9 @@ def describe_transformer(
     A layer has 12 width^2 parameters. For each token it saves 10 vectors of the width and 4 hidden
     vectors; attention saves no scores.
     """
-    check_positive(
-        "describe_transformer",
-        layers=layers,
-        width=width,
-        heads=heads,
-        vocabulary=vocabulary,
-        length=length,
-    )
+    sizes = {"layers": layers, "width": width, "heads": heads, "vocabulary": vocabulary}
+    for name, size in (sizes | {"length": length, "itemsize": itemsize}).items():
+        checks.count("describe_transformer", name, size, 1)
     if width % heads:
         raise ArgumentError(
             "describe_transformer", "width", str(width), f"a multiple of {heads} heads"

@@ -140,6 +140,9 @@ def ring_slice(
         group: the processes; None: all.
         balanced: take chunks i and 2p-1-i of 2p, not the i-th of p slices.
     """
+    is_int = isinstance(dim, checks.INTEGER) and not isinstance(dim, bool)
+    is_dim = is_int and -x.ndim <= dim < x.ndim
+    checks.fits("ring_slice", "dim", dim, is_dim, f"a dimension of x, which has {x.ndim}")
     places = _assign_chunks(dist.get_world_size(group), balanced)
     chunks = len(places) * len(places[0])
     if x.shape[dim] % chunks:

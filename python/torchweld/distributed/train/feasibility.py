@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from torchweld import checks
 from torchweld.distributed.layers import find_layers
 from torchweld.distributed.pipelines.stashing import RULES
 from torchweld.distributed.tensor.plan import tp_plan
@@ -34,6 +35,7 @@ def check_fit(
     if parallel.pipeline > 1:
         _check_stages(model, parallel)
     if length is not None:
+        checks.count("parallelize", "length", length, 1)
         _check_multiple("length", length, parallel.ring, "processes of a ring")
         if parallel.sequence:
             # Each slice of the ring is divided again.
@@ -45,6 +47,7 @@ def check_fit(
 
 def check_microbatches(parallel: Parallel, microbatches: int) -> None:
     """Check that replicas divide a step's microbatches, and that a schedule has enough of them."""
+    checks.count("parallelize", "microbatches", microbatches, 1)
     _check_multiple("microbatches", microbatches, parallel.replicas, "replicas")
     if parallel.stashes and parallel.schedule == "2bw":
         _check_batches(microbatches, parallel)

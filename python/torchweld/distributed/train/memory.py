@@ -11,6 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from torchweld import checks
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.distributed.layers import find_blocks
 from torchweld.errors import ArgumentError
@@ -98,6 +99,9 @@ def memory_estimate(
     if strategy not in get_args(Strategy):
         accepted = ", ".join(get_args(Strategy))
         raise ArgumentError("memory_estimate", "strategy", repr(strategy), f"one of {accepted}")
+    checks.count("memory_estimate", "world", world, 1)
+    for name, value in (("rank", rank), ("in_flight", in_flight or 0), ("versions", versions)):
+        checks.count("memory_estimate", name, value)
     if not 0 <= rank < world:
         raise ArgumentError("memory_estimate", "rank", str(rank), f"0 to {world - 1}")
     if strategy == "tp" and not any(map(is_dtensor, model.parameters())):

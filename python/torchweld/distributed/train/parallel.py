@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from torchweld import optim
+from torchweld import checks, optim
 from torchweld.distributed.data.zero import RowSharded, unwrapped, zero2, zero3
 from torchweld.distributed.pipelines.stashing import RULES
 from torchweld.distributed.tensor import grid
@@ -93,6 +93,12 @@ class Parallel:
     accumulate: int = 0
     depth: int = 1
     sharers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline", "tensor", "replicas", "ring", "depth"):
+            checks.count("Parallel", name, getattr(self, name), 1)
+        for name in ("accumulate", "sharers"):
+            checks.count("Parallel", name, getattr(self, name))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path, world: int) -> Parallel:

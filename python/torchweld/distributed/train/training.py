@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset, DistributedSampler
 
-from torchweld import optim
+from torchweld import checks, optim
 from torchweld.distributed import checkpoint
 from torchweld.distributed.data.grad_norm import grad_norm
 from torchweld.distributed.data.zero import RowSharded
@@ -66,7 +66,7 @@ def parallelize(
         example: the model's arguments for a microbatch with whole sequences, [rows, length, ...].
         loss_fn: computes the mean loss of a microbatch from the model's result and the targets.
         microbatches: microbatches per step over all processes.
-        max_norm: the norm to which gradients are clipped; None: they are not clipped.
+        max_norm: the norm to which gradients are clipped; None or 0: they are not clipped.
         autocast: the dtype of autocast; None: without.
         seed: the seed of dropout. The dropped elements do not depend on the processes.
         quiet: whether to print nothing; otherwise the first process prints the plan and the
@@ -78,6 +78,11 @@ def parallelize(
     parallel = Parallel.from_config(config, dist.get_world_size())
     length = example[0].shape[1] if example and example[0].ndim > 1 else None
     check_fit(model, parallel, length=length, microbatches=microbatches)
+    if max_norm is not None:
+        accepted = "a number >= 0 or None"
+        checks.number("parallelize", "max_norm", max_norm, lambda v: v >= 0, accepted)
+    max_norm = max_norm or None
+    checks.fits("parallelize", "seed", seed, isinstance(seed, checks.INTEGER), "an int")
     if max_norm is not None and parallel.stashes:
         accepted = f"None with {parallel.schedule}: stages update before others have gradients"
         raise ArgumentError("parallelize", "max_norm", str(max_norm), accepted)

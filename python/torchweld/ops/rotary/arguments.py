@@ -74,6 +74,9 @@ def plan(
     checks.flag(NAME, "norm_across_heads", norm_across_heads)
     heads = heads_at - 1 if norm_across_heads else None
     eps = float(norm_eps) if isinstance(norm_eps, checks.NUMBER) else norm_eps
+    checks.fits(
+        NAME, "rotary_dim", rotary_dim, isinstance(rotary_dim, checks.INTEGER), "an even int"
+    )
     layout = (int(rotary_dim), interleaved, proportional)
     norm = (eps, norm_plus_one, norm_rounding, heads)
     given = (x, k, cos, sin, position_ids, cu_seqlens, norm_weight, k_norm_weight)

@@ -91,7 +91,7 @@ class Offload(torch.optim.Optimizer):
                 "Offload", "params_or_optimizer", actual, "one that has them already"
             )
         _check_optimizer(optimizer)
-        _check_arguments(placement, clip_norm, threads, bucket_bytes)
+        _check_arguments(placement, clip_norm, threads, bucket_bytes, capacity)
         _check_release(release_gradients, placement, trust_versions)
         if clip_norm is not None:
             optimizer.max_grad_norm = clip_norm
@@ -149,8 +149,7 @@ class Offload(torch.optim.Optimizer):
         of at least `least_bytes` are copied to the host. "auto": the last ones stay on the device
         as far as it has room.
         """
-        fits = least_bytes >= 1
-        checks.fits("Offload.activations", "least_bytes", least_bytes, fits, "a number > 0")
+        checks.count("Offload.activations", "least_bytes", least_bytes, 1)
         return self._activations.intercept(least_bytes)
 
     # --- During the backward pass -------------------------------------------------------------
@@ -437,13 +436,21 @@ def _notify(owner: weakref.ref[Offload], p: torch.Tensor) -> None:
 
 
 def _check_arguments(
-    placement: str, clip_norm: float | None, threads: int | None, bucket_bytes: int
+    placement: str,
+    clip_norm: float | None,
+    threads: int | None,
+    bucket_bytes: int,
+    capacity: int | None,
 ) -> None:
     fits = functools.partial(checks.fits, "Offload")
     fits("placement", placement, placement in PLACEMENTS, ", ".join(map(repr, PLACEMENTS)))
-    fits("clip_norm", clip_norm, clip_norm is None or clip_norm > 0, "a number > 0 or None")
-    fits("threads", threads, threads is None or threads >= 1, "a number > 0 or None")
-    fits("bucket_bytes", bucket_bytes, bucket_bytes >= 1, "a number > 0")
+    if clip_norm is not None:
+        checks.number("Offload", "clip_norm", clip_norm, lambda v: v > 0, "a number > 0 or None")
+    for name, value in (("threads", threads), ("bucket_bytes", bucket_bytes)):
+        if value is not None:
+            checks.count("Offload", name, value, 1)
+    if capacity is not None:
+        checks.count("Offload", "capacity", capacity)
 
 
 def _check_release(releases: bool, placement: str, trust_versions: bool) -> None:
