@@ -81,6 +81,8 @@ def class_of(op: Op, inputs: Sequence[Any]) -> tuple[Any, ...]:
         alike.append(inputs[at].size(0))  # output widths differ between GEMMs of one input width
     for at in op.flags_at:
         alike.append(inputs[at])
+    if op.regime is not None:
+        alike.append(op.regime(inputs))
     return tuple(alike)
 
 
