@@ -50,8 +50,9 @@ from .experts_rows import (
     split_order,
     weights_gradient_launch,
 )
-from .launch import Launch, find_shared_memory, launch, run
+from .launch import Launch, launch, run
 from .linear_act import precision
+from .memory import find_shared_memory
 from .tensors import aligned, contiguous, empty_like, or_empty, rows_of
 from .tile import Tile
 

@@ -45,20 +45,10 @@ def launch(kernel: Any, grid: int, *args: Any, **options: Any) -> Launch:
     return Launch(kernel, grid, args, {"enable_fp_fusion": True, **options})
 
 
-class OutOfResources(RuntimeError):
-    """A kernel takes more shared memory or registers than this GPU has.
-
-    Triton's error of this name is no RuntimeError, so that callers would not catch it.
-    """
-
-
 def start(launch: Launch, options: dict[str, Any]) -> Any:
     """Start the kernel; returns Triton's compiled one, which the interpreter does not have."""
     with _loading() if _is_captured() else contextlib.nullcontext():
-        try:
-            return launch.kernel[(launch.grid,)](*launch.args, **options)
-        except triton.runtime.errors.OutOfResources as error:
-            raise OutOfResources(f"{launch.kernel.fn.__name__}: {error}") from error
+        return launch.kernel[(launch.grid,)](*launch.args, **options)
 
 
 def repeat(compiled: Any, grid: int, device: int) -> tuple[Callable[..., None], bool]:
@@ -188,17 +178,3 @@ def processors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 4
-
-
-# Bytes of shared memory for a program: of GPUs with the least, as sm_86, sm_89 and sm_120, and of
-# those from sm_90 on that have the most.
-LEAST_SHARED_MEMORY, MOST_SHARED_MEMORY = 99 * 1024, 227 * 1024
-
-
-@functools.cache
-def find_shared_memory(device: torch.device) -> int:
-    """Bytes that a program may take; elsewhere (interpreter, meta tensors) the most."""
-    if device.type != "cuda":
-        return MOST_SHARED_MEMORY
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", LEAST_SHARED_MEMORY)

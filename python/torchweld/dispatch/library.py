@@ -66,8 +66,20 @@ def _implement_in_triton(name: str, source: str) -> None:
         return getattr(find_module(), name)
 
     def implementation(*inputs: Any) -> Any:
-        return find()(*inputs)
+        try:
+            return find()(*inputs)
+        except Exception as error:
+            if type(error).__name__ == "OutOfResources":
+                raise OutOfResourcesError(f"{name}: {error}") from error
+            raise
 
     LIBRARY.impl(f"{name}.triton", implementation, "CUDA")
     LIBRARY.impl(f"{name}.triton", implementation, "CPU")  # the interpreter
     _IN_TRITON[getattr(torch.ops.torchweld, name).triton] = find
+
+
+class OutOfResourcesError(RuntimeError):
+    """A kernel takes more shared memory or registers than this GPU has.
+
+    Triton's own error is no RuntimeError, so that callers would not catch it.
+    """

@@ -86,8 +86,8 @@ class Op(Differentiable):
     # Takes the forward's arguments and a number of rows; returns arguments like them with about so
     # many rows, to judge kernels by in float64. None: the first rows of each argument.
     sample: Callable[[Sequence[Any], int], Sequence[Any]] | None = None
-    # Takes the forward's arguments; returns what decides, beside dtypes and widths, which tile or path
-    # of a kernel serves them. It is part of a call's class, and a sample has the same.
+    # Takes the forward's arguments; returns what else than dtypes and widths decides which tile or
+    # path of a kernel serves them. It is part of a call's class, and a sample has the same.
     regime: Callable[[Sequence[Any]], Any] | None = None
     # Stand-in arguments while compiling, when sizes may be symbolic. None: some of `sized`.
     arguments_while_compiling: tuple[Any, ...] | None = None
