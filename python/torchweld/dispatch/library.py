@@ -29,7 +29,17 @@ def define_overload(
     if backend == "triton":
         assert triton is not None
         _implement_in_triton(name, triton)
-    return getattr(getattr(torch.ops.torchweld, name), backend)
+    overload = getattr(getattr(torch.ops.torchweld, name), backend)
+    if name.endswith("_backward"):
+        for layout in ("SparseCPU", "SparseCUDA"):
+            LIBRARY.impl(f"{name}.{backend}", functools.partial(_run_dense, overload), layout)
+    return overload
+
+
+def _run_dense(overload: Any, *inputs: Any) -> Any:
+    """Run a backward pass on sparse gradients, which torch's own ops take."""
+    dense = [t.to_dense() if isinstance(t, torch.Tensor) and t.is_sparse else t for t in inputs]
+    return overload(*dense)
 
 
 def define_differentiable(name: str, backend: str, schema: str, run: Callable[..., Any]) -> Any:
