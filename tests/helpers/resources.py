@@ -219,8 +219,8 @@ def compile_largest(capability: int, like: int = 80) -> list[dict[str, Any]]:
     kept, largest = read(like), dict[str, tuple[int, Compile]]()
     for case, launch in launches(capability):
         each = Compile(case, launch, True)
-        taken = kept[each.key]["shared"] if each.key in kept else 2**20
-        if taken > max(2**16, largest.get(each.kernel, (0,))[0]):
+        taken = kept[each.key]["shared"] if each.key in kept else 0
+        if taken >= 2**16 and taken > largest.get(each.kernel, (0,))[0]:
             largest[each.kernel] = taken, each
     return [{"kernel": e.kernel, "case": e.case, **e.run(capability)} for _, e in largest.values()]
 
