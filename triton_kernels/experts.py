@@ -52,6 +52,7 @@ from .experts_rows import (
 )
 from .launch import Launch, launch, run
 from .linear_act import precision
+from .memory import find_shared_memory
 from .tensors import aligned, contiguous, empty_like, or_empty, rows_of
 from .tile import Tile
 
@@ -83,10 +84,11 @@ class Tiles(NamedTuple):
     weight: Tile
 
 
+_MEMORY_OF_MANY = 192 * 1024  # bytes of shared memory
 _LAST = Tile(64, 64, 32, 4, 3)
 _OF_MANY = Tile(128, 128, 64, 4, 3)  # two programs to a processor, where torch does not serve
-# For many rows an expert, also on GPUs before sm_90, whose products keep more in registers; for few
-# rows; and for elements that are loaded one by one, or float32 without tensor cores.
+# For many rows an expert, also on GPUs with less shared memory; for few rows; and for elements that
+# are loaded one by one, or float32 without tensor cores.
 TILES = {
     "many": Tiles(
         Tile(128, 256, 64, 8, 4),
@@ -94,20 +96,25 @@ TILES = {
         Tile(128, 256, 64, 8, 3),
         _OF_MANY,
     ),
-    "many before sm_90": Tiles(*[Tile(128, 128, 64, 8, 3)] * 4),
+    "many in less memory": Tiles(*[Tile(128, 128, 64, 8, 3)] * 4),
     "few": Tiles(*[Tile(64, 128, 64, 4, 3)] * 4),
     "last": Tiles(_LAST, _LAST, _LAST, _LAST._replace(stages=2)),
 }
+
+
+def has_many_rows(rows: int, experts: int) -> bool:
+    """Whether an expert has so many rows that other tiles serve."""
+    return rows > 64 * experts
 
 
 def choose_tiles(x: torch.Tensor, form: Form, rows: int, experts: int, *widths: int) -> Tiles:
     """The tiles for this many rows of these widths."""
     if x.dtype.itemsize > 2 or any(width % 8 for width in widths):
         return TILES["last"]
-    if rows <= 64 * experts:
+    if not has_many_rows(rows, experts):
         return TILES["few"]
-    is_new = not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return _for_form(TILES["many" if is_new else "many before sm_90"], form)
+    has_room = find_shared_memory(x.device) >= _MEMORY_OF_MANY
+    return _for_form(TILES["many" if has_room else "many in less memory"], form)
 
 
 def _for_form(tiles: Tiles, form: Form) -> Tiles:
@@ -264,13 +271,24 @@ def _multiplies_sorted(call: _Call) -> bool:
     x = call.x
     if not x.is_cuda or x.dtype != torch.bfloat16 or call.tiles.weight is not _OF_MANY:
         return False
-    if torch.cuda.get_device_capability(x.device) != (9, 0):
+    if torch.cuda.get_device_capability(x.device) != (9, 0) or len(call.gate_up) > _MOST_GROUPS:
         return False
     return not torch.cuda.is_current_stream_capturing() and _is_right(x.device)
 
 
-@functools.cache
+_MOST_GROUPS = 1023  # torch's product refuses more
+
+
 def _is_right(device: torch.device) -> bool:
+    """Whether torch's product is right here; a lack of memory says nothing of later calls."""
+    try:
+        return _find_out(device)
+    except torch.OutOfMemoryError:
+        return False
+
+
+@functools.cache
+def _find_out(device: torch.device) -> bool:
     """Whether torch's product is right here, twice, also for experts without rows.
 
     On sm_100 some versions of torch leave numbers in the gradients of such experts. Rows of no
@@ -290,6 +308,8 @@ def _is_right(device: torch.device) -> bool:
             found = grouped_mm(factors[0].t(), factors[1], offs=bounds[1:])
             if not torch.equal(found.float(), wanted.bfloat16().float()):
                 return False
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError, ValueError):
         return False
     return True
@@ -498,7 +518,7 @@ _FORMS = {
 
 def aot_cases(capability: int) -> Iterator[tuple[str, Launch]]:
     """Named launches, whose kernels the ahead-of-time tests compile."""
-    many = "many" if capability >= 90 else "many before sm_90"
+    many = "many" if capability in (90, 100) else "many in less memory"
     for name, form in _FORMS.items():
         tiles = _for_form(TILES[many], form)
         yield from _cases(f"{name} bfloat16", form, torch.bfloat16, tiles)

@@ -375,7 +375,7 @@ def forward_tile(width: int, columns_a_thread: int) -> dict[str, int]:
 
 @functools.cache
 def _backward_tile(
-    width: int, itemsize: int, columns_a_thread: int, aligned: bool
+    width: int, itemsize: int, columns_a_thread: int, aligned: bool, read: int
 ) -> dict[str, int]:
     block = max(8, triton.next_power_of_2(width))
     # Rows that Triton does not know to be aligned are loaded one element at a time, and the
@@ -386,7 +386,7 @@ def _backward_tile(
     if block > (512 if aligned else 256) * columns_a_thread:
         block = _WIDE_BACKWARD_BLOCK
     rows = max(1, 2048 // block)
-    prefetched = 2 * rows * block * itemsize
+    prefetched = read * rows * block * itemsize
     return {
         "ROWS": rows,
         "BLOCK": block,
@@ -418,14 +418,18 @@ def backward_launches(
     grad_bias: torch.Tensor | None,
     finish: tuple[Any, ...],
     columns_a_thread: int = 16,
+    read: int = 2,
 ) -> Iterator[Launch]:
-    """Launches of the kernel `whole`, or `wide`, whose last arguments are `finish`."""
+    """Launches of the kernel `whole`, or `wide`, whose last arguments are `finish`.
+
+    They read so many tensors of grad_y's shape.
+    """
     rows, width = x.shape
     if not width:  # there is nothing to write, and a kernel would divide by its tiles of columns
         return
     itemsize = max(x.element_size(), grad_y.element_size())
     aligned = are_aligned(grad_y, x, weight, *finish)
-    tile = _backward_tile(width, itemsize, columns_a_thread, aligned)
+    tile = _backward_tile(width, itemsize, columns_a_thread, aligned, read)
     column_tiles = triton.cdiv(width, tile["BLOCK"])
     chunks = _chunks(rows, width, tile, processors(x.device))
     gradients = (grad_weight, grad_bias)

@@ -167,12 +167,12 @@ std::tuple<Tensor, Tensor> gated_act_grads(Tensor grad_y_in, Tensor gate_in, Ten
 }  // namespace
 
 TW_IMPLEMENT(m) {
-  m.impl(TW_OVERLOAD("bias_act"), TORCH_BOX(&bias_act));
-  m.impl(TW_OVERLOAD("bias_act_"), TORCH_BOX(&bias_act_in_place));
-  m.impl(TW_OVERLOAD("bias_act_backward"), TORCH_BOX(&bias_act_grads));
-  m.impl(TW_OVERLOAD("bias_act_backward_"), TORCH_BOX(&bias_act_grads_in_place));
-  m.impl(TW_OVERLOAD("gated_act"), TORCH_BOX(&gated_act));
-  m.impl(TW_OVERLOAD("gated_act_backward"), TORCH_BOX(&gated_act_grads));
+  m.impl(TW_OVERLOAD("bias_act"), TW_BOX(&bias_act));
+  m.impl(TW_OVERLOAD("bias_act_"), TW_BOX(&bias_act_in_place));
+  m.impl(TW_OVERLOAD("bias_act_backward"), TW_BOX(&bias_act_grads));
+  m.impl(TW_OVERLOAD("bias_act_backward_"), TW_BOX(&bias_act_grads_in_place));
+  m.impl(TW_OVERLOAD("gated_act"), TW_BOX(&gated_act));
+  m.impl(TW_OVERLOAD("gated_act_backward"), TW_BOX(&gated_act_grads));
 }
 
 }  // namespace torchweld

@@ -166,11 +166,11 @@ std::tuple<Tensor, Tensor> statistics_of_columns(Tensor x_in) {
 }  // namespace
 
 TW_IMPLEMENT(m) {
-  m.impl(TW_OVERLOAD("column_statistics"), TORCH_BOX(&statistics_of_columns));
-  m.impl(TW_OVERLOAD("normalize_act"), TORCH_BOX(&normalize_act));
-  m.impl(TW_OVERLOAD("normalize_act_"), TORCH_BOX(&normalize_act_in_place));
-  m.impl(TW_OVERLOAD("normalize_act_backward"), TORCH_BOX(&normalize_act_grads));
-  m.impl(TW_OVERLOAD("batch_norm_act_grad_x"), TORCH_BOX(&batch_norm_act_grad_x));
+  m.impl(TW_OVERLOAD("column_statistics"), TW_BOX(&statistics_of_columns));
+  m.impl(TW_OVERLOAD("normalize_act"), TW_BOX(&normalize_act));
+  m.impl(TW_OVERLOAD("normalize_act_"), TW_BOX(&normalize_act_in_place));
+  m.impl(TW_OVERLOAD("normalize_act_backward"), TW_BOX(&normalize_act_grads));
+  m.impl(TW_OVERLOAD("batch_norm_act_grad_x"), TW_BOX(&batch_norm_act_grad_x));
 }
 
 }  // namespace torchweld

@@ -79,8 +79,8 @@ std::tuple<Tensor, Tensor> bias_dropout_add_grads(Tensor grad_y_in, OptionalTens
 }  // namespace
 
 TW_IMPLEMENT(m) {
-  m.impl(TW_OVERLOAD("bias_dropout_add"), TORCH_BOX(&bias_dropout_add));
-  m.impl(TW_OVERLOAD("bias_dropout_add_backward"), TORCH_BOX(&bias_dropout_add_grads));
+  m.impl(TW_OVERLOAD("bias_dropout_add"), TW_BOX(&bias_dropout_add));
+  m.impl(TW_OVERLOAD("bias_dropout_add_backward"), TW_BOX(&bias_dropout_add_grads));
 }
 
 }  // namespace torchweld

@@ -440,8 +440,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> block_sparse_grads(
 }  // namespace
 
 TW_IMPLEMENT(m) {
-  m.impl(TW_OVERLOAD("block_sparse_attention"), TORCH_BOX(&block_sparse));
-  m.impl(TW_OVERLOAD("block_sparse_attention_backward"), TORCH_BOX(&block_sparse_grads));
+  m.impl(TW_OVERLOAD("block_sparse_attention"), TW_BOX(&block_sparse));
+  m.impl(TW_OVERLOAD("block_sparse_attention_backward"), TW_BOX(&block_sparse_grads));
 }
 
 }  // namespace torchweld

@@ -164,10 +164,10 @@ std::tuple<Tensor, Tensor, Tensor> dropout_add_rms_norm_grads(
 }  // namespace
 
 TW_IMPLEMENT(m) {
-  m.impl(TW_OVERLOAD("dropout_add_layer_norm"), TORCH_BOX(&dropout_add_layer_norm));
-  m.impl(TW_OVERLOAD("dropout_add_layer_norm_backward"), TORCH_BOX(&dropout_add_layer_norm_grads));
-  m.impl(TW_OVERLOAD("dropout_add_rms_norm"), TORCH_BOX(&dropout_add_rms_norm));
-  m.impl(TW_OVERLOAD("dropout_add_rms_norm_backward"), TORCH_BOX(&dropout_add_rms_norm_grads));
+  m.impl(TW_OVERLOAD("dropout_add_layer_norm"), TW_BOX(&dropout_add_layer_norm));
+  m.impl(TW_OVERLOAD("dropout_add_layer_norm_backward"), TW_BOX(&dropout_add_layer_norm_grads));
+  m.impl(TW_OVERLOAD("dropout_add_rms_norm"), TW_BOX(&dropout_add_rms_norm));
+  m.impl(TW_OVERLOAD("dropout_add_rms_norm_backward"), TW_BOX(&dropout_add_rms_norm_grads));
 }
 
 }  // namespace torchweld

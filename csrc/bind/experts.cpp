@@ -164,10 +164,10 @@ void add_rows(Tensor sums, Tensor rows, Tensor places, OptionalTensor scale, int
 }  // namespace
 
 TW_IMPLEMENT(m) {
-  m.impl(TW_OVERLOAD("experts_multiply_"), TORCH_BOX(&multiply));
-  m.impl(TW_OVERLOAD("experts_activation"), TORCH_BOX(&activate));
-  m.impl(TW_OVERLOAD("experts_activation_backward_"), TORCH_BOX(&activation_grads));
-  m.impl(TW_OVERLOAD("experts_sum_"), TORCH_BOX(&add_rows));
+  m.impl(TW_OVERLOAD("experts_multiply_"), TW_BOX(&multiply));
+  m.impl(TW_OVERLOAD("experts_activation"), TW_BOX(&activate));
+  m.impl(TW_OVERLOAD("experts_activation_backward_"), TW_BOX(&activation_grads));
+  m.impl(TW_OVERLOAD("experts_sum_"), TW_BOX(&add_rows));
 }
 
 }  // namespace torchweld

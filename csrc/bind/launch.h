@@ -3,12 +3,14 @@
 //   TW_KERNEL(layer_norm_forward, NormForward);        a kernel of csrc/cpu or csrc/cuda
 //   TW_FUNCTION(int64_t, norm_chunks, int64_t, int64_t);   a plain function next to it
 //   launch(layer_norm_forward, args, like, items, elements_per_item);
-//   TW_IMPLEMENT(m) { m.impl(TW_OVERLOAD("layer_norm"), TORCH_BOX(&layer_norm)); }
+//   TW_IMPLEMENT(m) { m.impl(TW_OVERLOAD("layer_norm"), TW_BOX(&layer_norm)); }
 //
 // Each binding is compiled once for each library. A CPU kernel processes a range of items and comes
 // from the shared object of the instruction set in use. A CUDA kernel is a launcher linked into
 // this library.
 #pragma once
+
+#include <utility>
 
 #include "bind/tensor.h"
 
@@ -20,6 +22,17 @@ using Boxed = void (*)(StableIValue*, uint64_t, uint64_t);
 // Keeps a kernel for torchweld_find_kernel.
 void keep_kernel(const char* overload, Boxed kernel);
 #endif
+
+// A binding that first checks that its tensors have memory.
+template <auto function>
+struct Checked;
+template <class Result, class... Args, Result (*function)(Args...)>
+struct Checked<function> {
+  static Result call(Args... args) {
+    (check_memory(args), ...);
+    return function(std::forward<Args>(args)...);
+  }
+};
 
 // Registers kernels with torch.
 struct Implementations {
@@ -34,6 +47,7 @@ struct Implementations {
 
 }  // namespace torchweld
 
+#define TW_BOX(function) TORCH_BOX(&torchweld::Checked<function>::call)
 #define TW_IMPLEMENT(m)                                      \
   static void implement(const torchweld::Implementations&);  \
   STABLE_TORCH_LIBRARY_IMPL(torchweld, TW_DEVICE, library) { \

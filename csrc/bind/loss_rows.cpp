@@ -58,10 +58,10 @@ ThreeTensors both_in_place(Tensor logits, Tensor target, Tensor coefficients, Te
 }  // namespace
 
 TW_IMPLEMENT(m) {
-  m.impl(TW_OVERLOAD("loss_rows"), TORCH_BOX(&forward));
-  m.impl(TW_OVERLOAD("loss_rows_backward"), TORCH_BOX(&backward));
-  m.impl(TW_OVERLOAD("loss_rows_backward_"), TORCH_BOX(&backward_in_place));
-  m.impl(TW_OVERLOAD("loss_rows_both_"), TORCH_BOX(&both_in_place));
+  m.impl(TW_OVERLOAD("loss_rows"), TW_BOX(&forward));
+  m.impl(TW_OVERLOAD("loss_rows_backward"), TW_BOX(&backward));
+  m.impl(TW_OVERLOAD("loss_rows_backward_"), TW_BOX(&backward_in_place));
+  m.impl(TW_OVERLOAD("loss_rows_both_"), TW_BOX(&both_in_place));
 }
 
 }  // namespace torchweld

@@ -120,10 +120,10 @@ std::tuple<Tensor, Tensor> rms_norm_grads(Tensor grad_y, Tensor x, Shape normali
 }  // namespace
 
 TW_IMPLEMENT(m) {
-  m.impl(TW_OVERLOAD("layer_norm"), TORCH_BOX(&layer_norm));
-  m.impl(TW_OVERLOAD("layer_norm_backward"), TORCH_BOX(&layer_norm_grads));
-  m.impl(TW_OVERLOAD("rms_norm"), TORCH_BOX(&rms_norm));
-  m.impl(TW_OVERLOAD("rms_norm_backward"), TORCH_BOX(&rms_norm_grads));
+  m.impl(TW_OVERLOAD("layer_norm"), TW_BOX(&layer_norm));
+  m.impl(TW_OVERLOAD("layer_norm_backward"), TW_BOX(&layer_norm_grads));
+  m.impl(TW_OVERLOAD("rms_norm"), TW_BOX(&rms_norm));
+  m.impl(TW_OVERLOAD("rms_norm_backward"), TW_BOX(&rms_norm_grads));
 }
 
 }  // namespace torchweld

@@ -105,9 +105,9 @@ Tensor dequantize(Tensor bits_in, Tensor scale_in, Shape sizes, int64_t block, S
 }  // namespace
 
 TW_IMPLEMENT(m) {
-  m.impl(TW_OVERLOAD("quantize_one_bit"), TORCH_BOX(&quantize_given));
-  m.impl(TW_OVERLOAD("average_one_bit"), TORCH_BOX(&quantize_mean));
-  m.impl(TW_OVERLOAD("dequantize_one_bit"), TORCH_BOX(&dequantize));
+  m.impl(TW_OVERLOAD("quantize_one_bit"), TW_BOX(&quantize_given));
+  m.impl(TW_OVERLOAD("average_one_bit"), TW_BOX(&quantize_mean));
+  m.impl(TW_OVERLOAD("dequantize_one_bit"), TW_BOX(&dequantize));
 }
 
 }  // namespace torchweld

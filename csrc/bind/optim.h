@@ -117,11 +117,14 @@ void boxed(StableIValue* first, uint64_t count, uint64_t /*results*/) {
   for (Tensors* list : {&a.params, &a.grads, &a.masters, &a.moments, &a.absmaxes, &a.new_absmaxes,
                         &a.steps, &a.edges, &a.rounding_offsets, &a.companions}) {
     *list = stack.take<Tensors>();
+    check_memory(*list);
   }
   a.lr = stack.take<Tensor>();
+  check_memory(a.lr);
   for (OptionalTensor* number :
        {&a.ratios, &a.grad_factor, &a.found_inf, &a.average_rate, &a.sums, &a.settings_of_each}) {
     *number = stack.take<OptionalTensor>();
+    check_memory(*number);
   }
   a.whole_sizes = stack.take<Shape>();
   const auto settings = stack.take_settings<Settings>();

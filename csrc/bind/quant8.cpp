@@ -52,8 +52,8 @@ Tensor dequantize(Tensor codes_in, Tensor absmax_in, bool is_signed, ScalarType 
 }  // namespace
 
 TW_IMPLEMENT(m) {
-  m.impl(TW_OVERLOAD("quantize_8bit"), TORCH_BOX(&quantize));
-  m.impl(TW_OVERLOAD("dequantize_8bit"), TORCH_BOX(&dequantize));
+  m.impl(TW_OVERLOAD("quantize_8bit"), TW_BOX(&quantize));
+  m.impl(TW_OVERLOAD("dequantize_8bit"), TW_BOX(&dequantize));
 }
 
 }  // namespace torchweld

@@ -350,8 +350,8 @@ Results rotary_gradients(Tensor grad_y, Tensor grad_key_y, OptionalTensor x_in,
 }  // namespace
 
 TW_IMPLEMENT(m) {
-  m.impl(TW_OVERLOAD("rotary_embedding"), TORCH_BOX(&rotary));
-  m.impl(TW_OVERLOAD("rotary_embedding_backward"), TORCH_BOX(&rotary_gradients));
+  m.impl(TW_OVERLOAD("rotary_embedding"), TW_BOX(&rotary));
+  m.impl(TW_OVERLOAD("rotary_embedding_backward"), TW_BOX(&rotary_gradients));
 }
 
 }  // namespace torchweld

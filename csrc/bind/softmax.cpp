@@ -149,8 +149,8 @@ Tensor softmax_dropout_grads(Tensor grad_y_in, OptionalTensor y_in, OptionalTens
 }  // namespace
 
 TW_IMPLEMENT(m) {
-  m.impl(TW_OVERLOAD("softmax_dropout"), TORCH_BOX(&softmax_dropout));
-  m.impl(TW_OVERLOAD("softmax_dropout_backward"), TORCH_BOX(&softmax_dropout_grads));
+  m.impl(TW_OVERLOAD("softmax_dropout"), TW_BOX(&softmax_dropout));
+  m.impl(TW_OVERLOAD("softmax_dropout_backward"), TW_BOX(&softmax_dropout_grads));
 }
 
 }  // namespace torchweld

@@ -45,6 +45,6 @@ Tensor sum_of_squares(Tensors& grads) {
 
 }  // namespace
 
-TW_IMPLEMENT(m) { m.impl(TW_OVERLOAD("sum_of_squares"), TORCH_BOX(&sum_of_squares)); }
+TW_IMPLEMENT(m) { m.impl(TW_OVERLOAD("sum_of_squares"), TW_BOX(&sum_of_squares)); }
 
 }  // namespace torchweld

@@ -192,6 +192,24 @@ inline OptionalTensor parameter(const OptionalTensor& p, DType dtype) {
 inline const void* data(const Tensor& t) { return t.const_data_ptr(); }
 inline const void* data(const OptionalTensor& t) { return t ? data(*t) : nullptr; }
 
+// Raises for a tensor whose storage was freed, as FSDP leaves a parameter that it has resharded.
+inline void check_memory(const Tensor& t) {
+  int64_t bytes = 1;
+  aoti_torch_get_storage_size(t.get(), &bytes);
+  STD_TORCH_CHECK(
+      bytes > 0 || t.numel() == 0,
+      "The tensor has a non-zero number of elements, but its data is not allocated: its "
+      "storage was freed");
+}
+inline void check_memory(const OptionalTensor& t) {
+  if (t) check_memory(*t);
+}
+inline void check_memory(const std::vector<Tensor>& tensors) {
+  for (const Tensor& t : tensors) check_memory(t);
+}
+template <class Other>
+void check_memory(const Other&) {}
+
 inline bool same_sizes(Sizes a, Sizes b) {
   return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
 }

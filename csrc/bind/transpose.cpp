@@ -37,8 +37,8 @@ void mirror(Tensor matrix) {
 }  // namespace
 
 TW_IMPLEMENT(m) {
-  m.impl(TW_OVERLOAD("transposed"), TORCH_BOX(&transpose));
-  m.impl(TW_OVERLOAD("mirror_"), TORCH_BOX(&mirror));
+  m.impl(TW_OVERLOAD("transposed"), TW_BOX(&transpose));
+  m.impl(TW_OVERLOAD("mirror_"), TW_BOX(&mirror));
 }
 
 }  // namespace torchweld

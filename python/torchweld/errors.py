@@ -57,7 +57,8 @@ class CollectiveError(RuntimeError):
 def _suggest(got: str, accepted: str) -> str:
     """A question with the accepted name that is spelled most like the given string, if any."""
     given = re.fullmatch(r"'(\w+)'", got)
-    close = (
-        difflib.get_close_matches(given[1].lower(), re.findall(r"\w+", accepted)) if given else []
-    )
-    return f"; did you mean {close[0]!r}?" if close else ""
+    names = re.findall(r"[\w.]*\w", accepted)
+    close = difflib.get_close_matches(given[1].lower(), names) if given else []
+    if not close:
+        return ""
+    return f"; did you mean {close[0] if '.' in close[0] else repr(close[0])}?"

@@ -568,6 +568,13 @@ def test_a_misspelt_name_is_answered(given: str, suggested: str | None) -> None:
     assert str(caught.value).endswith(said if suggested else "identity")
 
 
+def test_a_name_of_torch_is_answered_in_full() -> None:
+    """'bfloat16' was asked whether it meant 'bfloat16'."""
+    p = torch.nn.Parameter(torch.ones(4))
+    with pytest.raises(torchweld.ArgumentError, match=r"did you mean torch\.bfloat16\?"):
+        torchweld.optim.AdamW([p], state_dtype="bfloat16")
+
+
 def test_a_long_value_is_shortened() -> None:
     """A tensor in the place of a list has thousands of numbers."""
     with pytest.raises(

@@ -159,6 +159,33 @@ def test_recomputation(name: str, backend: str) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", [None, "cpu", "eager"])
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_recomputation_inside_vmap(name: str, backend: str | None, dtype: torch.dtype) -> None:
+    """A batch of backward passes recomputes by what the forward pass ran, outside of vmap.
+
+    The recomputation asked anew which backend serves: inside vmap eager does, which saves other
+    tensors. is_grads_batched uses another vmap, which our kernels do not see.
+    """
+    sizes = ((2, 300, 8), (16, 8), (16,))
+    tensors = [torch.randn(*size).to(dtype).requires_grad_() for size in sizes]
+    with torchweld.use_backend(backend):
+        result = RECOMPUTED[name](*tensors)
+
+    def differentiate(grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(result, tensors, grad, retain_graph=True)
+
+    grads = torch.randn(2, *result.shape).to(dtype)
+    expected = [torch.stack(each) for each in zip(*map(differentiate, grads), strict=True)]
+    for _ in range(2):
+        found = torch.func.vmap(differentiate)(grads)
+        for one, wanted in zip(found, expected, strict=True):
+            error = (one.double() - wanted.double()).abs().max()
+            assert error <= 4 * torch.finfo(dtype).eps * wanted.double().abs().max()
+
+
 # --- Changes in place -----------------------------------------------------------------------------
 
 

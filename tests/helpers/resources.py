@@ -214,6 +214,17 @@ def rows(capability: int, kept: Known) -> list[dict[str, Any]]:
     ]
 
 
+def compile_largest(capability: int, like: int = 80) -> list[dict[str, Any]]:
+    """For each kernel that takes much shared memory on another GPU, the launch that takes most."""
+    kept, largest = read(like), dict[str, tuple[int, Compile]]()
+    for case, launch in launches(capability):
+        each = Compile(case, launch, True)
+        taken = kept[each.key]["shared"] if each.key in kept else 0
+        if taken >= 2**16 and taken > largest.get(each.kernel, (0,))[0]:
+            largest[each.kernel] = taken, each
+    return [{"kernel": e.kernel, "case": e.case, **e.run(capability)} for _, e in largest.values()]
+
+
 # --- What is kept ---------------------------------------------------------------------------------
 
 
@@ -261,6 +272,9 @@ def main() -> None:
     anew = [] if "missing" in sys.argv else ["anew"]
     if len(sys.argv) > 1 and sys.argv[1].isdigit():
         capability, anew = int(sys.argv[1]), sys.argv[2:]
+        if "largest" in anew:
+            json.dump(compile_largest(capability), sys.stdout)
+            return
         json.dump(rows(capability, {} if anew else read(capability)), sys.stdout)
         return
     with ThreadPoolExecutor(os.cpu_count()) as pool:

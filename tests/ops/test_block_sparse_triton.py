@@ -21,6 +21,7 @@ from selection import TRITON_DEVICE as DEVICE
 from selection import of_triton
 from torchweld import BackendError, random
 from torchweld.bench.cases import CASES
+from torchweld.dispatch import op_question
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.functional import block_sparse_attention
@@ -76,6 +77,38 @@ def _assert_as_reference(layout: BlockLayout, q: Any, k: Any, **options: Any) ->
 
 def _random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(DEVICE)
+
+
+@pytest.mark.parametrize("queries", [600, 2100])
+def test_a_check_divides_lines_as_the_call_does(
+    queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check at first use tries pieces of lines if a call of its class may have them.
+
+    Its lines have 509 tokens, and pieces begin at 2048: they were never tried.
+    """
+    from torchweld.triton_kernels import block_sparse_attention
+
+    q = torch.randn(1, 1, queries, 16, device=DEVICE, requires_grad=True)
+    layout = BlockLayout.sliding_window(queries, 2, block=32, device=DEVICE)
+    inputs = OP.inputs(q, q, q, layout)  # type: ignore[misc]
+    divided: list[bool] = []
+    divide = block_sparse_attention.divide
+
+    def record(*args: Any, **options: Any) -> Any:
+        pieces = divide(*args, **options)
+        divided.append(pieces is not None)
+        return pieces
+
+    monkeypatch.setattr(block_sparse_attention, "divide", record)
+    question = op_question.make_question(OP, inputs)
+    found, wanted = question.run("triton"), question.exact()
+    assert divided == [queries > 2048]
+    for name, value in found.items():
+        torch.testing.assert_close(value.double(), wanted[name], rtol=1e-3, atol=1e-4)
+    short = OP.inputs(*[q[:, :, :600]] * 3, BlockLayout.sliding_window(600, 2, block=32))  # type: ignore[misc]
+    same = op_question.class_of(OP, inputs) == op_question.class_of(OP, short)
+    assert same == (queries <= 2048)
 
 
 _HUGE = {

@@ -5,6 +5,8 @@ Tiles are small here, so that few rows fill several; one test takes the GPU's.
 
 from __future__ import annotations
 
+import functools
+import types
 from typing import Any
 
 import pytest
@@ -194,8 +196,59 @@ def test_torchs_product_serves_only_if_it_is_right(
         return WRONG[what](product(left, right, offs=offs))
 
     monkeypatch.setattr(experts, "grouped_mm", multiply)
-    assert experts._is_right.__wrapped__(torch.device("cpu")) == (what == "right")
+    assert experts._find_out.__wrapped__(torch.device("cpu")) == (what == "right")
     assert len(calls) == (2 if what in ("right", "the second time") else 1)
+
+
+def test_a_lack_of_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call asks again: an out-of-memory error was kept as "wrong" for good."""
+    product, faults = experts.grouped_mm, [torch.OutOfMemoryError("CUDA out of memory")]
+
+    def multiply(*args: Any, **options: Any) -> torch.Tensor:
+        if faults:
+            raise faults.pop()
+        return product(*args, **options)
+
+    monkeypatch.setattr(experts, "grouped_mm", multiply)
+    monkeypatch.setattr(experts, "_find_out", functools.cache(experts._find_out.__wrapped__))
+    assert [experts._is_right(torch.device("cpu")) for _ in range(3)] == [False, True, True]
+
+
+@pytest.mark.parametrize(("count", "takes"), [(1023, True), (1024, False)])
+def test_torchs_product_takes_so_many_experts(
+    count: int, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses more, which a backward pass on a GPU raised: no test had as many experts."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(experts, "_is_right", lambda _: True)
+    x: Any = types.SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=None)
+    call: Any = types.SimpleNamespace(
+        x=x,
+        tiles=types.SimpleNamespace(weight=experts._OF_MANY),
+        gate_up=torch.empty(count, 1, 1),
+    )
+    assert experts._multiplies_sorted(call) == takes
+
+
+@pytest.mark.parametrize("top", [1, 2, 3, 8])
+@pytest.mark.parametrize("experts_", [1, 4, 128])
+@pytest.mark.parametrize("tokens", [5, 100, 3000, 20000])
+def test_a_sample_takes_the_calls_tiles(tokens: int, experts_: int, top: int) -> None:
+    """The check at first use tries the tiles that serve calls of its class.
+
+    For K <= 2 its 251 tokens had too few rows for the tiles of many rows, and for larger K too many
+    for those of few: a tile that this GPU cannot run passed, and raised from the user's call.
+    """
+    inputs = _make(mlp.arguments((tokens,), top, experts_, (16, 16, 16), mlp.FORMS["gated"]))
+    sample = OP.take_sample(inputs, 251)
+    assert len(sample[0]) <= min(251, tokens)
+    whole, part = (
+        experts.has_many_rows(given[3].numel(), given[1].shape[0]) for given in (inputs, sample)
+    )
+    assert whole == part
+    others = [*inputs[:3], torch.zeros(100000, top, dtype=torch.int64), *inputs[4:]]
+    assert (OP.regime(inputs) == OP.regime(others)) == whole  # calls of another class
 
 
 def test_no_tokens() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+import pytest
+import torch
+
 import fresh
 
 # Room for a tenth of a result, after a call that has loaded all that one needs.
@@ -44,3 +47,16 @@ def test_the_sentence_of_torch() -> None:
     for line in lines.values():
         assert re.search(said.format(2**30), line), lines
         assert "Error code 12 (Cannot allocate memory)" in line
+
+
+def test_a_kernel_too_large_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's error of a tile without room is no RuntimeError, which a user's call raised."""
+    errors = pytest.importorskip("triton.runtime.errors")
+    kernels = pytest.importorskip("torchweld.triton_kernels.norm")
+
+    def refuse(*_: object) -> None:
+        raise errors.OutOfResources(147456, 101376, "shared memory")
+
+    monkeypatch.setattr(kernels, "rms_norm", refuse)
+    with pytest.raises(RuntimeError, match=r"rms_norm: out of resource: shared memory.*101376"):
+        torch.ops.torchweld.rms_norm.triton(torch.ones(4, 8), [8], None, 1e-5)

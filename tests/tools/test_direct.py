@@ -212,3 +212,34 @@ LIMITED = set(
     _Py_FalseStruct""",
     )
 )
+
+
+@pytest.mark.filterwarnings("error")
+def test_compiled_autograd_traces_a_warm_node() -> None:
+    """It met the function in C, broke its graph and warned: only first calls were tried."""
+    x, row = torch.randn(600, 8, requires_grad=True), ROW.clone().requires_grad_()
+    compiler = torch.compile(backend="aot_eager")
+    with torchweld.use_backend("cpu"):
+        for _ in range(3):
+            y = torchweld.functional.rms_norm(x, [8], row)
+            wanted = torch.autograd.grad(y.sum(), [x, row], retain_graph=True)
+            x.grad = row.grad = None
+            with torch._dynamo.compiled_autograd._enable(compiler):
+                y.sum().backward()
+            torch.testing.assert_close([x.grad, row.grad], list(wanted))
+
+
+def test_sparse_gradients_are_served() -> None:
+    """As the dense ones, cold and warm; torch's own ops take them, and our kernels refused."""
+    for call in (
+        lambda x, row: torchweld.functional.bias_dropout_add(x, row, x.detach()),
+        lambda x, row: torchweld.functional.rms_norm(x, [8], row),
+    ):
+        for _ in range(3):
+            x, row = X.clone().requires_grad_(), ROW.clone().requires_grad_()
+            with torchweld.use_backend("cpu"):
+                y = call(x, row)
+            grad = torch.eye(4, 8)
+            wanted = torch.autograd.grad(y, [x, row], grad, retain_graph=True)
+            found = torch.autograd.grad(y, [x, row], grad.to_sparse())
+            torch.testing.assert_close([g.to_dense() for g in found], list(wanted))

@@ -157,7 +157,8 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str], ready: b
         f"    _run = find_eager_backward(_NODES['{node}'][0])",
         f"    {_tuple(gradients)} = as_tuple(_run({', '.join(wanted)}))",
         "else:",
-        "    _run = _ready.backward" if ready else f"    _run = _NODES['{node}'][1].backward",
+        # Compiled autograd traces this, and knows torch's ops only.
+        f"    _run = {'_ready.backward if _is_eager else ' * ready}_NODES['{node}'][1].backward",
         f"    {', '.join(gradients)} = _run({', '.join(wanted)})",
         f"_made = {_tuple([*none, *_write_gradients(passed, gradients, same, lenders)])}",
         "if _is_one_of_several:",

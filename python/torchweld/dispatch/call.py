@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.utils.checkpoint import checkpoint
 
@@ -117,8 +118,9 @@ def choose_automatically(op: Op, inputs: Sequence[Any]) -> str:
 def run_checkpointed(function: Callable[..., Any], *args: Any) -> Any:
     """Run function(*args), saving only its arguments; the backward pass runs it again.
 
-    The recomputation uses the backend selected now, even if another one is selected by then. In a
-    compiled or recorded graph the choice is already made.
+    The recomputation uses the backend selected now, even if another one is selected by then, and no
+    transform if there is none now: vmap may run the backward pass. In a compiled or recorded graph
+    the choice is already made.
     """
     leave_open()  # what it calls is not all that it does
     context: dict[str, Any] = {}
@@ -129,4 +131,23 @@ def run_checkpointed(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _make_contexts(names: Sequence[str | None]) -> tuple[Any, Any]:
-    return nullcontext(), use_backend(*names)
+    return nullcontext(), _AsBefore(names)
+
+
+class _AsBefore:
+    """Restores the state in which it was made; a retained graph enters it at every run."""
+
+    def __init__(self, names: Sequence[str | None]) -> None:
+        self._names = names
+        self._is_transformed = torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(use_backend(*self._names))
+            if not self._is_transformed:
+                stack.enter_context(temporarily_clear_interpreter_stack())
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)

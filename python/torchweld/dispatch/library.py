@@ -29,7 +29,17 @@ def define_overload(
     if backend == "triton":
         assert triton is not None
         _implement_in_triton(name, triton)
-    return getattr(getattr(torch.ops.torchweld, name), backend)
+    overload = getattr(getattr(torch.ops.torchweld, name), backend)
+    if name.endswith("_backward"):
+        for layout in ("SparseCPU", "SparseCUDA"):
+            LIBRARY.impl(f"{name}.{backend}", functools.partial(_run_dense, overload), layout)
+    return overload
+
+
+def _run_dense(overload: Any, *inputs: Any) -> Any:
+    """Run a backward pass on sparse gradients, which torch's own ops take."""
+    dense = [t.to_dense() if isinstance(t, torch.Tensor) and t.is_sparse else t for t in inputs]
+    return overload(*dense)
 
 
 def define_differentiable(name: str, backend: str, schema: str, run: Callable[..., Any]) -> Any:
@@ -66,8 +76,20 @@ def _implement_in_triton(name: str, source: str) -> None:
         return getattr(find_module(), name)
 
     def implementation(*inputs: Any) -> Any:
-        return find()(*inputs)
+        try:
+            return find()(*inputs)
+        except Exception as error:
+            if type(error).__name__ == "OutOfResources":
+                raise OutOfResourcesError(f"{name}: {error}") from error
+            raise
 
     LIBRARY.impl(f"{name}.triton", implementation, "CUDA")
     LIBRARY.impl(f"{name}.triton", implementation, "CPU")  # the interpreter
     _IN_TRITON[getattr(torch.ops.torchweld, name).triton] = find
+
+
+class OutOfResourcesError(RuntimeError):
+    """A kernel takes more shared memory or registers than this GPU has.
+
+    Triton's own error is no RuntimeError, so that callers would not catch it.
+    """

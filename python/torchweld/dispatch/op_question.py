@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -81,6 +82,8 @@ def class_of(op: Op, inputs: Sequence[Any]) -> tuple[Any, ...]:
         alike.append(inputs[at].size(0))  # output widths differ between GEMMs of one input width
     for at in op.flags_at:
         alike.append(inputs[at])
+    if op.regime is not None:
+        alike.append(op.regime(inputs))
     return tuple(alike)
 
 
@@ -88,6 +91,7 @@ def make_question(op: Op, inputs: Sequence[Any]) -> Question:
     """The question for a call with these inputs."""
     _, _, autocast, width, _, *rest = class_of(op, inputs)
     direction, is_composite = find_direction(inputs), isinstance(op, Composite)
+    regime = None if op.regime is None else op.regime(inputs)
     # The dtype in which autocast computes this op; None if it has no rule for it.
     cast_to = autocast if is_composite or autocast is None else op.autocast.get(_kind_of(inputs[0]))
 
@@ -98,7 +102,9 @@ def make_question(op: Op, inputs: Sequence[Any]) -> Question:
         return [_make_leaf(value, cast_to) for value in op.take_sample(inputs, rows)]
 
     def run(backend: str) -> Results:
-        return _find_results(op, backend, draw_sample(), direction)
+        sample = draw_sample()
+        with nullcontext() if op.trial is None else op.trial(regime):
+            return _find_results(op, backend, sample, direction)
 
     def run_exactly() -> Results:
         return _find_results(op, EAGER, [*map(_widen, draw_sample())], direction)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +88,12 @@ class Op(Differentiable):
     # Takes the forward's arguments and a number of rows; returns arguments like them with about so
     # many rows, to judge kernels by in float64. None: the first rows of each argument.
     sample: Callable[[Sequence[Any], int], Sequence[Any]] | None = None
+    # Takes the forward's arguments; returns what else than dtypes and widths decides which tile or
+    # path of a kernel serves them. It is part of a call's class, and a sample has the same.
+    regime: Callable[[Sequence[Any]], Any] | None = None
+    # Takes that; makes a context in which kernels serve a sample as they serve the call, where the
+    # sample alone would be too small for it.
+    trial: Callable[[Any], AbstractContextManager[Any]] | None = None
     # Stand-in arguments while compiling, when sizes may be symbolic. None: some of `sized`.
     arguments_while_compiling: tuple[Any, ...] | None = None
     # Device type -> the dtype in which eager computes and returns under autocast, if it has a rule.

@@ -16,7 +16,15 @@ from torchweld.dispatch.kernels import define
 from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.ops.attention.reference import add_dims, attention, count_distances
-from torchweld.ops.attention.samples import NO_LISTS, STAND_IN, flops, sized, take_sample
+from torchweld.ops.attention.samples import (
+    NO_LISTS,
+    STAND_IN,
+    dividing,
+    flops,
+    has_long_lines,
+    sized,
+    take_sample,
+)
 from torchweld.random import Shard, draw_seed, split_shard
 from torchweld.registry import Op, Rows
 from torchweld.sparse import BlockBias, BlockLayout
@@ -390,6 +398,8 @@ OP = Op(
     sharding=Rows(lambda q, *_: min(q.ndim, 2)),  # batch and heads
     sized=sized,
     sample=take_sample,
+    regime=has_long_lines,
+    trial=dividing,
     arguments_while_compiling=STAND_IN,
     flops=flops,
     sources={

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchweld.ops.attention.reference import add_dims, count_distances
-from torchweld.registry import SEED, Made, activation, constant, padding, residual
+from torchweld.registry import BACKENDS, SEED, Made, activation, constant, padding, residual
 from torchweld.sparse import BlockLayout
 from torchweld.sparse.lists import Lists, blocks_of, count_of, make_lists
 
@@ -70,6 +72,32 @@ def flops(*arguments: Any) -> tuple[int, int]:
 
 # Queries and keys of a sample, and of each window of one: primes, so that no tile divides them.
 _SAMPLED_TOKENS, _WINDOW = 1021, 509
+
+
+def has_long_lines(inputs: Sequence[Any]) -> bool:
+    """Whether the kernels for the gradients of keys may divide lines of queries into pieces."""
+    q, group = inputs[0], inputs[14]
+    if BACKENDS["triton"].why_missing() is not None:
+        return False
+    return bool(group * add_dims(q).shape[2] > _find_tiles().LEAST_TOKENS)
+
+
+@contextmanager
+def dividing(long_lines: bool) -> Iterator[None]:
+    """Let kernels divide a sample's lines, which are short, as they divide long ones."""
+    tiles = _find_tiles() if long_lines else None
+    if tiles is None:
+        yield
+        return
+    before, tiles.LEAST_TOKENS = tiles.LEAST_TOKENS, _WINDOW // 4
+    try:
+        yield
+    finally:
+        tiles.LEAST_TOKENS = before
+
+
+def _find_tiles() -> Any:
+    return importlib.import_module("torchweld.triton_kernels.attention_tiles")
 
 
 def take_sample(inputs: Sequence[Any], rows: int) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from torchweld.ops.experts.grouped import Factors, Form
 from torchweld.ops.experts.sharded import run_on_devices
 from torchweld.ops.gemm import gemm
 from torchweld.registry import (
+    BACKENDS,
     WHOLE,
     Composite,
     Made,
@@ -293,13 +295,36 @@ def _flops(
 _FEW = 8
 
 
+def _has_many_rows(rows: int, experts: int) -> bool:
+    """Whether an expert has so many rows that other tiles serve."""
+    if BACKENDS["triton"].why_missing() is not None:
+        return False
+    kernels: Any = importlib.import_module("torchweld.triton_kernels.experts")
+    return kernels.has_many_rows(rows, experts)  # type: ignore[no-any-return]
+
+
+def _find_regime(inputs: Sequence[Any]) -> bool:
+    return _has_many_rows(inputs[3].numel(), inputs[1].shape[0])
+
+
 def _take_sample(inputs: Sequence[Any], rows: int) -> tuple[Any, ...]:
-    """The first tokens and experts: float64 copies of all experts might not fit the memory."""
+    """The first tokens and experts: float64 copies of all experts might not fit the memory.
+
+    They are so many that the same tiles serve.
+    """
     x, gate_up, down, indices, weights, gate_up_bias, down_bias, *how = inputs
-    x, indices, weights = (t.flatten(0, -2)[:rows] for t in (x, indices, weights))
-    is_known = (indices >= 0) & (indices < gate_up.shape[0])
-    indices = torch.where(is_known, indices % _FEW, indices)
-    factors = [None if t is None else t[:_FEW] for t in (gate_up, down, gate_up_bias, down_bias)]
+    top, count, tokens = indices.shape[-1], gate_up.shape[0], indices.shape[:-1].numel()
+    tokens, few = min(tokens, rows), min(_FEW, count)
+    if _find_regime(inputs):
+        while few > 1 and not _has_many_rows(tokens * top, few):
+            few -= 1
+    else:
+        while tokens > 1 and _has_many_rows(tokens * top, few):
+            tokens -= 1
+    x, indices, weights = (t.flatten(0, -2)[:tokens] for t in (x, indices, weights))
+    is_known = (indices >= 0) & (indices < count)
+    indices = torch.where(is_known, indices % few, indices)
+    factors = [None if t is None else t[:few] for t in (gate_up, down, gate_up_bias, down_bias)]
     return (x, *factors[:2], indices, weights, *factors[2:], *how)
 
 
@@ -394,6 +419,7 @@ OP = Composite(
     saves="input, the result of the first GEMMs and the order of the rows; with `recompute`, no"
     " result of a GEMM",
     sample=_take_sample,
+    regime=_find_regime,
     eager_rounds=True,
 )
 _derive = derive_from_reference(OP)
