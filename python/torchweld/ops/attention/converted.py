@@ -39,7 +39,11 @@ def attention(
         return _torchs(*given, *rest, scale=scale, enable_gqa=enable_gqa)
     query, key, value = (t.to(dtype) for t in given)
     if not _fits(query, key, value, *rest, enable_gqa):
-        mask = attn_mask if attn_mask is None or not attn_mask.is_floating_point() else attn_mask.float()
+        mask = (
+            attn_mask
+            if attn_mask is None or not attn_mask.is_floating_point()
+            else attn_mask.float()
+        )
         with torch.autocast("cpu", enabled=False):
             wide = [t.float() for t in (query, key, value)]
             return _torchs(*wide, mask, *rest[1:], scale=scale, enable_gqa=enable_gqa).to(dtype)
@@ -150,6 +154,13 @@ class _Attention(torch.autograd.Function):
             wide = [t[at].float() for t in (grad, query, key, value, y)]
             made = _backward(*wide, sums[at], 0.0, is_causal, attn_mask=own, scale=scale)
             parts.append([t.to(query.dtype) for t in made])
-        gradients = [some[0] if len(some) == 1 else torch.cat(some) for some in zip(*parts, strict=True)]
+        gradients = [
+            some[0] if len(some) == 1 else torch.cat(some) for some in zip(*parts, strict=True)
+        ]
         reached = list_reached(ctx)
-        return *(g if to else None for g, to in zip(gradients, reached, strict=False)), None, None, None
+        return (
+            *(g if to else None for g, to in zip(gradients, reached, strict=False)),
+            None,
+            None,
+            None,
+        )

@@ -1,7 +1,7 @@
 """The GEMM of a linear layer: torch's own, or in 16 bits on the CPU one with our backward.
 
-On CPUs with 16-bit units it is oneDNN's, which adds the bias to the sums, while torch first copies it
-to every row of the result. On others it is a product by float32 GEMMs.
+On CPUs with 16-bit units it is oneDNN's, which adds the bias to the sums, while torch first copies
+it to every row of the result. On others it is a product by float32 GEMMs.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def find_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def is_converted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether the layer is a product by float32 GEMMs: in 16 bits on a CPU without units for them."""
+    """Whether the layer is by float32 GEMMs: in 16 bits on a CPU without units for them."""
     dtype = find_dtype(x)
     if not product.is_converted(x, dtype) or exports_a_derivative():
         return False
