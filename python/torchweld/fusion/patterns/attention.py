@@ -14,9 +14,10 @@ from torchweld.fusion import probe
 from torchweld.fusion.patterns.activation import Asked, LinearAct, in_words
 from torchweld.fusion.patterns.dropout_add_norm import add_and_normalize, is_layer_norm
 from torchweld.fusion.patterns.pairs import Pair, can_ask, find_pair, propose_pair
-from torchweld.fusion.patterns.plain import multiplies_slowly, serve_products
+from torchweld.fusion.patterns.plain import multiplies_slowly
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Change, Left, Proposal, Weld, forward_of, propose, why_not_change
+from torchweld.ops.attention.converted import attention
 from torchweld.ops.gemm.linear_act import linear_as_torch
 from torchweld.ops.gemm.product import multiply
 from torchweld.sparse.by_length import DENSE
@@ -38,12 +39,6 @@ class MultiheadAttention(Weld):
     dropout: float
     head_dim: int
     training: bool
-    weld_run_own: Any
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "welded_from" in vars(cls):
-            cls.weld_run_own = serve_products(cls.welded_from.forward)
 
     def forward(
         self,
@@ -58,7 +53,8 @@ class MultiheadAttention(Weld):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         inputs = (query, key, value)
         batched = query.ndim == key.ndim == value.ndim == 3 and not query.is_nested
-        served = (torch.is_grad_enabled() or multiplies_slowly(query)) and batched
+        is_slow = multiplies_slowly(query)
+        served = (torch.is_grad_enabled() or is_slow) and batched
         if served and need_weights:
             served = not is_causal
         elif served:
@@ -67,10 +63,14 @@ class MultiheadAttention(Weld):
             served = query.device.type == "cpu"
             served &= attn_mask is None or (is_causal and len(lengths) == 1)
             served &= key_padding_mask is None or key_padding_mask.dtype == torch.bool
-        if not served:
+        takes_mask = is_slow and batched and not need_weights and attn_mask is not None
+        if not (served or takes_mask):
             rest = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-            return self.weld_run_own(*inputs, *rest)  # type: ignore[no-any-return]
+            return self.welded_from.forward(self, *inputs, *rest)  # type: ignore[no-any-return]
         q, k, v = (_split_heads(part, self) for part in _project(self, inputs))
+        if not served:
+            mask = _make_mask(q, key_padding_mask, attn_mask)
+            return _project_out(self, attention(q, k, v, mask, self.dropout * self.training)), None
         if not need_weights:
             result = functional.block_sparse_attention(
                 *(q, k, v, DENSE.of(q, k)),

@@ -31,8 +31,8 @@ PRODUCT = BareOp(
     f"({_ARGUMENTS}) -> Tensor",
     lambda left, right, *_: left.new_empty((*left.shape[:-1], right.shape[-1])),
 ).overload("cpu")
-# torch is as fast with fewer products, and with fewer rows of a left factor if a column of the right
-# one is contiguous.
+# torch is as fast with fewer products, and with fewer rows of a left factor if a column of the
+# right one is contiguous.
 _SMALLEST, _FEW_ROWS = 2**15, 4
 
 
