@@ -19,7 +19,6 @@ from torchweld.ops.attention.converted import attention
 from torchweld.ops.gemm import gemm
 from torchweld.ops.gemm.linear_act import linear_as_torch
 from torchweld.ops.gemm.product import is_converted
-from torchweld.registry.processor import has_units
 
 _HOW = "in 16 bits by float32 GEMMs"
 ATTENTION = f"attention {_HOW}"
@@ -55,24 +54,25 @@ class Conv1D(Weld):
 
 def find_plain_linear(module: torch.nn.Module, view: View) -> Iterator[Proposal]:
     """A linear layer that no other weld has taken."""
-    forward = forward_of(module)
+    weight = module._parameters.get("weight")
+    if weight is None or not needs_products(weight):
+        return
     is_conv = type(module).__name__ == "Conv1D" and type(module).__module__ == _CONV1D
     weld: type[Weld] = Conv1D if is_conv else Linear
-    if not (is_conv or forward is torch.nn.Linear.forward) or why_not_change(module) is not None:
+    if not (is_conv or forward_of(module) is torch.nn.Linear.forward):
         return
-    if any(isinstance(p, torch.nn.MultiheadAttention) for p in view.parents.get(id(module), [])):
-        return  # it reads the weight itself
-    weight = module._parameters.get("weight")
-    if weight is not None and needs_products(weight):
+    around = view.parents.get(id(module), ())
+    is_read = any(isinstance(parent, torch.nn.MultiheadAttention) for parent in around)
+    if not is_read and why_not_change(module) is None:  # a MultiheadAttention reads the weight
         changes = (Change(module, weld, f"linear {_HOW}"),)
         yield Proposal(module, type(module).__name__, changes, module, known=True, tried=True)
 
 
 def needs_products(weight: torch.Tensor) -> bool:
     """Whether a layer of this weight would be slow in 16 bits, its own or those of autocast."""
-    if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
-    return not has_units(weight.dtype if weight.dtype.itemsize == 2 else torch.bfloat16)
+    return is_converted(weight, weight.dtype if weight.dtype.itemsize == 2 else torch.bfloat16)
 
 
 # --- Attention ------------------------------------------------------------------------------------
@@ -101,6 +101,8 @@ def serve_products(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # Dynamo follows no mode around methods in Python
+            return forward(self, *args, **kwargs)
         first = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)), None)
         if first is None or not multiplies_slowly(first):
             return forward(self, *args, **kwargs)

@@ -116,7 +116,8 @@ def is_converted(x: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def serves(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether such factors are converted."""
-    if not is_converted(left, left.dtype) or right.dtype is not left.dtype:
+    dtype = left.dtype
+    if dtype.itemsize != 2 or not left.is_cpu or right.dtype is not dtype or has_units(dtype):
         return False
     if torch.compiler.is_compiling():  # sizes must not become guards
         return may_run()
