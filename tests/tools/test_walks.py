@@ -80,11 +80,11 @@ WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
     "AdamW.step": (_make_step(), 17, 4),
     "fuse, two layers": (
         lambda: torchweld.fuse(nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64))),
-        *(172, 13),
+        *(145, 11),
     ),
     "fuse, an encoder": (
         lambda: torchweld.fuse(nn.TransformerEncoder(ENCODER_LAYER, 2)),
-        *(735, 14),
+        *(665, 12),
     ),
     "linear_cross_entropy": (_train(lambda *x: _LOSS(*x, CLASSES), X, _HEAD), 46, 8),
     "linear_logprobs": (_train(lambda *x: _LOGPROBS(*x, CLASSES), X, _HEAD), 44, 9),
