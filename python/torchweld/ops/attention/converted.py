@@ -33,24 +33,20 @@ def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """torch.nn.functional.scaled_dot_product_attention, with its arguments."""
-    dtype, given = gemm.find_dtype(query), (query, key, value)
-    rest = (attn_mask, dropout_p, is_causal)
-    if not _is_converted(dtype, *given) or exports_a_derivative():
-        return _torchs(*given, *rest, scale=scale, enable_gqa=enable_gqa)
-    query, key, value = (t.to(dtype) for t in given)
+    dtype, rest = gemm.find_dtype(query), (attn_mask, dropout_p, is_causal)
+    how: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    if not _is_converted(dtype, query, key, value) or exports_a_derivative():
+        return _torchs(query, key, value, *rest, **how)
+    query, key, value = (t.to(dtype) for t in (query, key, value))
     if not _fits(query, key, value, *rest, enable_gqa):
-        mask = (
-            attn_mask
-            if attn_mask is None or not attn_mask.is_floating_point()
-            else attn_mask.float()
-        )
+        is_added = attn_mask is not None and attn_mask.is_floating_point()
+        mask = attn_mask.float() if attn_mask is not None and is_added else attn_mask
         with torch.autocast("cpu", enabled=False):
-            wide = [t.float() for t in (query, key, value)]
-            return _torchs(*wide, mask, *rest[1:], scale=scale, enable_gqa=enable_gqa).to(dtype)
-    given = (query, key, value, attn_mask, is_causal, scale)
+            wide = (query.float(), key.float(), value.float())
+            return _torchs(*wide, mask, dropout_p, is_causal, **how).to(dtype)
     if wants_gradient(query, key, value):
-        return _Attention.apply(*given)  # type: ignore[no-any-return]
-    return _run(*given)[0]
+        return _Attention.apply(query, key, value, attn_mask, is_causal, scale)  # type: ignore[no-any-return]
+    return _run(query, key, value, attn_mask, is_causal, scale)[0]
 
 
 def _is_converted(dtype: torch.dtype, *tensors: Any) -> bool:
