@@ -89,9 +89,9 @@ void multiply_block(const Block& b, const Product& p) {
     } else {
       const bool is_first = first == 0;
       const double beta = is_first ? (b.start ? p.beta : 0) : 1;
-      TORCH_ERROR_CODE_CHECK(
-          aoti_torch_cpu_addmm_out(to.get(), is_first ? start.get() : to.get(), left.tensor.get(),
-                                   right.tensor.get(), beta, p.alpha));
+      TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_addmm_out(to.get(), is_first ? start.get() : to.get(),
+                                                      left.tensor.get(), right.tensor.get(), beta,
+                                                      p.alpha));
     }
   }
   if (p.out != p.gemm) torch::stable::copy_(out, to);
@@ -134,7 +134,8 @@ void multiply(Tensor out, Tensor left, Tensor right, OptionalTensor start, doubl
                     "a tensor is of float64, or on another device");
   }
   const int64_t batch = dims == 3 ? out.size(0) : 1;
-  const int64_t rows = out.size(dims - 2), columns = out.size(dims - 1), terms = left.size(dims - 1);
+  const int64_t rows = out.size(dims - 2), columns = out.size(dims - 1),
+                terms = left.size(dims - 1);
   STD_TORCH_CHECK(left.size(dims - 2) == rows && right.size(dims - 2) == terms &&
                       right.size(dims - 1) == columns &&
                       (dims == 2 || (left.size(0) == batch && right.size(0) == batch)),
@@ -166,9 +167,9 @@ void multiply(Tensor out, Tensor left, Tensor right, OptionalTensor start, doubl
       }
     }
   }
-  multiply_blocks(blocks, {ScalarType::Float, out.scalar_type(), left.scalar_type(),
-                           right.scalar_type(), (start ? *start : out).scalar_type(),
-                           device_of(out), alpha, beta});
+  multiply_blocks(blocks,
+                  {ScalarType::Float, out.scalar_type(), left.scalar_type(), right.scalar_type(),
+                   (start ? *start : out).scalar_type(), device_of(out), alpha, beta});
 }
 
 Tensor product(Tensor left, Tensor right, OptionalTensor start, double alpha, double beta) {

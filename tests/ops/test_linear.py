@@ -1,4 +1,4 @@
-"""torch's linear with oneDNN's GEMMs, and the transposing kernel for its backward."""
+"""torch's linear in 16 bits, by oneDNN or by float32 GEMMs, and the transposing kernel."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch.nn import functional
 import torchweld
 from oracle import Pool
 from seams import splits_backwards
-from torchweld.ops.gemm import gemm
-from torchweld.registry.processor import has_units
+from torchweld.ops.gemm import gemm, product
 
 TRANSPOSED = torch.ops.torchweld.transposed.cpu
 MIRROR = torch.ops.torchweld.mirror_.cpu
@@ -26,8 +25,9 @@ SIZES = pytest.mark.parametrize("sizes", [(96, 200, 40), (200, 24, 136)], ids=st
 
 @pytest.fixture(autouse=True)
 def _small_ones(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use oneDNN for small inputs too, and on every CPU."""
+    """Serve small inputs too, on every CPU."""
     monkeypatch.setattr(gemm, "_SMALLEST", 0)
+    monkeypatch.setattr(product, "_SMALLEST", 0)
     monkeypatch.setattr(gemm, "_PRODUCTS_OF_AN_ELEMENT", 0)
     monkeypatch.setattr(gemm, "_has_amx", lambda: True)
     with torchweld.use_backend("cpu"):
@@ -83,8 +83,6 @@ def test_transposed_says_what_it_takes() -> None:
 
 
 def _inputs(sizes: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    if not has_units(dtype):
-        pytest.skip(f"oneDNN has no GEMM of {dtype} on this CPU")
     rows, width, out = sizes
     shapes = ((rows // 8, 8, width), (out, width), (out,))
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]

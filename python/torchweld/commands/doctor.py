@@ -18,6 +18,7 @@ from torchweld.dispatch.engine import asking, store
 from torchweld.dispatch.engine.question import describe
 from torchweld.fusion import peer
 from torchweld.registry import BACKENDS, EAGER, OPS, Op
+from torchweld.registry.processor import has_units
 from torchweld.table import Table
 
 WIDTH = 100
@@ -84,6 +85,7 @@ def _cpu() -> Facts:
         ("name", f"{cpu_name()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads in use"),
         ("instruction set", f"{native.cpu_isa or 'none'} ({how})"),
         ("AMX", "multiplies for attention in bfloat16" if native.has_tiles else "not used"),
+        ("16 bits", _say_units()),
         ("supported", ", ".join(map(_describe_isa, native.list_supported_isas()))),
         ("large blocks", pages.why_not() or LARGE_BLOCKS),
     ]
@@ -94,6 +96,21 @@ def _describe_isa(isa: str) -> str:
     if isa in native.list_compiled_isas():
         return isa
     return f"{isa} (not compiled; {native.how_to_compile(isa)})"
+
+
+def _say_units() -> str:
+    """Which 16-bit dtypes this processor multiplies, and what happens to the others."""
+    kinds = (torch.bfloat16, torch.float16)
+    fast, slow = (
+        " and ".join(str(d).removeprefix("torch.") for d in kinds if has_units(d) is has)
+        for has in (True, False)
+    )
+    served = f"torch multiplies {fast} with units of the processor"
+    converted = (
+        f"no units for {slow}, which torch multiplies in plain loops; torchweld's ops and"
+        " fused models do by float32 GEMMs, at about a float32 model's speed"
+    )
+    return "; ".join([*([served] if fast else []), *([converted] if slow else [])])
 
 
 def _gpus() -> Facts:

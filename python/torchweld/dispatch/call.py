@@ -20,6 +20,7 @@ from torchweld.dispatch.kernels import Casting
 from torchweld.dispatch.recorder import RECORDER, Note, leave_open
 from torchweld.errors import ArgumentError
 from torchweld.registry import EAGER, Composite, Op
+from torchweld.registry.processor import has_units
 
 
 def call(op: Op, *inputs: Any) -> Any:
@@ -66,8 +67,10 @@ def is_too_small(op: Op, inputs: Sequence[Any]) -> bool:
     On a GPU trials decide at every size.
     """
     x = inputs[0]
-    fits = x.numel() < op.small and x.dtype in op.dtypes_of_eager
-    return fits and not (x.is_cuda or x.is_nested)
+    if x.numel() >= op.small or x.dtype not in op.dtypes_of_eager or x.is_cuda or x.is_nested:
+        return False
+    casts = isinstance(op, Composite) and torch.is_autocast_enabled("cpu")
+    return not casts or has_units(torch.get_autocast_dtype("cpu"))
 
 
 def _find_function(op: Op, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import torch
 
 from torchweld import checks, functional
 from torchweld.errors import ArgumentError
+from torchweld.ops.gemm.linear_act import linear_as_torch
 from torchweld.sparse import BlockBias, Layouts
 from torchweld.sparse.by_length import Source
 
@@ -228,7 +229,7 @@ class BlockSparseMultiheadAttention(torch.nn.Module):
         if x.ndim != 3:
             accepted = "[batch, length, embed_dim], or with batch_first=False [length, batch, ...]"
             raise ArgumentError(type(self).__name__, "query", f"of {x.ndim} dimensions", accepted)
-        x = torch.nn.functional.linear(x, weight, bias).unflatten(2, (self.num_heads, -1))
+        x = linear_as_torch(x, weight, bias).unflatten(2, (self.num_heads, -1))
         return x.permute(0, 2, 1, 3) if self.batch_first else x.permute(1, 2, 0, 3)
 
     def extra_repr(self) -> str:

@@ -38,6 +38,7 @@ _REDUCTIONS = {
     torch.ops._c10d_functional.reduce_scatter_tensor,
 }
 _OURS = {
+    torch.ops.torchweld.product,  # on CPUs without 16-bit units
     torch.ops.torchweld.linear_act,
     torch.ops.torchweld.gated_linear,
     torch.ops.torchweld.block_sparse_attention,

@@ -27,6 +27,7 @@ from torchweld.fusion.patterns.gated_mlp import find_gated_mlp
 from torchweld.fusion.patterns.gated_product import find_gated_product
 from torchweld.fusion.patterns.loss import find_loss
 from torchweld.fusion.patterns.norm import find_norm
+from torchweld.fusion.patterns.plain import find_plain_attention, find_plain_linear
 from torchweld.fusion.patterns.rotary import find_rotary
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Left, Proposal
@@ -38,7 +39,7 @@ Pattern = Callable[[torch.nn.Module, View], Iterator[Proposal | Left]]
 TORCHS: dict[type[torch.nn.Module], tuple[Pattern, ...]] = {
     **dict.fromkeys(
         (
-            *(torch.nn.Linear, torch.nn.Embedding, torch.nn.Dropout, torch.nn.Identity),
+            *(torch.nn.Embedding, torch.nn.Dropout, torch.nn.Identity),
             *(torch.nn.ReLU, torch.nn.Sigmoid, torch.nn.Tanh, torch.nn.SiLU, torch.nn.Softmax),
             *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.BatchNorm1d, torch.nn.BatchNorm2d),
             *(torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Flatten, torch.nn.Unflatten),
@@ -47,6 +48,7 @@ TORCHS: dict[type[torch.nn.Module], tuple[Pattern, ...]] = {
         ),
         (),
     ),
+    torch.nn.Linear: (find_plain_linear,),
     torch.nn.Sequential: (find_batch_norm_act, find_softmax_dropout, find_linear_act),
     torch.nn.LayerNorm: (find_norm,),
     torch.nn.RMSNorm: (find_norm,),
@@ -71,6 +73,8 @@ PATTERNS: list[Pattern] = [
     find_rotary,
     find_norm,
     find_loss,
+    find_plain_linear,
+    find_plain_attention,
 ]
 _OURS = frozenset(PATTERNS)
 

@@ -24,6 +24,8 @@ from torchweld.fusion.weld import (
 from torchweld.names import ActivationName, Approximation
 from torchweld.nn.batch_norm import read_norm
 from torchweld.ops.activation import ACTIVATIONS
+from torchweld.ops.gemm import gemm
+from torchweld.ops.gemm.linear_act import linear_as_torch
 
 # Eager torch's kernels for these modules move no more bytes than ours.
 _FAST_IN_EAGER = (torch.nn.ReLU, torch.nn.Sigmoid, torch.nn.Tanh, torch.nn.SiLU)
@@ -54,10 +56,12 @@ class LinearAct(Weld):
     bias: torch.Tensor | None
 
     def forward(self, *args: Any, weld_asked: Asked | None = None, **kwargs: Any) -> Any:
-        if weld_asked is None:
-            return self.welded_from.forward(self, *args, **kwargs)
         # Not t(), which a DTensor does not have in inference mode.
         weight = self.weight.mT if self.weld_transposed else self.weight
+        if weld_asked is None:
+            if len(args) == 1 and gemm.is_converted(args[0], weight, self.bias):
+                return linear_as_torch(args[0], weight, self.bias)
+            return self.welded_from.forward(self, *args, **kwargs)
         return functional.linear_act(
             args[0],
             weight,

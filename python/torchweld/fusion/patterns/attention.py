@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
 from torchweld import functional
 from torchweld.fusion import probe
 from torchweld.fusion.patterns.activation import Asked, LinearAct, in_words
 from torchweld.fusion.patterns.dropout_add_norm import add_and_normalize, is_layer_norm
 from torchweld.fusion.patterns.pairs import Pair, can_ask, find_pair, propose_pair
+from torchweld.fusion.patterns.plain import multiplies_slowly
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Change, Left, Proposal, Weld, forward_of, propose, why_not_change
+from torchweld.ops.attention.converted import attention
+from torchweld.ops.gemm.linear_act import linear_as_torch
+from torchweld.ops.gemm.product import multiply
 from torchweld.sparse.by_length import DENSE
 
 _ON_CPU = "on the CPU block_sparse_attention over all keys"
@@ -50,7 +53,8 @@ class MultiheadAttention(Weld):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         inputs = (query, key, value)
         batched = query.ndim == key.ndim == value.ndim == 3 and not query.is_nested
-        served = torch.is_grad_enabled() and batched
+        is_slow = multiplies_slowly(query)
+        served = (torch.is_grad_enabled() or is_slow) and batched
         if served and need_weights:
             served = not is_causal
         elif served:
@@ -59,10 +63,14 @@ class MultiheadAttention(Weld):
             served = query.device.type == "cpu"
             served &= attn_mask is None or (is_causal and len(lengths) == 1)
             served &= key_padding_mask is None or key_padding_mask.dtype == torch.bool
-        if not served:
+        takes_mask = is_slow and batched and not need_weights and attn_mask is not None
+        if not (served or takes_mask):
             rest = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
             return self.welded_from.forward(self, *inputs, *rest)  # type: ignore[no-any-return]
         q, k, v = (_split_heads(part, self) for part in _project(self, inputs))
+        if not served:
+            mask = _make_mask(q, key_padding_mask, attn_mask)
+            return _project_out(self, attention(q, k, v, mask, self.dropout * self.training)), None
         if not need_weights:
             result = functional.block_sparse_attention(
                 *(q, k, v, DENSE.of(q, k)),
@@ -76,25 +84,30 @@ class MultiheadAttention(Weld):
         mask = _make_mask(q, key_padding_mask, attn_mask)
         scale = 1 / math.sqrt(self.head_dim)
         weights = functional.softmax_dropout(
-            q @ k.transpose(-2, -1), mask, scale=scale, p=self.dropout, training=self.training
+            multiply(q, k.transpose(-2, -1)),
+            mask,
+            scale=scale,
+            p=self.dropout,
+            training=self.training,
         )
-        return _project_out(self, weights @ v), weights.mean(1) if average_attn_weights else weights
+        result = _project_out(self, multiply(weights.to(v.dtype), v))
+        return result, weights.mean(1) if average_attn_weights else weights
 
 
 def _project_out(module: Any, of_heads: torch.Tensor) -> torch.Tensor:
     result = of_heads.transpose(1, 2).flatten(2)
-    result = linear(result, module.out_proj.weight, module.out_proj.bias)
+    result = linear_as_torch(result, module.out_proj.weight, module.out_proj.bias)
     return result if module.batch_first else result.transpose(0, 1)
 
 
 def _project(module: Any, inputs: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:
     bias = module.in_proj_bias
     if inputs[0] is inputs[1] is inputs[2]:
-        yield from linear(inputs[0], module.in_proj_weight, bias).chunk(3, -1)
+        yield from linear_as_torch(inputs[0], module.in_proj_weight, bias).chunk(3, -1)
         return
     biases = (None,) * 3 if bias is None else bias.chunk(3)
     for x, weight, part in zip(inputs, module.in_proj_weight.chunk(3), biases, strict=True):
-        yield linear(x, weight, part)
+        yield linear_as_torch(x, weight, part)
 
 
 def _split_heads(x: torch.Tensor, module: Any) -> torch.Tensor:
@@ -243,7 +256,7 @@ class _Layer(Weld):
 
 
 class EncoderLayer(_Layer):
-    """torch.nn.TransformerEncoderLayer. Without gradients torch's fast path runs."""
+    """torch.nn.TransformerEncoderLayer. Without gradients torch's fast path runs, if it is one."""
 
     def forward(
         self,
@@ -253,7 +266,8 @@ class EncoderLayer(_Layer):
         is_causal: bool = False,
     ) -> torch.Tensor:
         masks = (src_mask, src_key_padding_mask, is_causal)
-        if not (torch.is_grad_enabled() and self.weld_may_skip()):
+        wanted = torch.is_grad_enabled() or multiplies_slowly(src)
+        if not (wanted and self.weld_may_skip()):
             return self.welded_from.forward(self, src, *masks)  # type: ignore[no-any-return]
 
         def attend(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from torchweld import state
 from torchweld.dispatch.autograd import differentiate
 from torchweld.dispatch.dtensor import is_dtensor
+from torchweld.ops.gemm.linear_act import linear_as_torch
 
 _ADVICE = (
     "fuse() left out the logits of this training step: unfuse the model, or leave it out by"
@@ -218,7 +219,7 @@ class _Head(torch.autograd.Function):
         def compute(x: torch.Tensor, *weights: Any) -> torch.Tensor:
             with torch.autocast(device, cast, enabled):
                 again = deferred.with_input(x)
-                return again.compute(lambda x: torch.nn.functional.linear(x, *weights))
+                return again.compute(lambda x: linear_as_torch(x, *weights))
 
         def make() -> torch.Tensor:
             if any(map(_is_freed, kept)):

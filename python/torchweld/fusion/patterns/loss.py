@@ -38,6 +38,8 @@ from torchweld.fusion.weld import (
     name_hooks,
     why_not_change,
 )
+from torchweld.ops.gemm import gemm
+from torchweld.ops.gemm.linear_act import linear_as_torch
 
 # A forward calls its model's own loss function, or makes torch's module and calls that.
 _LOSS, _CROSS_ENTROPY = "loss_function", "CrossEntropyLoss"
@@ -154,11 +156,11 @@ class LossHead(Weld):
     def forward(self, x: Any, weld_loss: Any = None) -> Any:
         own: Any = self
         if weld_loss is None:
-            return (
-                Deferred(x, len(own.weight))
-                if self.weld_defers
-                else self.welded_from.forward(self, x)
-            )
+            if self.weld_defers:
+                return Deferred(x, len(own.weight))
+            if gemm.is_converted(x, own.weight, own.bias):
+                return linear_as_torch(x, own.weight, own.bias)
+            return self.welded_from.forward(self, x)
         target, options = weld_loss
         # The loss is float32, as with logits.float().
         keeps = x.dtype.itemsize != 2 or torch.is_autocast_enabled(x.device.type)

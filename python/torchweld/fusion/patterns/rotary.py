@@ -17,6 +17,7 @@ from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.errors import ArgumentError
 from torchweld.fusion import probe
 from torchweld.fusion.patterns.norm import RULES, find_norm
+from torchweld.fusion.patterns.plain import ATTENTION, is_slow_attention, serve_products
 from torchweld.fusion.rewrite import reads, rewrite, unwrap, why_not
 from torchweld.fusion.twin import Twin
 from torchweld.fusion.view import View
@@ -65,6 +66,7 @@ class RotaryAttention(Rewritten):
     weld_interleaved: bool
     weld_partial: bool
     weld_keeps_dtype: bool
+    weld_attends: bool  # by torch's attention, on a CPU that would be slow in 16 bits
     # Names of what the function of its file takes, with the defaults of those after the angles, and
     # whether it ignores all others. With values that no trial gave it, it runs itself.
     weld_names: tuple[str, ...]
@@ -87,7 +89,8 @@ class RotaryAttention(Rewritten):
         more = {p.name for p in parameters if p.kind == p.VAR_KEYWORD}
         cls.weld_ignores_more = bool(more) and not _reads_any(function, more)
         methods = _NORMS if cls.weld_norm else {}
-        return rewrite(forward, cls.weld_function, "weld_rotate", methods)
+        made = rewrite(forward, cls.weld_function, "weld_rotate", methods)
+        return serve_products(made) if cls.weld_attends else made
 
     def weld_takes_norms(self) -> bool:
         """Whether the rotation takes the norms along."""
@@ -368,10 +371,12 @@ def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left
     takes_norms = why_not(lambda: rewrite(forward, function, "_", _NORMS)) is None
     norms = [getattr(module, name, None) for name in _NORMS if takes_norms]
     is_complex = tables == _COMPLEX
+    attends = is_slow_attention(module)
     forms = itertools.product(_FORMS[-1:], (1, 2)) if is_complex else ((f, 1) for f in _FORMS)
     for (angles, interleaved), at in forms:
         for norm in _list_norms(norms, view):
             becomes = "rotary_embedding_qk" + (", q and k norm" if norm else "")
+            becomes += f"; {ATTENTION}" if attends else ""
             settings = {
                 "norm": norm,
                 "function": function,
@@ -381,6 +386,7 @@ def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left
                 "interleaved": interleaved,
                 "partial": len(widths) > 1,
                 "keeps_dtype": is_complex or _keeps_dtype(forward),
+                "attends": attends,
                 "inner": tuple(_NORMS) if norm else (),
             }
             scope = _Scope(module, widths, tables, function, bool(norm))

@@ -33,22 +33,20 @@ def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """torch.nn.functional.scaled_dot_product_attention, with its arguments."""
-    dtype, given = gemm.find_dtype(query), (query, key, value)
-    rest = (attn_mask, dropout_p, is_causal)
-    if not _is_converted(dtype, *given) or exports_a_derivative():
-        return _torchs(*given, *rest, scale=scale, enable_gqa=enable_gqa)
-    query, key, value = (t.to(dtype) for t in given)
+    dtype, rest = gemm.find_dtype(query), (attn_mask, dropout_p, is_causal)
+    how: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    if not _is_converted(dtype, query, key, value) or exports_a_derivative():
+        return _torchs(query, key, value, *rest, **how)
+    query, key, value = (t.to(dtype) for t in (query, key, value))
     if not _fits(query, key, value, *rest, enable_gqa):
-        mask = attn_mask if attn_mask is None or not attn_mask.is_floating_point() else attn_mask.float()
+        is_added = attn_mask is not None and attn_mask.is_floating_point()
+        mask = attn_mask.float() if attn_mask is not None and is_added else attn_mask
         with torch.autocast("cpu", enabled=False):
-            wide = [t.float() for t in (query, key, value)]
-            return _torchs(*wide, mask, *rest[1:], scale=scale, enable_gqa=enable_gqa).to(dtype)
-    if enable_gqa and key.shape[1] != query.shape[1]:
-        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
-    given = (query, key, value, attn_mask, is_causal, scale)
+            wide = (query.float(), key.float(), value.float())
+            return _torchs(*wide, mask, dropout_p, is_causal, **how).to(dtype)
     if wants_gradient(query, key, value):
-        return _Attention.apply(*given)  # type: ignore[no-any-return]
-    return _run(*given)[0]
+        return _Attention.apply(query, key, value, attn_mask, is_causal, scale)  # type: ignore[no-any-return]
+    return _run(query, key, value, attn_mask, is_causal, scale)[0]
 
 
 def _is_converted(dtype: torch.dtype, *tensors: Any) -> bool:
@@ -124,7 +122,7 @@ def _run(
     """The result, and the log-sum-exp of each row."""
     parts = []
     for at, own in _list_parts(query, key, mask):
-        wide = (t[at].float() for t in (query, key, value))
+        wide = _take(at, query, key, value)
         y, sums = _forward(*wide, 0.0, is_causal, attn_mask=own, scale=scale)
         parts.append((y.to(query.dtype), sums))
     if len(parts) == 1:
@@ -145,11 +143,24 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         query, key, value, mask, y, sums = ctx.saved_tensors
         is_causal, scale = ctx.how
+        heads = [t.shape[1] for t in (query, key, value)]
         parts = []
         for at, own in _list_parts(query, key, mask):
-            wide = [t[at].float() for t in (grad, query, key, value, y)]
+            wide = (grad[at].float(), *_take(at, query, key, value), y[at].float())
             made = _backward(*wide, sums[at], 0.0, is_causal, attn_mask=own, scale=scale)
-            parts.append([t.to(query.dtype) for t in made])
-        gradients = [some[0] if len(some) == 1 else torch.cat(some) for some in zip(*parts, strict=True)]
-        reached = list_reached(ctx)
-        return *(g if to else None for g, to in zip(gradients, reached, strict=False)), None, None, None
+            parts.append([_fold(t, n).to(query.dtype) for t, n in zip(made, heads, strict=True)])
+        found = [torch.cat(some) for some in zip(*parts, strict=True)]
+        reached = zip(found, list_reached(ctx), strict=False)
+        return *[gradient if to else None for gradient, to in reached], None, None, None
+
+
+def _take(at: slice, query: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+    """Entries of the batch in float32; groups of queries share a key and a value."""
+    groups = query.shape[1] // others[0].shape[1]
+    wide = [t[at].float() for t in others]
+    return [query[at].float(), *(t.repeat_interleave(groups, 1) if groups > 1 else t for t in wide)]
+
+
+def _fold(grad: torch.Tensor, heads: int) -> torch.Tensor:
+    """The sum over the queries of a group."""
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)

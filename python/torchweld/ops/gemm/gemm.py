@@ -1,7 +1,7 @@
 """The GEMM of a linear layer: torch's own, or in 16 bits on the CPU one with our backward.
 
-On CPUs with 16-bit units it is oneDNN's, which adds the bias to the sums, while torch first copies it
-to every row of the result. On others it is a product by float32 GEMMs.
+On CPUs with 16-bit units it is oneDNN's, which adds the bias to the sums, while torch first copies
+it to every row of the result. On others it is a product by float32 GEMMs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """torch.nn.functional.linear, or what computes the same in less time."""
     if is_converted(x, weight, bias):
         dtype = find_dtype(x)
-        x, weight, bias = (t if t is None else t.to(dtype) for t in (x, weight, bias))
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
         trains = wants_gradient(x, weight, bias)
         return _Converted.apply(x, weight, bias) if trains else _convert(x, weight, bias)
     if (
@@ -79,7 +80,7 @@ def find_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def is_converted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether the layer is a product by float32 GEMMs: in 16 bits on a CPU without units for them."""
+    """Whether the layer is by float32 GEMMs: in 16 bits on a CPU without units for them."""
     dtype = find_dtype(x)
     if not product.is_converted(x, dtype) or exports_a_derivative():
         return False
@@ -91,8 +92,8 @@ def is_converted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         return False
     if torch.compiler.is_compiling():  # the number of rows must not become a guard
         return product.may_run()
-    rows = x.shape[:-1].numel()
-    return product.pays(rows, *weight.shape, weight.stride(1)) and product.may_run(*tensors)
+    rows, (columns, terms) = x.shape[:-1].numel(), weight.shape
+    return product.pays(rows, columns, terms, weight.stride(1)) and product.may_run(*tensors)
 
 
 def is_served_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:

@@ -11,7 +11,7 @@ from torchweld.dispatch.way import short
 from torchweld.names import ActivationName, Approximation
 from torchweld.ops import activation as activations
 from torchweld.ops.gemm import common as layers
-from torchweld.ops.gemm import epilogue
+from torchweld.ops.gemm import epilogue, gemm
 from torchweld.registry import ROWS, Composite
 from torchweld.registry.cost import count_for_gemms
 
@@ -66,6 +66,13 @@ def linear_gelu(
         A tensor [*, out_features].
     """
     return layers.run_recomputed(recompute, OP, input, weight, bias, "gelu", approximate)
+
+
+def linear_as_torch(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch's linear, in 16 bits on a CPU without units for them by float32 GEMMs."""
+    if gemm.is_converted(input, weight, bias):
+        return linear_act(input, weight, bias, activation="identity")
+    return linear(input, weight, bias)
 
 
 def _fused(backend: str, x: Tensor, weight: Tensor, bias: Tensor | None, *kind: str) -> Tensor:

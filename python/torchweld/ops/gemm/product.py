@@ -1,9 +1,9 @@
 """Products of 16-bit matrices on CPUs without 16-bit units, by float32 GEMMs; else by torch.
 
 There torch multiplies in plain loops, which take some ten times as long as its float32 GEMM. Here
-threads take blocks of the result. A thread converts panels of both factors, 2**18 numbers at a time,
-and rounds a block's float32 sums once: two buffers of at most 1 MiB for each thread. The blocks
-depend only on sizes, so that the bits do not depend on the number of threads.
+threads take blocks of the result. A thread converts panels of both factors, 2**18 numbers at a
+time, and rounds a block's float32 sums once: two buffers of at most 1 MiB for each thread. The
+blocks depend only on sizes, so that the bits do not depend on the number of threads.
 
 Bytes: each factor is read, and converted in the caches, once for each row or column of blocks of
 256 x 256, or of 128 x 128 where those were few. Converting a number takes as long as some 16
@@ -12,11 +12,13 @@ products, so that at 256 a product takes 1 + 2 * 16 / 256 of the GEMM's time.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from torchweld import state
 from torchweld.dispatch.alike import PLAIN
-from torchweld.dispatch.autograd import wants_gradient
+from torchweld.dispatch.autograd import list_reached, make_unaliased, wants_gradient
 from torchweld.dispatch.bare import BareOp
 from torchweld.registry import BACKENDS, why_not_now
 from torchweld.registry.processor import has_units
@@ -30,8 +32,8 @@ PRODUCT = BareOp(
     f"({_ARGUMENTS}) -> Tensor",
     lambda left, right, *_: left.new_empty((*left.shape[:-1], right.shape[-1])),
 ).overload("cpu")
-# torch is as fast with fewer products, and with fewer rows of a left factor if a column of the right
-# one is in one place.
+# torch is as fast with fewer products, and with fewer rows of a left factor if a column of the
+# right one is contiguous.
 _SMALLEST, _FEW_ROWS = 2**15, 4
 
 
@@ -47,14 +49,42 @@ def multiply(
 
     Without start, a left factor of any dimensions goes with a matrix.
     """
-    if serves(left, right, start):
-        rows = left.reshape(-1, left.shape[-1]) if right.ndim == 2 else left
-        made = PRODUCT(rows, right, start, alpha, beta)
-        return made if made.ndim == left.ndim else made.view(*left.shape[:-1], -1)  # type: ignore[no-any-return]
+    if start is None and alpha == 1:
+        if not serves(left, right):
+            return left @ right
+        trains = wants_gradient(left, right)
+        return _Product.apply(left, right) if trains else _multiply(left, right)
+    if serves(left, right) and not wants_gradient(left, right, start):
+        return PRODUCT(left, right, start, alpha, beta)  # type: ignore[no-any-return]
     if start is None:
-        return left @ right if alpha == 1 else left @ right * alpha
+        return left @ right * alpha
     add = torch.addmm if start.ndim == 2 else torch.baddbmm
     return add(start, left, right, beta=beta, alpha=alpha)
+
+
+def _multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    if right.ndim == 2:
+        rows = left.reshape(left.shape[:-1].numel(), left.shape[-1])
+    else:
+        rows, right = left.flatten(0, -3), right.flatten(0, -3)
+    made = PRODUCT(rows, right, None, 1.0, 1.0)
+    return made if made.ndim == left.ndim else made.view(*left.shape[:-1], made.shape[-1])  # type: ignore[no-any-return]
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, left: Any, right: Any) -> Any:
+        ctx.save_for_backward(left, right)
+        return make_unaliased(_multiply(left, right))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        (left, right), (to_left, to_right) = ctx.saved_tensors, list_reached(ctx)
+        rows = [t.flatten(0, -2) if right.ndim == 2 else t for t in (left, grad)]
+        return (
+            multiply(grad, right.mT) if to_left else None,
+            multiply(rows[0].mT, rows[1]) if to_right else None,
+        )
 
 
 def multiply_into(
@@ -70,7 +100,7 @@ def multiply_into(
 
     Where `serves` says so, out may be float32.
     """
-    if serves(left, right, start):
+    if serves(left, right):
         start = None if start is None else start.expand(out.shape)
         _MULTIPLY(out, left, right, start, alpha, beta)
     elif start is None and alpha == 1:
@@ -85,9 +115,10 @@ def is_converted(x: torch.Tensor, dtype: torch.dtype) -> bool:
     return x.is_cpu and dtype.itemsize == 2 and not has_units(dtype)
 
 
-def serves(left: torch.Tensor, right: torch.Tensor, start: torch.Tensor | None = None) -> bool:
-    """Whether such factors are converted, and autograd records nothing."""
-    if not is_converted(left, left.dtype) or right.dtype is not left.dtype:
+def serves(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether such factors are converted."""
+    dtype = left.dtype
+    if dtype.itemsize != 2 or not left.is_cpu or right.dtype is not dtype or has_units(dtype):
         return False
     if torch.compiler.is_compiling():  # sizes must not become guards
         return may_run()
@@ -98,7 +129,7 @@ def serves(left: torch.Tensor, right: torch.Tensor, start: torch.Tensor | None =
         and type(left) in PLAIN
         and type(right) in PLAIN
         and right.is_cpu
-        and not wants_gradient(left, right, start)
+        and (right.ndim == 2 or left.shape[:-2] == right.shape[:-2])
         and may_run(left, right)
     )
 

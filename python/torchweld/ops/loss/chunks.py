@@ -168,6 +168,7 @@ class Plan(NamedTuple):
     is_widened: bool
     sums: bool  # whether the weight's gradient has a float32 buffer
     kernel: Callable[..., Any]  # what runs on the logits of a chunk
+    converts: bool  # whether 16-bit products are by float32 GEMMs
 
 
 def make_plan(layer: Layer, needs: Needs, kernel: Callable[..., Any], adds: bool = False) -> Plan:
@@ -182,6 +183,7 @@ def make_plan(layer: Layer, needs: Needs, kernel: Callable[..., Any], adds: bool
         layer.is_widened(),
         not adds and keeps_sums(layer, needs, each),
         kernel,
+        product.is_converted(layer.input, layer.input.dtype),
     )
 
 
@@ -257,10 +259,13 @@ class Gemms:
             logits = self._buffer
         for at in plan.blocks if plan.is_widened else plan.parts:
             left, right, part = x.to(dtype), layer.weight[at].to(dtype).t(), logits[:, at]
-            if bias is None:
-                product.multiply_into(part, left, right)
+            added = None if bias is None else bias[at].to(dtype)
+            if plan.converts:
+                product.multiply_into(part, left, right, added)
+            elif added is None:
+                torch.mm(left, right, out=part)
             else:
-                product.multiply_into(part, left, right, bias[at].to(dtype))
+                torch.addmm(added, left, right, out=part)
         return self._buffer[:count]
 
     def compute_grad_input(self, grad: torch.Tensor, out: torch.Tensor) -> None:
@@ -268,9 +273,13 @@ class Gemms:
         layer, plan = self.layer, self.plan
         if not plan.is_widened:
             first, *rest = plan.parts
-            product.multiply_into(out, grad[:, first], layer.weight[first])
+            left, right = grad[:, first], layer.weight[first]
+            if plan.converts:
+                product.multiply_into(out, left, right)
+            else:
+                torch.mm(left, right, out=out)
             for at in rest:
-                product.multiply_into(out, grad[:, at], layer.weight[at], out)
+                out.addmm_(grad[:, at], layer.weight[at])
             return
         total = grad.new_zeros(out.shape)
         for at in plan.blocks:
@@ -296,7 +305,7 @@ class Gemms:
         widens = plan.is_widened or plan.sums
         for at in plan.blocks if widens or is_copied else plan.parts:
             left, right, out = grad[:, at].t(), x.to(grad.dtype), total[at]
-            if product.serves(left, right):
+            if plan.converts and product.serves(left, right):
                 product.multiply_into(out, left, right, out if self._started else None)
             elif self._started and widens:
                 out += left @ right

@@ -1,0 +1,139 @@
+"""Linear layers and attention that fuse() takes in 16 bits, on CPUs without units for them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import torchweld
+from torchweld.fusion import Weld
+from torchweld.ops.gemm import product
+from torchweld.registry import processor
+
+WIDTH, HEADS = 64, 4
+X = torch.randn(2, 20, WIDTH, generator=torch.Generator().manual_seed(0))
+OURS = {torch.ops.torchweld.product.cpu}
+
+
+class Attention(nn.Module):
+    """As many models write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def _make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Attention(), nn.Linear(WIDTH, 8))
+
+
+@pytest.fixture(autouse=True)
+def without_units(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Take every CPU for one without 16-bit units."""
+    monkeypatch.setattr(processor, "_find", lambda dtype: False)
+    monkeypatch.setattr(product, "_SMALLEST", 0)
+    return iter(())
+
+
+def _run(model: nn.Module, x: torch.Tensor, dtype: torch.dtype | None = None) -> list[Any]:
+    x = x.detach().requires_grad_()
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        y = model(x)
+    return [y, *torch.autograd.grad(y.float().square().sum(), [x, *model.parameters()])]
+
+
+def _list_products(function: Any) -> set[str]:
+    """Torch's products of 16 bits in a call."""
+    with torch.profiler.profile(record_shapes=True) as profile:
+        function()
+    return {event.name for event in profile.events()}
+
+
+def test_explained() -> None:
+    """Each is a weld with a name; on other processors and on a GPU they stay torch's."""
+    rows = {row.where: row.becomes for row in torchweld.explain_fusion(_make())}
+    assert rows == {
+        "0": "linear in 16 bits by float32 GEMMs",
+        "1": "attention in 16 bits by float32 GEMMs",
+        "1.qkv": "linear in 16 bits by float32 GEMMs",
+        "1.out": "linear in 16 bits by float32 GEMMs",
+        "2": "linear in 16 bits by float32 GEMMs",
+    }
+    meta = torchweld.fuse(_make().to("meta"))
+    assert not any(isinstance(part, Weld) for part in meta.modules())
+    assert not any(isinstance(part, Weld) for part in torchweld.fuse(_make().double()).modules())
+
+
+def test_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "_find", lambda dtype: True)
+    model = torchweld.fuse(_make())
+    assert not any(isinstance(part, Weld) for part in model.modules())
+
+
+def test_float32_stays_torchs() -> None:
+    """Bit for bit, with torch's kernels only."""
+    plain = _make()
+    fused = torchweld.fuse(copy.deepcopy(plain))
+    for ours, torchs in zip(_run(fused, X), _run(plain, X), strict=True):
+        assert torch.equal(ours, torchs)
+    assert "torchweld::product" not in _list_products(lambda: _run(fused, X))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("casts", [True, False], ids=["autocast", "whole"])
+def test_16_bits(dtype: torch.dtype, casts: bool) -> None:
+    """No product is torch's, results have torch's dtypes, and errors are at most torch's."""
+    plain = _make() if casts else _make().to(dtype)
+    fused = torchweld.fuse(copy.deepcopy(plain))
+    x, cast = (X, dtype) if casts else (X.to(dtype), None)
+    exact = _run(copy.deepcopy(plain).double(), x.double())
+    ours, torchs = _run(fused, x, cast), _run(plain, x, cast)
+    errors = torch.zeros(2, dtype=torch.float64)
+    for one, other, truth in zip(ours, torchs, exact, strict=True):
+        assert one.dtype is other.dtype
+        errors += torch.stack([(t - truth).norm() / truth.norm() for t in (one, other)])
+    assert errors[0] <= 1.1 * errors[1]
+    names = _list_products(lambda: _run(fused, x, cast))
+    assert "torchweld::product" in names
+    assert not names & {"aten::mm", "aten::addmm", "aten::bmm"}
+
+
+def test_use_backend() -> None:
+    """Eager by name is torch's."""
+    plain = _make().bfloat16()
+    fused, x = torchweld.fuse(copy.deepcopy(plain))[0], X.bfloat16()
+    with torchweld.use_backend("eager"):
+        assert torch.equal(fused(x), plain[0](x))
+
+
+def test_compiled() -> None:
+    fused = torchweld.fuse(_make().bfloat16())
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    x = X.bfloat16()
+    for one, other in zip(_run(compiled, x), _run(fused, x), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+def test_copies_and_checkpoints() -> None:
+    fused = torchweld.fuse(_make().bfloat16())
+    x = X.bfloat16()
+    assert fused.state_dict().keys() == _make().state_dict().keys()
+    loaded = pickle.loads(pickle.dumps(fused))
+    assert torch.equal(loaded(x), fused(x))
+    assert isinstance(loaded[1], Weld)
+    torchweld.unfuse(fused)
+    assert type(fused[0]) is nn.Linear
+    assert type(fused[1]) is Attention
