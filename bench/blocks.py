@@ -1,4 +1,4 @@
-"""Transformer blocks and a whole GPT of torch's own layers, before and after fuse()."""
+"""Transformer blocks and a whole GPT of torch's own layers, before and after fuse(); functions."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torchweld
 from torchweld import optim
+from torchweld.bench import functions
 from torchweld.bench.cases import name_dtype
 from torchweld.bench.contenders import COMPILE
 from torchweld.bench.demo import GPT, LENGTH
@@ -92,6 +93,8 @@ class Block:
     name: str
     build: Callable[[int], nn.Module]
     whole: bool = False
+    fuse: Callable[[nn.Module], nn.Module] = torchweld.fuse
+    widths: int = 1  # of the others
 
 
 BLOCKS = {
@@ -101,6 +104,10 @@ BLOCKS = {
         Block("pre_norm_block", partial(_encoder, norm_first=True)),
         Block("gated_block", GatedBlock),
         Block("gpt", lambda width: Loss(GPT(width, DROPOUT)), whole=True),
+        Block("cross_entropy", functions.GivenLogits, fuse=functions.switch, widths=16),
+        Block("linear_cross_entropy", functions.make_loss, fuse=functions.switch),
+        Block("linear_logprobs", functions.make_logprobs, fuse=functions.switch),
+        Block("rotary_embedding_qk", functions.Rotary, fuse=functions.switch),
     )
 }
 
@@ -165,7 +172,9 @@ def cases(
     blocks = named[:1] if quick and len(named) == len(BLOCKS) else named
     batch, length, width = SHAPES[device]
     return [
-        BlockCase(block, (batch, LENGTH if block.whole else length, width), dtype, device)
+        BlockCase(
+            block, (batch, LENGTH if block.whole else length, width * block.widths), dtype, device
+        )
         for block in blocks
         for dtype in dtypes
     ]
@@ -175,7 +184,7 @@ def measure(case: BlockCase, plan: Plan, clock: Clock) -> Iterator[list[Result]]
     """Every contender's results, direction by direction; a whole model's steps at the end."""
     torch.manual_seed(0)
     model = case.block.build(case.shape[-1]).to(case.device)
-    models: dict[str, nn.Module] = {EAGER: model, FUSED: torchweld.fuse(copy.deepcopy(model))}
+    models: dict[str, nn.Module] = {EAGER: model, FUSED: case.block.fuse(copy.deepcopy(model))}
     if COMPILE in plan.rivals:
         torch.compiler.reset()
         models[COMPILE] = compiled(copy.deepcopy(model))

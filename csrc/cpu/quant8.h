@@ -3,6 +3,10 @@
 
 #include "core/quant8.h"
 #include "cpu/vec.h"
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define TW_BY_ARITHMETIC
+#include "cpu/quant8_avx2.h"
+#endif
 
 TW_NAMESPACE_BEGIN
 
@@ -105,14 +109,13 @@ inline const bool has_byte_look_ups = __builtin_cpu_supports("avx512vbmi");
 #endif
 
 // Maps codes to values.
+template <bool Signed>
 class Values {
  public:
-  Values() = default;
-  explicit Values(bool is_signed)
-      : table_(is_signed ? kQuant8Map<true>.value : kQuant8Map<false>.value) {}
-
   F32 operator[](U32 code) const {
-#if defined(__AVX512F__)
+#if defined(TW_BY_ARITHMETIC)
+    return (F32)decode_((__m256i)code);
+#elif defined(__AVX512F__)
     // Faster than look-ups in memory: the table fits half of the registers.
     const __m512i at = (__m512i)code;
     __m512 candidates[8];
@@ -133,7 +136,11 @@ class Values {
   }
 
  private:
-  const float* table_;
+#if defined(TW_BY_ARITHMETIC)
+  DecodeByDecades<Signed> decode_;
+#else
+  static constexpr const float* table_ = kQuant8Map<Signed>.value;
+#endif
 };
 
 // The values of a block's codes. `values` has room for whole vectors.
@@ -145,17 +152,28 @@ inline void decode_block(float* values, const uint8_t* codes, int64_t count, boo
     done = decode_bytes(values, codes, count, planes);
   }
 #endif
-  const Values of(is_signed);
-  for_vectors<float>(count - done, [&](int64_t i, auto place) {
-    store(values + done + i, of[load_codes(codes + done + i, place)]);
-  });
+  const auto decode_rest = [&](auto of) {
+    for_vectors<float>(count - done, [&](int64_t i, auto place) {
+      store(values + done + i, of[load_codes(codes + done + i, place)]);
+    });
+  };
+  is_signed ? decode_rest(Values<true>{}) : decode_rest(Values<false>{});
   // Prefetches two blocks ahead, as read() does.
   for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(codes + 2 * kQuantBlock + i);
 }
 
 // --- From floats to codes -----------------------------------------------------------------------
 
-#if defined(__AVX512F__)
+// The codes of four vectors. Stores negative numbers as 0.
+#if defined(TW_BY_ARITHMETIC)
+inline void store_codes(uint8_t* codes, U32 a, U32 b, U32 c, U32 d) {
+  const __m256i words[] = {_mm256_packus_epi32((__m256i)a, (__m256i)b),
+                           _mm256_packus_epi32((__m256i)c, (__m256i)d)};
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m256i bytes = _mm256_packus_epi16(words[0], words[1]);
+  _mm256_storeu_si256((__m256i*)codes, _mm256_permutevar8x32_epi32(bytes, order));
+}
+#elif defined(__AVX512F__)
 inline void store_codes(uint8_t* codes, U32 a, U32 b, U32 c, U32 d) {
   const __m512i words[] = {_mm512_packus_epi32((__m512i)a, (__m512i)b),
                            _mm512_packus_epi32((__m512i)c, (__m512i)d)};
@@ -297,8 +315,16 @@ class Encoder {
 template <bool Signed>
 struct Encoder {
   U32 operator()(F32 value, const Divisor& by) const {
+#if defined(TW_BY_ARITHMETIC)
+    bool is_sure;
+    const __m256i code = encode_((__m256)(value * by.inverse), is_sure);
+    if (__builtin_expect(is_sure, true)) return (U32)code;
+#endif
     return encode_by_place<Signed>(value, by.divisor);
   }
+#if defined(TW_BY_ARITHMETIC)
+  EncodeBySpans<Signed> encode_;
+#endif
 };
 #endif
 
@@ -337,6 +363,9 @@ inline U32 keep_positive(U32 code, F32 value) {
 #if defined(__AVX512F__)
   const __mmask16 positive = _mm512_cmp_ps_mask((__m512)value, _mm512_setzero_ps(), _CMP_GT_OQ);
   return (U32)_mm512_mask_max_epu32((__m512i)code, positive, (__m512i)code, _mm512_set1_epi32(1));
+#elif defined(TW_BY_ARITHMETIC)
+  const __m256 positive = _mm256_cmp_ps((__m256)value, _mm256_setzero_ps(), _CMP_GT_OQ);
+  return (U32)_mm256_max_epi32((__m256i)code, _mm256_srli_epi32((__m256i)positive, 31));
 #else
   return (code == 0) & (value > 0) ? U32{} + 1u : code;
 #endif
@@ -351,9 +380,10 @@ inline void encode_values(uint8_t* codes, const float* values, int64_t count, Di
     return keep_positive<KeepsPositive>(encode(value, divisor(i)), value);
   };
   int64_t done = 0;
-#if defined(__AVX512F__)
-  for (; done + 64 <= count; done += 64) {
-    const auto vector = [&](int at) { return code(done + 16 * at, Whole{}); };
+#if defined(__AVX2__)
+  constexpr int64_t kLane = kLanes<float>;
+  for (; done + 4 * kLane <= count; done += 4 * kLane) {
+    const auto vector = [&](int at) { return code(done + kLane * at, Whole{}); };
     store_codes(codes + done, vector(0), vector(1), vector(2), vector(3));
   }
 #endif

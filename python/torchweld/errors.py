@@ -19,7 +19,7 @@ class ArgumentError(ValueError, RuntimeError):
     def __init__(self, function: str, argument: str, got: object, accepted: str) -> None:
         given = textwrap.shorten(str(got), _LONGEST)
         super().__init__(
-            f"{function}: {argument} is {given}; accepted: {accepted}{_suggest(given, accepted)}"
+            f"{function}: {argument} is {given}; accepted: {accepted}{suggest(given, accepted)}"
         )
         self.function = function
         self.argument = argument
@@ -54,7 +54,7 @@ class CollectiveError(RuntimeError):
         self.function = function
 
 
-def _suggest(got: str, accepted: str) -> str:
+def suggest(got: str, accepted: str) -> str:
     """A question with the accepted name that is spelled most like the given string, if any."""
     given = re.fullmatch(r"'(\w+)'", got)
     names = re.findall(r"[\w.]*\w", accepted)

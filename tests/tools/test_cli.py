@@ -53,6 +53,27 @@ def test_help_keeps_capitals(command: str, word: str, capsys: pytest.CaptureFixt
     assert word in capsys.readouterr().out.split("options:")[0]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bench", "layer_nrom"], "did you mean 'layer_norm'?; see torchweld bench --help"),
+        (["bench", "--dtype", "bfloat61"], "did you mean 'bfloat16'?; see torchweld bench --help"),
+        (["bench", "--quick", "nosuch"], "torchweld bench: argument op: 'nosuch' is not one of"),
+        (["dcotor"], "did you mean 'doctor'?; see torchweld --help"),
+    ],
+)
+def test_a_wrong_name_is_said_in_a_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Twelve lines of usage came before it, and no suggestion."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
+
+
 def test_doctor() -> None:
     printed = _run("doctor")
     for words in (

@@ -59,6 +59,13 @@ def test_a_pages_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert pages.run(page)
 
 
+def test_blocks_for_processes_say_so() -> None:
+    """Six of 52 blocks failed when pasted: only a comment that no reader sees told of torchrun."""
+    for page in _with("processes"):
+        for need, text in pages.blocks(page):
+            assert text.startswith("# torchrun --nproc-per-node 2") == (need == "processes"), page
+
+
 PAGES = _with("processes")
 
 

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torchweld
 from torchweld.bench import command as bench
 from torchweld.bench import compare, demo
 from torchweld.bench.machine import parse_positive
 from torchweld.commands import doctor, tune
+from torchweld.errors import suggest
+
+
+class _Parser(argparse.ArgumentParser):
+    """Prints an error without the usage before it, whose lines hid it, and with the name meant."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"'\w+'", message)
+        hint = suggest(wrong[0], message[wrong.end() :]) if wrong else ""
+        self.exit(2, f"{self.prog}: {message}{hint}; see {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; return its exit status."""
-    parser = argparse.ArgumentParser(prog="torchweld", description=torchweld.__doc__)
+    parser = _Parser(prog="torchweld", description=torchweld.__doc__)
     parser.add_argument("--version", action="version", version=f"torchweld {torchweld.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
