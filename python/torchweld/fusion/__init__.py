@@ -38,10 +38,13 @@ __all__ = [
     "unfuse",
 ]
 
+_WAYS = ("trial", "graph")
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
-def fuse(model: _Model, filter_fn: Filter | None = None, *, verify: bool = True) -> _Model:
+def fuse(
+    model: _Model, filter_fn: Filter | None = None, *, verify: bool = True, by: str = "trial"
+) -> _Model:
     """Weld the recognised modules of a model, in place.
 
     A welded module stays the same object, with its parameters, hooks and state_dict, but gets
@@ -54,11 +57,21 @@ def fuse(model: _Model, filter_fn: Filter | None = None, *, verify: bool = True)
         model: any module.
         filter_fn: a function of a module and its name; False leaves that module unchanged.
         verify: False skips the comparison if there is only one way to weld a module.
+        by: "trial" recognises modules as above. "graph" welds what it proves in the graphs that
+            torch.compile's front end captures: the first call captures, and runs in eager torch.
 
     Returns:
         The model.
     """
     _check("fuse", model, filter_fn)
+    if by not in _WAYS:
+        raise ArgumentError("fuse", "by", repr(by), " or ".join(map(repr, _WAYS)))
+    if by == "graph":
+        from torchweld.fusion.graph import regions
+
+        if regions.weld(model, filter_fn):
+            _forget_compiled()
+        return model
     accepted, _ = decide(model, filter_fn, verify, measure=False)
     changes = [change for decided in accepted for change in decided.proposal.changes]
     before = [(change.module, type(change.module)) for change in changes]

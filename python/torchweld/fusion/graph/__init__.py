@@ -1,0 +1,1 @@
+"""Recognition by proof, on the graphs that Dynamo captures."""

@@ -1,0 +1,71 @@
+"""The backend of torch.compile: torch.compile(model, backend="torchweld")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchweld.errors import ArgumentError
+from torchweld.fusion.graph.patterns import FINDERS
+from torchweld.fusion.graph.rewrite import Lazy, Rewritten, rewrite
+from torchweld.fusion.graph.trace import checkpoint
+from torchweld.fusion.patterns.logits import Deferred
+
+_COMPILERS = ("eager", "inductor")
+
+
+def torchweld(module: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+    """Weld a graph of Dynamo, then run it in eager torch or hand it to Inductor.
+
+    Args:
+        module: the graph.
+        inputs: its inputs, fake tensors.
+        options: `compiler="eager"` runs the graph in eager torch; the default is Inductor. Others
+            are Inductor's.
+    """
+    given = dict(options.get("options") or {})
+    compiler = given.pop("compiler", "inductor")
+    if compiler not in _COMPILERS:
+        accepted = " or ".join(map(repr, _COMPILERS))
+        raise ArgumentError("torchweld", "options['compiler']", repr(compiler), accepted)
+    rewritten = rewrite(module, FINDERS)
+    if compiler == "eager":
+        return run_eagerly(module, rewritten)
+    from torch._inductor.compile_fx import compile_fx
+
+    return with_lazy(compile_fx(module, inputs, config_patches=given or None), rewritten.lazy)
+
+
+def run_eagerly(module: torch.fx.GraphModule, rewritten: Rewritten) -> Callable[..., Any]:
+    """What runs a rewritten graph in eager torch."""
+    checkpoint(module)
+    return with_lazy(module.forward, rewritten.lazy)
+
+
+class _LastLayer:
+    """A linear layer of a weight and a bias, for lazy logits."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+def with_lazy(run: Callable[..., Any], lazy: list[Lazy]) -> Callable[..., Any]:
+    """Make the results lazy that a rewritten graph leaves out."""
+    if not lazy:
+        return run
+
+    @torch._dynamo.disable
+    def call(*args: Any) -> Any:
+        results = list(run(*args))
+        for each in lazy:
+            head = _LastLayer(args[each.weight], None if each.bias is None else args[each.bias])
+            deferred = Deferred(results[each.at], each.classes, each.steps)
+            results[each.at] = deferred.make_tensor(head)
+        return results
+
+    return call

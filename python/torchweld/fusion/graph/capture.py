@@ -1,0 +1,111 @@
+"""Dynamo, as regions use it: functions with a code of their own, and what it must guard on.
+
+All names of torch that have an underscore and that captures use are here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch._dynamo import config
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list, skip_code
+from torch._dynamo.exc import TorchDynamoException
+from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace
+
+# What a capture raises before it runs anything of the call.
+Failed = TorchDynamoException
+_numbers = itertools.count()
+
+
+def make(name: str, backend: Callable[..., Any], whole: bool) -> Callable[..., Any]:
+    """A function that runs `run(*args, **kwargs)` by graphs, which `backend` gets.
+
+    `whole` raises `Failed` if the call is not captured as one graph. Dynamo counts variants of a
+    code object, and learns from it which sizes change: this function has its own.
+    """
+
+    def call(run: Any, args: Any, kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    code = call.__code__.replace(co_name=f"{name}_{next(_numbers)}")
+    own = FunctionType(code, call.__globals__, name)
+    context = torch._dynamo.optimize(backend, nopython=whole)  # type: ignore[no-untyped-call]
+    context.callback = _Patched(context.callback)
+    return context(own)  # type: ignore[no-any-return]
+
+
+def is_known(run: Any) -> bool:
+    """Whether a function has a graph: none after torch.compiler.reset()."""
+    return bool(_debug_get_cache_entry_list(run._torchdynamo_orig_callable.__code__))
+
+
+def only_known(run: Any) -> Callable[..., Any]:
+    """The same function, which captures nothing more; what no graph serves runs as it is."""
+    return torch._dynamo.run(run._torchdynamo_orig_callable)  # type: ignore[no-any-return]
+
+
+class _Patched:
+    """Dynamo's compiler of a frame, with settings for this compilation only."""
+
+    def __init__(self, compile_frame: Any) -> None:
+        vars(self).update(vars(compile_frame))  # torch reads attributes from C
+        self._compile_frame = compile_frame
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with config.patch(
+            skip_nnmodule_hook_guards=False,  # hooks that are registered later count
+            recompile_limit=64,  # regions count by themselves
+            optimize_ddp=False,  # the graph runs in eager torch, whose hooks fire one by one
+            ignore_logging_functions=config.ignore_logging_functions | _list_logging(),
+            specialize_float=True,  # a factor is a part of what is proven
+        ):
+            return self._compile_frame(*args, **kwargs)
+
+
+def _list_logging() -> set[Any]:
+    """Methods of loggers that write: `logger.warning`, and what libraries add to the class."""
+    writing = {"debug", "info", "warning", "warn", "error", "exception", "critical", "log"}
+    methods = vars(logging.Logger).items()
+    return {
+        method
+        for name, method in methods
+        if name in writing or getattr(method, "__module__", "logging") != "logging"
+        if callable(method)
+    }
+
+
+def skip(function: Any) -> None:
+    """Let a call of this function run as it is, inside of a function that Dynamo runs."""
+    skip_code(function.__code__)
+
+
+def is_impossible() -> bool:
+    """Whether something is active that sees each operation, so that a call runs as it is."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _symbolic_trace._is_fx_tracing_flag
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
+_FRAME = re.compile(r'File "(.+?)", line (\d+), in ')
+
+
+def explain(error: BaseException) -> str:
+    """In one line why a capture failed, with the file and line of the user's code."""
+    text = str(error)
+    frames = [frame for frame in _FRAME.findall(text) if "/torch/" not in frame[0]]
+    where = f" at {frames[-1][0]}:{frames[-1][1]}" if frames else ""
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return f"{first or type(error).__name__}{where}"

@@ -1,0 +1,36 @@
+"""Finders of places where an op of torchweld may stand, the largest ops first.
+
+A finder takes a record and the number of a step, and yields proposals that this step belongs to. It
+reads the record upwards and downwards from one operation that its op always has, such as rsqrt.
+It may propose too much: a proposal counts only if its reference has the same operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torchweld.fusion.graph.patterns.activation import find_act
+from torchweld.fusion.graph.patterns.dropout_add import find_dropout_add
+from torchweld.fusion.graph.patterns.gated_act import find_gated_act
+from torchweld.fusion.graph.patterns.layer_norm import find_add_layer_norm, find_layer_norm
+from torchweld.fusion.graph.patterns.linear_act import find_linear_act
+from torchweld.fusion.graph.patterns.loss import find_loss
+from torchweld.fusion.graph.patterns.rms_norm import find_add_rms_norm, find_rms_norm
+from torchweld.fusion.graph.patterns.rotary import find_rotary
+from torchweld.fusion.graph.patterns.softmax import find_softmax
+from torchweld.fusion.graph.prove import Proposal
+from torchweld.fusion.graph.record import Record
+
+FINDERS: list[Callable[[Record, int], Iterable[Proposal]]] = [
+    find_loss,
+    find_add_rms_norm,
+    find_rms_norm,
+    find_add_layer_norm,
+    find_layer_norm,
+    find_dropout_add,
+    find_rotary,
+    find_gated_act,
+    find_linear_act,
+    find_act,
+    find_softmax,
+]

@@ -1,0 +1,66 @@
+"""Activations as a record shows them; bias_act for activations of several passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from torchweld import functional
+from torchweld.fusion.graph.normal import aten
+from torchweld.fusion.graph.prove import Proposal
+from torchweld.fusion.graph.record import Record, Ref
+
+
+class Activation(NamedTuple):
+    """An activation: how it is written, and the names that torchweld has for it."""
+
+    written: str
+    name: str
+    approximate: str = "none"
+
+
+_TANH = Activation("gelu by tanh in parts", "gelu", "tanh")
+_BY_OP = {
+    aten.silu.default: Activation("silu", "silu"),
+    aten.relu.default: Activation("relu", "relu"),
+}
+
+
+def compute(z: Any, kind: Activation) -> Any:
+    """The activation in plain torch."""
+    if kind == _TANH:
+        return 0.5 * z * (1.0 + torch.tanh(0.7978845608028654 * (z + 0.044715 * z.pow(3.0))))
+    if kind.name == "gelu":
+        return torch.nn.functional.gelu(z, approximate=kind.approximate)
+    return getattr(torch.nn.functional, kind.name)(z)
+
+
+def read(record: Record, at: int) -> tuple[Ref, int, Activation] | None:
+    """The input, the result and the kind of an activation that this step belongs to."""
+    step = record.steps[at]
+    if step.func in _BY_OP:
+        return step.args[0], step.outs[0], _BY_OP[step.func]
+    if step.func is aten.gelu.default:
+        approximate = dict(step.kwargs).get("approximate", "none")
+        return step.args[0], step.outs[0], Activation("gelu", "gelu", approximate)
+    if step.func is aten.tanh.default:
+        for plus in record.readers(step.outs[0], aten.add.Tensor):
+            for times in record.readers(plus.outs[0], aten.mul.Tensor):
+                for factor in times.args:
+                    half = record.maker(factor, aten.mul.Tensor)
+                    if half is not None and isinstance(half.args[0], Ref):
+                        return half.args[0], times.outs[0], _TANH
+    return None
+
+
+def _run(z: Any, kind: Activation) -> Any:
+    return functional.bias_act(z, activation=kind.name, approximate=kind.approximate)
+
+
+def find_act(record: Record, at: int) -> Iterator[Proposal]:
+    found = read(record, at)
+    if found is not None and found[2] == _TANH:
+        z, out, kind = found
+        yield Proposal("bias_act", [z.at], [out], compute, _run, (kind,))

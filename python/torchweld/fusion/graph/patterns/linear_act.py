@@ -1,0 +1,68 @@
+"""linear_act: a linear layer, or GPT-2's Conv1D, and its activation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchweld import functional
+from torchweld.fusion.graph.normal import aten
+from torchweld.fusion.graph.patterns.activation import Activation, compute, read
+from torchweld.fusion.graph.prove import Proposal
+from torchweld.fusion.graph.record import Record, Ref
+
+_CAST = aten._to_copy.default
+
+
+def _linear(x: Any, weight: Any, bias: Any, kind: Activation) -> Any:
+    return compute(torch.nn.functional.linear(x, weight, bias), kind)
+
+
+def _linear_without_bias(x: Any, weight: Any, kind: Activation) -> Any:
+    return compute(torch.nn.functional.linear(x, weight), kind)
+
+
+def _run(x: Any, weight: Any, bias: Any, kind: Activation) -> Any:
+    return functional.linear_act(
+        x, weight, bias, activation=kind.name, approximate=kind.approximate
+    )
+
+
+def _run_without_bias(x: Any, weight: Any, kind: Activation) -> Any:
+    return _run(x, weight, None, kind)
+
+
+def _conv(x: Any, weight: Any, bias: Any, kind: Activation) -> Any:
+    y = torch.addmm(bias, x.view(-1, x.size(-1)), weight)
+    return compute(y.view(*x.size()[:-1], weight.shape[1]), kind)
+
+
+def _run_conv(x: Any, weight: Any, bias: Any, kind: Activation) -> Any:
+    return _run(x, weight.t(), bias, kind)
+
+
+def find_linear_act(record: Record, at: int) -> Iterator[Proposal]:
+    if (found := read(record, at)) is None:
+        return
+    z, out, kind = found
+    product = record.maker(record.strip(z, aten.view.default), aten.addmm.default, aten.mm.default)
+    if product is None:
+        return
+    *bias, flat, turned = product.args
+    x = record.strip(flat, aten.view.default)
+    for inner in (False, True):  # casts of autocast are a part of the layer, others are not
+        strip = (lambda value: record.strip(value, _CAST)) if inner else (lambda value: value)
+        given = [strip(x), *map(strip, bias)]
+        turning = record.maker(turned, aten.transpose.int)
+        if not all(isinstance(each, Ref) for each in given):
+            continue
+        numbers = [each.at for each in given]
+        if turning is not None:
+            numbers.insert(1, strip(turning.args[0]).at)
+            reference, run = (_linear, _run) if bias else (_linear_without_bias, _run_without_bias)
+            yield Proposal("linear_act", numbers, [out], reference, run, (kind,))
+        if bias:
+            numbers = [given[0].at, strip(turned).at, given[1].at]
+            yield Proposal("linear_act", numbers, [out], _conv, _run_conv, (kind,))

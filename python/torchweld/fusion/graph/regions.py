@@ -1,0 +1,244 @@
+"""Modules whose calls are captured: a model and its repeated layers."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, ClassVar
+
+import torch
+from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
+
+from torchweld.fusion.graph import capture
+from torchweld.fusion.graph.backend import run_eagerly
+from torchweld.fusion.graph.patterns import FINDERS
+from torchweld.fusion.graph.rewrite import Placed, rewrite
+from torchweld.fusion.weld import Weld, forward_of, make_class, set_class, why_not_change
+
+# How many graphs a region has, of one mode: then its calls run as they are.
+LIMIT = 8
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+
+
+class Region(Weld):
+    """A module whose forward is captured at its first call, and welded.
+
+    Its class keeps the captures, so copies and pickles of the module have them too. Modules of
+    the same structure share a class, and so a graph.
+    """
+
+    weld_structure: ClassVar[str]
+    weld_left_out: ClassVar[tuple[str, ...]]  # names that the filter leaves out
+    weld_captures: ClassVar[Captures]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "welded_from" in vars(cls):
+            cls.weld_captures = Captures(cls.welded_from.__name__, frozenset(cls.weld_left_out))
+            cls.forward = _make_forward(cls)  # type: ignore[attr-defined]
+
+
+def _make_forward(cls: Any) -> Callable[..., Any]:
+    @functools.wraps(cls.welded_from.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = super(cls, self).forward
+        if torch.compiler.is_compiling():  # a part of a larger capture
+            return run(*args, **kwargs)
+        return cls.weld_captures.call(self, run, args, kwargs)
+
+    # If a larger capture breaks before it, the call captures by itself.
+    capture.skip(forward)
+    return forward
+
+
+class Captures:
+    """The graphs of modules of one structure."""
+
+    def __init__(self, name: str, left_out: frozenset[str]) -> None:
+        self.name, self.left_out = name, left_out
+        self.slots: dict[tuple[bool, bool, bool], Slot] = {}
+        self._classes: tuple[Any, ...] = ()
+        self._names: tuple[str, ...] = ()
+        self._functions: tuple[Any, ...] = ()
+        self._lock = threading.RLock()
+
+    def call(self, module: Any, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call by its graph, which is captured if it is not there; or run it as it is."""
+        if has_global_hooks() or capture.is_impossible():
+            return run(*args, **kwargs)
+        # Dynamo guards on all that a forward reads but on methods of classes.
+        if tuple(map(getattr, self._classes, self._names, _NONE)) != self._functions:
+            self.slots = {}
+            self._watch(module)
+        key = torch.is_grad_enabled(), module.training, torch.is_inference_mode_enabled()
+        slot = self.slots.get(key)
+        if slot is None:
+            with self._lock:
+                slot = self.slots.setdefault(key, Slot(self))
+        if slot.off:
+            return run(*args, **kwargs)
+        graphs = slot.graphs
+        try:
+            return slot.run(run, args, kwargs)
+        except capture.Failed as error:
+            failed = error
+        finally:
+            if slot.graphs != graphs:
+                self._watch(module)
+                slot.judge()
+        if isinstance(module, Root) and not slot.reason:
+            slot.split(failed)
+            return self.call(module, run, args, kwargs)
+        slot.stop(failed)
+        if not isinstance(module, Root):
+            divide(module)
+        return run(*args, **kwargs)
+
+    def _watch(self, module: torch.nn.Module) -> None:
+        """Note the methods of all classes inside."""
+        noted = dict(
+            zip(zip(self._classes, self._names, strict=True), self._functions, strict=True)
+        )
+        for cls in {type(part) for part in module.modules()}:
+            for base in cls.__mro__:
+                if base in (torch.nn.Module, object):
+                    continue
+                for name, value in vars(base).items():
+                    if isinstance(value, FunctionType) and (cls, name) not in noted:
+                        noted[cls, name] = getattr(cls, name)
+        self._classes = tuple(cls for cls, _ in noted)
+        self._names = tuple(name for _, name in noted)
+        self._functions = tuple(noted.values())
+
+
+_NONE = itertools.repeat(None)  # for a method that was deleted
+
+
+class Slot:
+    """The graphs of one mode: with or without gradients, training or evaluation."""
+
+    def __init__(self, captures: Captures) -> None:
+        self.captures = captures
+        self.placed: list[Placed] = []
+        self.graphs = self.welds = 0
+        self.off = False
+        self.reason = ""  # why it is off, or why it is captured in pieces
+        self.run = capture.make(captures.name, self._compile, whole=True)
+        self._limit = LIMIT
+
+    def _compile(self, module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        if not capture.is_known(self.run):
+            self.placed, self.graphs, self.welds = [], 0, 0
+        left_out = self.captures.left_out
+        made = rewrite(module, FINDERS, self._may_weld if left_out else None)
+        self.graphs += 1
+        self.welds += made.count()
+        self.placed += made.placed
+        return run_eagerly(module, made)
+
+    def _may_weld(self, path: str) -> bool:
+        return path not in self.captures.left_out
+
+    def stop(self, error: BaseException) -> None:
+        """After a capture failed: the call runs as it is, now and later."""
+        self.off, self.reason = True, capture.explain(error)
+
+    def split(self, error: BaseException) -> None:
+        """After a capture as one graph failed: take several, and what is between them as it is."""
+        self.reason, self._limit = capture.explain(error), 8 * LIMIT
+        self.run = capture.make(self.captures.name, self._compile, whole=False)
+
+    def judge(self) -> None:
+        """After a capture: stop if nothing is welded, or if there are too many graphs."""
+        if not self.welds:
+            self.off, self.reason = True, self.reason or "nothing in it is welded"
+        elif self.graphs == self._limit:
+            self.run = capture.only_known(self.run)
+            warnings.warn(
+                f"fuse: {self.captures.name} has {self.graphs} graphs, for as many kinds of calls;"
+                " calls of further kinds run without welds",
+                stacklevel=2,
+            )
+
+
+# --- Which modules are regions --------------------------------------------------------------------
+
+
+class Root(Region):
+    """A model, captured as a whole, or in pieces around what does not capture."""
+
+
+def weld(model: torch.nn.Module, filter_fn: Callable[[Any, str], bool] | None) -> int:
+    """Make regions of a model and of its repeated layers; returns how many changed."""
+    left_out = {
+        name for name, part in model.named_modules() if filter_fn and not filter_fn(part, name)
+    }
+    changed = 0
+    for name, part, kind in list(_list_regions(model)):
+        changed += _make_region(part, kind, name, left_out)
+    return changed
+
+
+def _list_regions(model: torch.nn.Module) -> Iterator[tuple[str, Any, type[Region]]]:
+    """The model, and the elements of its containers that are layers."""
+    yield "", model, Root
+    for name, part in model.named_modules():
+        if name and isinstance(part, _CONTAINERS):
+            for key, layer in part._modules.items():
+                if layer is not None and _is_layer(layer):
+                    yield f"{name}.{key}", layer, Region
+
+
+def _is_layer(part: torch.nn.Module) -> bool:
+    return bool(part._modules) and not isinstance(part, _CONTAINERS)
+
+
+def _make_region(module: Any, kind: type[Region], name: str, left_out: set[str]) -> bool:
+    """Give a module the class of a region, which it may have already."""
+    was = type(module)
+    if isinstance(module, Region):
+        was = was.welded_from
+    if isinstance(module, Weld) and not isinstance(module, Region):
+        return False
+    if forward_of(module) is None or why_not_change(module) or not callable(was.forward):
+        return False
+    start = f"{name}." if name else ""
+    inside = sorted(
+        each.removeprefix(start) if each != name else ""
+        for each in left_out
+        if each == name or each.startswith(start)
+    )
+    settings = {"becomes": "", "structure": _describe(module), "left_out": tuple(inside)}
+    cls = make_class(kind, was, tuple(settings.items()))
+    if type(module) is cls:
+        return False
+    set_class(module, cls)
+    return True
+
+
+def _describe(module: torch.nn.Module) -> str:
+    """A short text that modules of the same structure share."""
+    parts = [
+        (name, type(part).__module__, type(part).__qualname__)
+        for name, part in module.named_modules()
+    ]
+    sizes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
+    return hashlib.sha256(repr((parts, sizes)).encode()).hexdigest()[:16]
+
+
+def divide(module: Any) -> None:
+    """Make regions of the parts of a region that does not capture."""
+    left_out = set(type(module).weld_left_out)
+    for name, part in module.named_children():
+        if isinstance(part, _CONTAINERS):
+            pairs = [(f"{name}.{key}", each) for key, each in part.named_children()]
+        else:
+            pairs = [(name, part)]
+        for path, each in pairs:
+            if each._modules or not type(each).__module__.startswith("torch.nn."):
+                _make_region(each, Region, path, left_out)

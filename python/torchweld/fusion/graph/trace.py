@@ -1,0 +1,164 @@
+"""A graph of Dynamo, run on fake tensors: which node makes which tensor, by which steps."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torchweld.fusion.graph.record import Record, Ref, find_storage, read_casts, recording
+
+_AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+_COUNTERS = (torch._C._log_api_usage_once,)  # they do nothing to what is computed
+_VALUES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, complex, str)
+_VALUES += (torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), slice)
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+class CannotTraceError(Exception):
+    """What runs in the graph cannot be told from its operations."""
+
+
+class Trace(torch.fx.Interpreter):
+    """What a graph computes: a record, and for each node its place, its value and its steps.
+
+    A node that does something else than to compute, such as to enter autocast or to register a
+    hook, begins another epoch.
+    """
+
+    def __init__(self, module: torch.fx.GraphModule, mode: Any) -> None:
+        super().__init__(module)
+        self.record, self.mode = Record(), mode
+        self.nodes = list(module.graph.nodes)
+        self.place = {node: at for at, node in enumerate(self.nodes)}
+        self.value: dict[torch.fx.Node, Any] = {}  # with Refs for tensors
+        self.maker: dict[int, torch.fx.Node] = {}  # the first node that returns a tensor
+        self.effects: set[torch.fx.Node] = set()
+        self.casts: dict[int, Any] = {0: read_casts()}
+
+    @classmethod
+    def of(cls, module: torch.fx.GraphModule) -> Trace:
+        """Trace a graph whose nodes Dynamo made."""
+        holders = [node for node in module.graph.nodes if node.op == "placeholder"]
+        given = [node.meta.get("example_value") for node in holders]
+        # The mode of Dynamo's own trace; the one in its context is for fresh tensors of backends.
+        modes = {x.fake_mode for x in given if isinstance(x, FakeTensor)}
+        if len(modes) != 1:
+            raise CannotTraceError("its inputs are no tensors")
+        trace = cls(module, modes.pop())
+        with trace.quietly(), torch.no_grad():
+            # Other tensors with the same memory, since a graph may change sizes in place.
+            fresh = [x.detach() if isinstance(x, torch.Tensor) else x for x in given]
+        with trace.quietly(), recording(trace.record):
+            trace.run(*fresh, enable_io_processing=False)
+        return trace
+
+    @contextlib.contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Run on fake tensors without adding guards on sizes."""
+        environment = self.mode.shape_env
+        with self.mode, contextlib.ExitStack() as stack:
+            if environment is not None:
+                stack.enter_context(environment.suppress_guards())
+            yield
+
+    def run_node(self, node: torch.fx.Node) -> Any:
+        self.record.node = self.place[node]
+        if node.op == "output":
+            return None
+        out = self._run(node)
+        self.value[node] = tree_map(
+            lambda x: Ref(self.record.number(x)) if isinstance(x, torch.Tensor) else x, out
+        )
+        if isinstance(out, torch.Tensor):
+            self.maker.setdefault(self.record.number(out), node)
+        return out
+
+    def _run(self, node: torch.fx.Node) -> Any:
+        if node.op == "get_attr":
+            value = super().run_node(node)
+            is_real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+            return self.mode.from_tensor(value) if is_real else value
+        if node.op == "placeholder":
+            return super().run_node(node)
+        if isinstance(node.target, torch._ops.HigherOrderOperator):  # its body is another graph
+            self._begin_epoch(node)
+            return node.meta["example_value"]
+        if node.target in _COUNTERS:
+            return None
+        if node.target is torch._C._set_grad_enabled:
+            self._begin_epoch(node)
+            return None
+        computes = "example_value" in node.meta or node.target in (operator.setitem, *_AUTOCAST)
+        if not computes or "functorch" in str(node.target):
+            raise CannotTraceError(f"it calls {_name(node)}")
+        out = super().run_node(node)
+        if node.target in _AUTOCAST or not all(isinstance(x, _VALUES) for x in tree_leaves(out)):
+            self._begin_epoch(node)
+        return out
+
+    def _begin_epoch(self, node: torch.fx.Node) -> None:
+        self.effects.add(node)
+        self.record.epoch += 1
+        self.casts[self.record.epoch] = read_casts()
+
+    # --- Questions
+
+    def list_results(self) -> list[torch.fx.Node]:
+        """The nodes that the graph returns."""
+        return [x for x in tree_leaves(self.nodes[-1].args[0]) if isinstance(x, torch.fx.Node)]
+
+    def describe_results(self) -> list[Any]:
+        """Sizes, strides and shared memory of what the graph returns."""
+        owners: dict[int, str] = {}
+        described = []
+        for node in self.nodes:
+            if node.op == "placeholder" and isinstance(self.value[node], Ref):
+                storage = find_storage(self.record.values[self.value[node].at])
+                owners.setdefault(storage, f"input {self.place[node]}")
+        for at, node in enumerate(self.list_results()):
+            ref = self.value[node]
+            if isinstance(ref, Ref):
+                x = self.record.values[ref.at]
+                owner = owners.setdefault(find_storage(x), f"result {at}")
+                sizes = str(tuple(x.shape)), str(x.stride()), str(x.storage_offset())
+                described.append((*sizes, x.dtype, x.device, owner))
+            else:
+                described.append(str(ref))
+        return described
+
+
+def _name(node: torch.fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def list_bodies(module: torch.fx.GraphModule) -> Iterator[torch.fx.GraphModule]:
+    """The bodies of activation checkpoints in a graph."""
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.target is _CHECKPOINT:
+            body = getattr(module, str(node.args[0].target))
+            if isinstance(body, torch.fx.GraphModule):
+                yield body
+
+
+def checkpoint(module: torch.fx.GraphModule) -> None:
+    """Let activation checkpoints in a graph run as in eager torch, with their random state."""
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and node.target is _CHECKPOINT:
+            node.target = _run_checkpointed
+            module.recompile()
+
+
+def _run_checkpointed(body: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch.utils.checkpoint import checkpoint as run
+
+    options: dict[str, Any] = {**kwargs, "use_reentrant": False}
+    options.pop("preserve_rng_state", None)  # False would be for compilers, which functionalize it
+    if (context := body.meta.get("_checkpoint_context_fn")) is not None:
+        options["context_fn"] = context
+    return run(body, *args, **options)

@@ -1,0 +1,161 @@
+"""What runs in place of a pattern computes the pattern's reference, on values as on shapes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from torchweld.fusion.graph.patterns import (
+    activation,
+    dropout_add,
+    gated_act,
+    layer_norm,
+    linear_act,
+    loss,
+    rms_norm,
+    rotary,
+    softmax,
+)
+
+
+class Case(NamedTuple):
+    """A reference, what runs in its place, shapes of inputs, and constants."""
+
+    reference: Any
+    run: Any
+    shapes: tuple[Any, ...]
+    constants: tuple[Any, ...] = ()
+
+
+_X, _W = (3, 7, 16), (16,)
+_TANH = activation._TANH
+_KINDS = [
+    activation.Activation("gelu", "gelu"),
+    activation.Activation("gelu", "gelu", "tanh"),
+    *activation._BY_OP.values(),
+    _TANH,
+]
+_STEPS = {
+    "plain": (),
+    "wide": ((torch.Tensor.float,),),
+    "scaled": ((loss.operator.mul, 0.25),),
+    "capped": ((loss.operator.truediv, 3.0), (torch.tanh,), (loss.operator.mul, 3.0)),
+    "flat": ((loss._flatten,),),
+}
+
+
+def _qk(*angles: int) -> tuple[Any, ...]:
+    return (2, 4, 6, 8), (2, 2, 6, 8), angles, angles
+
+
+CASES: dict[str, Case] = {
+    **{
+        f"rms_norm {kind}": Case(rms_norm._norm, rms_norm._run_norm, (_X, _W), (1e-5, kind))
+        for kind in rms_norm._KINDS
+    },
+    "rms_norm without weight": Case(rms_norm._norm_only, rms_norm._run_norm_only, (_X,), (1e-5,)),
+    "torch's rms_norm": Case(rms_norm._fused, rms_norm._run_fused, (_X, _W), (1e-5,)),
+    **{
+        f"add and rms_norm {kind}": Case(
+            rms_norm._add_norm, rms_norm._run_add_norm, (_X, _X, _W), (1e-5, kind)
+        )
+        for kind in ("rounded", "wide", "promoted")
+    },
+    "layer_norm": Case(layer_norm._norm, layer_norm._run_norm, (_X, _W, _W), ((16,), 1e-5)),
+    "add and layer_norm": Case(
+        layer_norm._sum_and_norm, layer_norm._run_sum_and_norm, (_X, _X, _W, _W), (1e-5, 0.0)
+    ),
+    "layer_norm of a sum": Case(
+        layer_norm._norm_of_sum, layer_norm._run_norm_of_sum, (_X, _X, _W, _W), (1e-5, 0.0)
+    ),
+    "dropout and add": Case(dropout_add._reference, dropout_add._run, (_X, _X), (0.0,)),
+    **{
+        f"gated {kind.written} {kind.approximate}": Case(
+            gated_act._reference, gated_act._run, (_X, _X), (kind,)
+        )
+        for kind in _KINDS
+    },
+    **{
+        f"linear and {kind.written} {kind.approximate}": Case(
+            linear_act._linear, linear_act._run, (_X, (9, 16), (9,)), (kind,)
+        )
+        for kind in _KINDS
+    },
+    "linear without bias": Case(
+        linear_act._linear_without_bias, linear_act._run_without_bias, (_X, (9, 16)), (_TANH,)
+    ),
+    "Conv1D": Case(linear_act._conv, linear_act._run_conv, (_X, (16, 9), (9,)), (_TANH,)),
+    "gelu by tanh": Case(activation.compute, activation._run, (_X,), (_TANH,)),
+    "rotation": Case(rotary._both, rotary._run_both, _qk(1, 1, 6, 8), (-2,)),
+    "rotation by rows": Case(rotary._both, rotary._run_both, _qk(2, 1, 6, 8), (-2,)),
+    "rotation of a table": Case(rotary._both, rotary._run_both, _qk(6, 8), (-2,)),
+    "rotation, heads last": Case(
+        rotary._both,
+        rotary._run_both,
+        ((2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 1, 8), (2, 6, 1, 8)),
+        (-3,),
+    ),
+    "rotation of one": Case(
+        rotary._one, rotary._run_one, ((2, 4, 6, 8), (1, 1, 6, 8), (1, 1, 6, 8)), (-2,)
+    ),
+    "softmax": Case(softmax._plain, softmax._run_plain, ((2, 4, 6, 6),), (0.25, 0.0)),
+    "masked softmax": Case(
+        softmax._masked, softmax._run_masked, ((2, 4, 6, 6), (2, 1, 6, 6)), (0.25, 0.0)
+    ),
+    **{
+        f"loss, {name}, {reduction}": Case(
+            loss._without_bias,
+            loss._run_without_bias,
+            ((12, 16), (30, 16), 12),
+            (steps, -100, reduction),
+        )
+        for name, steps in _STEPS.items()
+        for reduction in ("mean", "sum", "none")
+    },
+    "loss with a bias": Case(
+        loss._reference, loss._run, ((12, 16), (30, 16), (30,), 12), ((), 7, "mean")
+    ),
+}
+
+
+def _make(shapes: tuple[Any, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for shape in shapes:
+        if isinstance(shape, int):  # classes of rows
+            target = torch.randint(0, 30, (shape,), generator=generator)
+            target[2], target[5] = -100, 7
+            made.append(target.clamp(min=0) if dtype == torch.int else target)
+        else:
+            x = torch.randn(shape, generator=generator, dtype=torch.float64)
+            made.append(x.to(dtype).requires_grad_())
+    return made
+
+
+def _run(function: Any, inputs: list[torch.Tensor], constants: Any) -> list[torch.Tensor]:
+    """The results, and gradients of what is not an angle of a rotation."""
+    out = function(*inputs, *constants)
+    outs = list(out) if isinstance(out, tuple) else [out]
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(y.shape, generator=generator).to(y.dtype) for y in outs]
+    leaves = [x for x in inputs if x.requires_grad]
+    return [*(y.detach() for y in outs), *torch.autograd.grad(outs, leaves, grads)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_a_pattern_runs_its_reference(name: str, dtype: torch.dtype) -> None:
+    reference, run, shapes, constants = CASES[name]
+    if "loss with" in name:
+        constants = (constants[0], -100, constants[2])
+    exact = _run(reference, _make(shapes, torch.float64), constants)
+    got = _run(run, _make(shapes, dtype), constants)
+    eager = _run(reference, _make(shapes, dtype), constants)
+    for a, b, c in zip(got, exact, eager, strict=True):
+        assert (a.shape, a.dtype) == (c.shape, c.dtype)
+        errors = [float((x.double() - b).norm()) for x in (a, c)]
+        # Rounding of one result, where eager's happens to be exact.
+        least = torch.finfo(a.dtype).eps * float(b.norm())
+        assert errors[0] <= 1.2 * errors[1] + least, (errors, float(b.norm()))
