@@ -13,11 +13,14 @@ from torchweld.fusion.patterns.pairs import Pair, find_pair, propose_pair
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import (
     Change,
+    Kind,
     Left,
     Proposal,
     Tried,
     Weld,
     forward_of,
+    is_of_kind,
+    kind_of,
     propose,
     why_not_change,
 )
@@ -50,12 +53,15 @@ class LinearAct(Weld):
     weld_activation: ActivationName
     weld_approximate: Approximation
     weld_transposed: bool
+    weld_kind: Kind | None = None  # of a layer whose forward is not torch's
     weight: torch.Tensor
     bias: torch.Tensor | None
 
     def forward(self, *args: Any, weld_asked: Asked | None = None, **kwargs: Any) -> Any:
         if weld_asked is None:
             return self.welded_from.forward(self, *args, **kwargs)
+        if self.weld_kind is not None and not is_of_kind(self, self.weld_kind):
+            return ACTIVATIONS[weld_asked].function(self.welded_from.forward(self, *args))
         # Not t(), which a DTensor does not have in inference mode.
         weight = self.weight.mT if self.weld_transposed else self.weight
         return functional.linear_act(
@@ -144,8 +150,10 @@ def find_linear_act(module: torch.nn.Module, view: View) -> Iterator[Proposal | 
         if isinstance(pair, Left):
             yield pair
         elif pair is not None and (form := view.linear(pair.first)):
-            transposed = form == "transposed"
-            yield _propose_both(pair, module, LinearAct, "linear_act", view, transposed=transposed)
+            is_torchs = forward_of(pair.first) is torch.nn.Linear.forward
+            own = {"transposed": form == "transposed"}
+            own |= {} if is_torchs else {"kind": kind_of(pair.first)}
+            yield _propose_both(pair, module, LinearAct, "linear_act", view, **own)
         elif pair is not None and isinstance(pair.first, torch.nn.Linear):
             reason = why_not_change(pair.first) or "it is another kind of linear layer"
             yield Left(pair.first, pair.what, reason)
