@@ -15,10 +15,19 @@ import torch
 from torchweld.fusion import probe
 from torchweld.fusion.patterns import PATTERNS, concerns
 from torchweld.fusion.settings import why_not_fixed
+from torchweld.fusion.straight import why_not_straight
 from torchweld.fusion.trial import measure_gain, why_not_same
 from torchweld.fusion.twin import Twin
 from torchweld.fusion.view import View, read_numbers
-from torchweld.fusion.weld import Left, Proposal, Tried, Weld, find_welds, why_not_change
+from torchweld.fusion.weld import (
+    Change,
+    Left,
+    Proposal,
+    Tried,
+    Weld,
+    find_welds,
+    why_not_change,
+)
 from torchweld.table import Table
 
 _WIDTH = 100  # of a printed line
@@ -223,6 +232,8 @@ def _choose_first(
             [why_not_change(entry.module)],
             map(why_not_fixed, skipped),
             (why_not_fixed(each.module) for each in entry.changes if issubclass(each.weld, Tried)),
+            (why_not_straight(part, compared=True) for part in skipped),
+            () if entry.tried else map(_why_not_whole, entry.changes),
         )
         reason = next(filter(None, reasons), None)
         gain = None
@@ -233,6 +244,14 @@ def _choose_first(
             return Decided(entry, Weldable(where, entry.what, entry.becomes, gain=gain))
         row = row or Weldable(where, entry.what, reason=reason)
     return row
+
+
+def _why_not_whole(change: Change) -> str | None:
+    """Why a weld cannot take the place of a module's whole forward, or None if it does not."""
+    if not issubclass(change.weld, Tried):
+        return None
+    takes = change.settings.get("takes", change.weld.weld_takes)
+    return why_not_straight(change.module, takes, compared=True)
 
 
 def _try_once(entry: Proposal, view: View) -> tuple[str | None, float | None]:

@@ -16,8 +16,9 @@ from torchweld.fusion.settings import list_codes
 # rewritten forward runs under them too. `capture_outputs` is none of them: it looks up the name of
 # the module's class.
 _KEPT = ("deprecate_kwarg", "can_return_tuple", "merge_with_config_defaults")
-# These only write documentation.
+# These only write documentation, or say how a class looks a function up.
 _DROPPED = (
+    *("property", "staticmethod"),
     *("auto_docstring", "add_start_docstrings_to_model_forward", "replace_return_docstrings"),
 )
 # transformers' base class of layers, which wraps the forward of each subclass, a weld's too.
@@ -34,13 +35,16 @@ def unwrap(forward: Any) -> Any:
     return inner if isinstance(inner, types.FunctionType) else None
 
 
-def parse(forward: Any) -> tuple[ast.Module, ast.FunctionDef]:
-    """Parse the source of a method with the decorators that its rewritten form keeps."""
+def parse(forward: Any, calls_super: bool = False) -> tuple[ast.Module, ast.FunctionDef]:
+    """Parse the source of a method with the decorators that its rewritten form keeps.
+
+    `calls_super` accepts one that calls super(), which a rewritten form could not.
+    """
     inner = unwrap(forward)
     if inner is None:
         raise CannotRewriteError("its forward is not written in Python")
-    if inner.__closure__:
-        is_super = "__class__" in inner.__code__.co_freevars
+    is_super = "__class__" in inner.__code__.co_freevars
+    if inner.__closure__ and not (calls_super and is_super and len(inner.__closure__) == 1):
         raise CannotRewriteError(
             "its forward calls super(): name the base class there"
             if is_super

@@ -13,6 +13,8 @@ import torch
 
 # Attributes, joined by dots, and their values when the module was fused; ... for a missing one.
 Settings = tuple[tuple[str, Any], ...]
+# Functions, names that they read from their files, and the values of these then.
+Names = tuple[tuple[FunctionType, str, Any], ...]
 
 # Settings of skipped modules that welds read at each call.
 _READ = {"training", "p", "inplace", "eps", "elementwise_affine"}
@@ -68,7 +70,7 @@ def read_settings(module: Any, besides: Collection[Any] = _READ) -> Settings:
         value = _follow(module, name) if "." in name else getattr(module, name, ...)
         if type(value) not in _PLAIN:
             value = _settle(value)
-            if not (_is_plain(value) or (value is ... and name in asked)):
+            if not (is_plain(value) or (value is ... and name in asked)):
                 continue
         is_method = isinstance(value, FunctionType) and name not in own  # for has_methods()
         if not (is_method or name in besides):
@@ -131,6 +133,46 @@ def list_methods(cls: Any) -> tuple[tuple[str, Any], ...]:
     """The forward of a class, and the methods that it calls."""
     names = sorted({"forward", *_read_class(cls, cls.forward).paths})
     return tuple((n, getattr(cls, n)) for n in names if any(True for _ in _list_functions(cls, n)))
+
+
+@functools.lru_cache(maxsize=4096)
+def list_globals(cls: Any, forward: Any) -> Names:
+    """The functions and plain values that a class's forward reads from files, but torch's.
+
+    `forward` is a key of the cache, as in `_read_class`.
+    """
+    names = {"forward", *_read_class(cls, forward).paths}
+    todo = [function for name in sorted(names) for function in _list_functions(cls, name)]
+    found: dict[tuple[FunctionType, str], Any] = {}
+    for function in todo:  # which grows
+        for part in list_codes(function.__code__):
+            for step in dis.get_instructions(part):
+                value = function.__globals__.get(step.argval, ...) if step.opname == _GLOBAL else ...
+                is_function = isinstance(value, FunctionType) and not is_torchs(value)
+                if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+                    todo += [each for each in (value.forward, value.backward) if each not in todo]
+                if value is ... or not (is_function or is_plain(value)):
+                    continue
+                found[function, step.argval] = value
+                todo += [value] if is_function and value not in todo else []
+    return tuple((*read, value) for read, value in found.items())
+
+
+_GLOBAL = "LOAD_GLOBAL"
+
+
+def is_torchs(function: Any) -> bool:
+    """Whether a function is written in torch."""
+    return str(getattr(function, "__module__", "")).startswith("torch.")
+
+
+def has_globals(names: Names) -> bool:
+    """Whether what functions read from their files is the same still."""
+    for function, name, then in names:
+        now = function.__globals__.get(name, ...)
+        if now is not then and (type(now) is not type(then) or now != then):
+            return False
+    return True
 
 
 def _list_functions(cls: type, name: str) -> Iterator[FunctionType]:
@@ -218,7 +260,13 @@ def _settle(value: Any) -> Any:
     return tuple(value) if type(value) is list else value
 
 
-def _is_plain(value: Any) -> bool:
+def is_setting(value: Any) -> bool:
+    """Whether a weld can compare a value with what it was."""
+    return type(value) in _PLAIN or is_plain(_settle(value))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, a function or the like, which nobody changes inside."""
     if type(value) is tuple:
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return type(value) in _PLAIN

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from torchweld.fusion import probe
 from torchweld.fusion.settings import may_read
+from torchweld.fusion.straight import why_not_straight
 from torchweld.fusion.twin import CannotCopyError, Twin
 from torchweld.fusion.weld import (
     Weld,
@@ -88,7 +89,7 @@ class View:
     def activation(self, module: Any) -> tuple[str, str] | None:
         """Name and approximation of the activation that a module or a function computes."""
         if not isinstance(module, torch.nn.Module):
-            return recognise_activation([module])
+            return None if why_not_straight(module) else recognise_activation([module])
         if not _is_plain_leaf(module):
             return None
         kind: tuple[str, str] | None = self.ask_once(
@@ -234,7 +235,7 @@ def recognise_module_activation(module: torch.nn.Module) -> tuple[str, str] | No
         copies = [Twin(module, _CPU).module.train(training) for training in (True, False)]
     except CannotCopyError:
         return None
-    return recognise_activation(copies)
+    return None if why_not_straight(module, compared=True) else recognise_activation(copies)
 
 
 def is_elementwise(module: torch.nn.Module) -> bool:
@@ -253,6 +254,8 @@ def is_elementwise(module: torch.nn.Module) -> bool:
 
 def recognise_linear(module: torch.nn.Module) -> str | None:
     """Whether a module with a matrix is a linear layer: "plain", "transposed", or None."""
+    if why_not_straight(module, compared=True):
+        return None
     try:
         copy: Any = Twin(module, _CPU, torch.float32).module
         weight, bias = copy.weight.detach(), copy._parameters.get("bias")

@@ -13,9 +13,12 @@ from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 from torch.nn.parameter import is_lazy
 
 from torchweld.fusion.settings import (
+    Names,
     Settings,
+    has_globals,
     has_methods,
     has_settings,
+    list_globals,
     list_methods,
     read_settings,
 )
@@ -98,6 +101,8 @@ class Tried(Weld):
     weld_own: ClassVar[Settings] = ()
     # Methods of its class that its forward calls, and the forward, as they were then.
     weld_methods: ClassVar[tuple[tuple[str, Any], ...]] = ()
+    # Functions and plain values of files that they read, as they were then.
+    weld_globals: ClassVar[Names] = ()
     # Names of that forward's parameters, and all of its defaults.
     weld_names: ClassVar[tuple[str, ...]] = ()
     weld_defaults: ClassVar[dict[str, Any]] = {}
@@ -108,6 +113,7 @@ class Tried(Weld):
         if "welded_from" in vars(cls):
             cls.weld_names, cls.weld_defaults = read_parameters(cls.welded_from)
             cls.weld_methods = list_methods(cls.welded_from)
+            cls.weld_globals = list_globals(cls.welded_from, cls.welded_from.forward)
             # torch.export looks up names of inputs in the signature.
             own: Any = cls.forward
             code, closure = own.__code__, own.__closure__
@@ -120,6 +126,7 @@ class Tried(Weld):
         return (
             has_settings(self, self.weld_own)
             and has_methods(self, self.welded_from, self.weld_methods)
+            and has_globals(self.weld_globals)
             and super().weld_may_skip()
         )
 
@@ -176,7 +183,9 @@ _NOTHING: dict[str, Any] = {}
 
 def make_class(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...]) -> type:
     """Make the class of a welded module. It keeps the name of `was`: other code reads the name."""
-    key = (weld, was, settings, list_methods(was) if issubclass(weld, Tried) else ())
+    key: Any = (weld, was, settings)
+    if issubclass(weld, Tried):
+        key += (list_methods(was), list_globals(was, was.forward))  # type: ignore[attr-defined]
     if key in _CLASSES:
         return _CLASSES[key]
     body: dict[str, Any] = {"weld_class": weld, "welded_from": was, "weld_settings": settings}
@@ -290,18 +299,20 @@ class Kind(NamedTuple):
 
     was: type
     settings: Settings
+    names: Names = ()
 
 
 def kind_of(module: torch.nn.Module) -> Kind:
     """A module's class and settings, such as the approximation of torch's GELU."""
-    cls = type(module)
-    return Kind(getattr(cls, "welded_from", cls), read_settings(module))
+    cls: Any = getattr(type(module), "welded_from", type(module))
+    return Kind(cls, read_settings(module), list_globals(cls, cls.forward))
 
 
 def is_of_kind(module: Any, kind: Kind) -> bool:
     """Whether a module still is what it was when it was fused."""
     cls = type(module)
-    return getattr(cls, "welded_from", cls) is kind.was and has_settings(module, kind.settings)
+    is_same = getattr(cls, "welded_from", cls) is kind.was
+    return is_same and has_settings(module, kind.settings) and has_globals(kind.names)
 
 
 # --- Questions about one module that need no run --------------------------------------------------

@@ -13,11 +13,14 @@ from torchweld.fusion.patterns.pairs import Pair, find_pair, propose_pair
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import (
     Change,
+    Kind,
     Left,
     Proposal,
     Tried,
     Weld,
     forward_of,
+    is_of_kind,
+    kind_of,
     propose,
     why_not_change,
 )
@@ -52,14 +55,19 @@ class LinearAct(Weld):
     weld_activation: ActivationName
     weld_approximate: Approximation
     weld_transposed: bool
+    weld_kind: Kind | None = None  # of a layer whose forward is not torch's
     weight: torch.Tensor
     bias: torch.Tensor | None
 
     def forward(self, *args: Any, weld_asked: Asked | None = None, **kwargs: Any) -> Any:
+        is_of_the_kind = self.weld_kind is None or is_of_kind(self, self.weld_kind)
+        if weld_asked is not None and not is_of_the_kind:
+            return ACTIVATIONS[weld_asked].function(self.welded_from.forward(self, *args))
         # Not t(), which a DTensor does not have in inference mode.
         weight = self.weight.mT if self.weld_transposed else self.weight
         if weld_asked is None:
-            if len(args) == 1 and gemm.is_converted(args[0], weight, self.bias):
+            is_plain = is_of_the_kind and len(args) == 1 and not kwargs
+            if is_plain and gemm.is_converted(args[0], weight, self.bias):
                 return linear_as_torch(args[0], weight, self.bias)
             return self.welded_from.forward(self, *args, **kwargs)
         return functional.linear_act(
@@ -148,8 +156,10 @@ def find_linear_act(module: torch.nn.Module, view: View) -> Iterator[Proposal | 
         if isinstance(pair, Left):
             yield pair
         elif pair is not None and (form := view.linear(pair.first)):
-            transposed = form == "transposed"
-            yield _propose_both(pair, module, LinearAct, "linear_act", view, transposed=transposed)
+            is_torchs = forward_of(pair.first) is torch.nn.Linear.forward
+            own = {"transposed": form == "transposed"}
+            own |= {} if is_torchs else {"kind": kind_of(pair.first)}
+            yield _propose_both(pair, module, LinearAct, "linear_act", view, **own)
         elif pair is not None and isinstance(pair.first, torch.nn.Linear):
             reason = why_not_change(pair.first) or "it is another kind of linear layer"
             yield Left(pair.first, pair.what, reason)

@@ -1,0 +1,591 @@
+"""Mutants: modules that fuse() knows, with a change that few inputs show, give the same numbers.
+
+A trial sees the inputs that it draws. A weld that takes the place of a whole forward lost each
+branch that no trial took, and all random numbers that the forward adds: the errors of both forms
+were measured against another run of the original, which drew other numbers. So a mutant differs
+from a known module only where it is called later: without gradients, on other shapes, under
+autocast, after a global changed. Each is compared with its unfused self there. Whether it is welded
+does not matter, but the modules without a change must be.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import linecache
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import torchweld
+from fusable import small_inputs  # noqa: F401
+from torchweld.fusion import Weld
+
+WIDTH = 32
+# A test runs with each; all take a model and return it.
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {"fuse": torchweld.fuse}
+
+
+@pytest.fixture(params=WAYS)
+def fuse(request: pytest.FixtureRequest) -> Callable[[nn.Module], nn.Module]:
+    return WAYS[request.param]
+
+
+# --- Modules with a place for a change ------------------------------------------------------------
+
+# A class M, or a function of that name, which computes y from x; then the model that has it.
+_CHANGE = "<the change>"
+_HEAD = """
+import os, random, threading, time, types
+import numpy, torch
+from torch import nn
+from torch.nn import functional as F
+W, SWITCH, TABLE, NUMBERS, LISTED = {width}, False, {{"on": False}}, types.SimpleNamespace(on=0), []
+
+def helper(y):
+    return y
+"""
+KINDS = {
+    "rms_norm": """
+class M(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(W) + 0.5), 1e-6
+
+    def forward(self, x):
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        y = self.weight * wide.to(x.dtype)
+        <the change>
+        return y
+
+make = M
+""",
+    "layer_norm": """
+class M(nn.LayerNorm):
+    def __init__(self):
+        super().__init__(W)
+
+    def forward(self, x):
+        y = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        <the change>
+        return y
+
+make = M
+""",
+    "gated_act": """
+class M(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(W, 48), nn.Linear(W, 48), nn.Linear(48, W)
+        self.act = nn.SiLU()
+
+    def forward(self, x):
+        y = self.down(self.act(self.gate(x)) * self.up(x))
+        <the change>
+        return y
+
+make = M
+""",
+    "dropout_add_layer_norm": """
+class M(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.norm, self.dropout = nn.Linear(W, W), nn.LayerNorm(W), nn.Dropout(0.0)
+
+    def forward(self, x, residual):
+        y = self.norm(self.dropout(self.dense(x)) + residual)
+        <the change>
+        return y
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.output = M()
+
+    def forward(self, x):
+        return self.output(x, x)
+
+make = Both
+""",
+    "bias_act": """
+class M(nn.Module):
+    def forward(self, x):
+        y = 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3.0))))
+        <the change>
+        return y
+
+make = M
+""",
+    "linear_act": """
+class M(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.act = nn.Linear(W, 48), nn.GELU()
+
+    def forward(self, x):
+        y = self.act(self.fc(x))
+        <the change>
+        return y
+
+make = M
+""",
+    "linear_act of an activation": """
+class M(nn.Module):
+    def forward(self, x):
+        y = x * torch.sigmoid(x)
+        <the change>
+        return y
+
+make = lambda: nn.Sequential(nn.Linear(W, 48), M())
+""",
+    "linear_act of a layer": """
+class M(nn.Linear):
+    def forward(self, x):
+        y = F.linear(x, self.weight, self.bias)
+        <the change>
+        return y
+
+make = lambda: nn.Sequential(M(W, W), nn.GELU())
+""",
+    "gated_act of an activation": """
+class M(nn.Module):
+    def forward(self, x):
+        y = F.gelu(x)
+        <the change>
+        return y
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.both, self.down, self.act = nn.Linear(W, 96), nn.Linear(48, W), M()
+
+    def forward(self, x):
+        gate, up = self.both(x).chunk(2, -1)
+        return self.down(up * self.act(gate))
+
+make = Gated
+""",
+    "dropout_add_layer_norm of a dropout": """
+class M(nn.Dropout):
+    def forward(self, x):
+        y = F.dropout(x, self.p, self.training)
+        <the change>
+        return y
+
+class Output(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.norm, self.dropout = nn.Linear(W, W), nn.LayerNorm(W), M(0.0)
+
+    def forward(self, x, residual):
+        return self.norm(self.dropout(self.dense(x)) + residual)
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.output = Output()
+
+    def forward(self, x):
+        return self.output(x, x)
+
+make = Both
+""",
+    "an activation of torch's layer": """
+def M(x):
+    y = F.gelu(x)
+    <the change>
+    return y
+
+make = lambda: nn.TransformerEncoderLayer(W, 2, 48, 0.0, M, batch_first=True)
+""",
+    "rotary_embedding_qk": """
+def rotate_half(x):
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+def apply_rotary_pos_emb(q, x, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    q, y = q * cos + rotate_half(q) * sin, x * cos + rotate_half(x) * sin
+    <the change>
+    return q, y
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head_dim, self.qkv = 16, nn.Linear(W, 3 * W)
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None):
+        shape = (*hidden_states.shape[:-1], 2, self.head_dim)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in self.qkv(hidden_states).chunk(3, -1))
+        cos, sin = position_embeddings
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        y = (q @ k.mT / 4).softmax(-1) @ v
+        return y.transpose(1, 2).flatten(2), None
+
+class Rotated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x):
+        places = torch.arange(x.shape[-2], dtype=x.dtype)[None, :, None]
+        angles = places / 100 ** torch.linspace(0, 1, 8, dtype=x.dtype).repeat(2)
+        return self.attention(x, position_embeddings=(angles.cos(), angles.sin()))[0]
+
+make = Rotated
+""",
+}
+# Kinds that are known without a module's own forward around them: `self` is what is changed.
+_FUNCTIONS = ("an activation of torch's layer", "rotary_embedding_qk")
+
+_numbers = itertools.count()
+
+
+class Mutant(NamedTuple):
+    """A model with a change, and the names of its file."""
+
+    model: nn.Module
+    names: dict[str, Any]
+
+
+def make(kind: str, change: str) -> Mutant:
+    """A model of this kind whose code has these lines too; its numbers depend on nothing else."""
+    indent = 4 if kind in _FUNCTIONS else 8
+    lines = change.strip().splitlines() or ["pass"]
+    text = _HEAD.format(width=WIDTH)
+    text += KINDS[kind].replace(_CHANGE, ("\n" + " " * indent).join(lines))
+    module = ModuleType(f"mutant_{next(_numbers)}")
+    file = f"{module.__name__}, {kind}"
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    sys.modules[module.__name__] = module  # where torch.compile looks for it
+    exec(compile(text, file, "exec"), vars(module))
+    torch.manual_seed(0)
+    return Mutant(module.make(), vars(module))
+
+
+def draw(*shape: int) -> torch.Tensor:
+    """An input."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(*(shape or (4, 6)), WIDTH, generator=generator, dtype=torch.float32)
+    return x.requires_grad_()
+
+
+@pytest.mark.parametrize("kind", KINDS.keys() - {"dropout_add_layer_norm of a dropout"})
+def test_without_a_change_it_is_welded(
+    kind: str, fuse: Callable[[nn.Module], nn.Module]
+) -> None:
+    """Else the tests below would test nothing."""
+    model = fuse(make(kind, "").model)
+    found = [m.weld_becomes for m in model.modules() if isinstance(m, Weld)]
+    known = kind.partition(" of ")[0]
+    assert any(known in becomes for becomes in found) or kind in _FUNCTIONS and any(found)
+
+
+# --- Conditions -----------------------------------------------------------------------------------
+
+Names = dict[str, Any]
+During = Callable[[Names], AbstractContextManager[Any]]
+Call = Callable[[nn.Module, Any], Any]
+
+
+class Condition(NamedTuple):
+    """An expression that is true only in this call."""
+
+    test: str
+    given: Callable[[], Any] = draw
+    during: During = lambda names: nullcontext()
+    call: Call = lambda model, x: model(x)
+
+
+def _set(name: str, value: Any) -> During:
+    @contextmanager
+    def during(names: Names) -> Iterator[None]:
+        before, names[name] = names[name], value
+        yield
+        names[name] = before
+
+    return during
+
+
+@contextmanager
+def _change(read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> Iterator[None]:
+    before = read()
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+@contextmanager
+def _environment(names: Names) -> Iterator[None]:
+    os.environ["MUTANT"] = "1"
+    yield
+    del os.environ["MUTANT"]
+
+
+def _compile(model: nn.Module, x: Any) -> Any:
+    torch.compiler.reset()
+    return torch.compile(model, backend="eager")(x)
+
+
+def _in_a_thread(model: nn.Module, x: Any) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(model(x)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _with_nan() -> torch.Tensor:
+    x = draw().detach()
+    x[0, 0, 0] = torch.nan
+    return x
+
+
+CONDITIONS = {
+    "no gradients": Condition(
+        "not torch.is_grad_enabled()", during=lambda names: torch.no_grad()
+    ),
+    "inference mode": Condition(
+        "torch.is_inference_mode_enabled()", during=lambda names: torch.inference_mode()
+    ),
+    "an input that needs no gradient": Condition(
+        "not x.requires_grad and torch.is_grad_enabled()", lambda: draw().detach()
+    ),
+    "a parameter's gradient": Condition(
+        "x.grad_fn is not None and x.sum().item() == x.sum().item()", lambda: draw() * 1
+    ),
+    "rows": Condition("x.shape[-2] > 40", lambda: draw(2, 64)),
+    "batch": Condition("x.shape[0] == 7", lambda: draw(7, 6)),
+    "elements": Condition("x.numel() > 1e5", lambda: draw(64, 64)),
+    "length": Condition("len(x) > 20", lambda: draw(32, 4)),
+    "dimensions": Condition("x.ndim > 4", lambda: draw(1, 2, 3, 1, 2)),
+    "strides": Condition(
+        "x.stride()[-1] != 1 or x.stride()[0] == 0", lambda: draw(1, 6).expand(4, -1, -1)
+    ),
+    "transposed": Condition("not x.is_contiguous()", lambda: draw(6, 4).transpose(0, 1)),
+    "a place in memory": Condition("x.storage_offset() > 0", lambda: draw(8, 6)[4:]),
+    "a parameter": Condition(
+        "isinstance(x, nn.Parameter)", lambda: nn.Parameter(draw().detach())
+    ),
+    "compiling": Condition("torch.compiler.is_compiling()", call=_compile),
+    "threads": Condition(
+        "torch.get_num_threads() == 1",
+        during=lambda names: _change(torch.get_num_threads, torch.set_num_threads, 1),
+    ),
+    "another thread": Condition(
+        "threading.current_thread() is not threading.main_thread()", call=_in_a_thread
+    ),
+    "a global": Condition("SWITCH", during=_set("SWITCH", True)),
+    "a dictionary": Condition('TABLE["on"]', during=_set("TABLE", {"on": True})),
+    "an object": Condition("NUMBERS.on", during=_set("NUMBERS", SimpleNamespace(on=1))),
+    "a list": Condition("len(LISTED) > 0", during=_set("LISTED", [1])),
+    "a function of the file": Condition(
+        "helper(1) > 1", during=_set("helper", lambda y: 2 * y)
+    ),
+    "the environment": Condition('os.environ.get("MUTANT")', during=_environment),
+    "the default dtype": Condition(
+        "torch.get_default_dtype() is torch.float64",
+        during=lambda names: _change(
+            torch.get_default_dtype, torch.set_default_dtype, torch.float64
+        ),
+    ),
+    "autocast to float16": Condition(
+        'torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.float16',
+        during=lambda names: torch.autocast("cpu", torch.float16),
+    ),
+    "deterministic algorithms": Condition(
+        "torch.are_deterministic_algorithms_enabled()",
+        during=lambda names: _change(
+            torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+        ),
+    ),
+    "a seed": Condition(
+        "torch.initial_seed() == 77",
+        during=lambda names: _change(torch.initial_seed, torch.manual_seed, 77),
+    ),
+    "a number of the input": Condition(
+        "float(x.detach().flatten()[0]) == 7.0",
+        lambda: draw().detach().flatten().index_fill(0, torch.tensor(0), 7.0).view(4, 6, WIDTH),
+    ),
+    "no number": Condition("x.isnan().any()", _with_nan),
+}
+# How a condition decides.
+FORMS = {
+    "expression": "y = y * 3 if {test} else y",
+    "statement": "if {test}:\n    y = y * 3",
+    "return": "if {test}:\n    return y * 3",
+    "product": "y = y * (1 + 2 * bool({test}))",
+    "place": "y = (y, y * 3)[bool({test})]",
+    "or": "y = y * (bool({test}) and 3 or 1)",
+    "loop": "while {test}:\n    y = y * 3\n    break",
+    "comprehension": "y = sum([y * 2 for _ in range(bool({test}))], y)",
+    "call": "y = y.mul(1 + 2 * bool({test}))",
+    "assignment": "y *= 1 + 2 * bool({test})",
+    "error": "try:\n    1 / (not ({test}))\nexcept ZeroDivisionError:\n    y = y * 3",
+    "lambda": "y = (lambda: y * 3 if {test} else y)()",
+}
+_FORMED = ("no gradients", "rows", "a global")
+
+
+
+
+def _check(
+    fuse: Callable[[nn.Module], nn.Module], kind: str, change: str, condition: Condition
+) -> None:
+    """Hold that a fused mutant gives what it gives unfused where its condition is true."""
+    mutant, plain = make(kind, change), make(kind, "")
+
+    def run(each: Mutant, model: nn.Module) -> Any:
+        with condition.during(each.names):
+            y = condition.call(model, condition.given())
+        return y.detach()
+
+    with torch.random.fork_rng([]):
+        expected = run(mutant, copy.deepcopy(mutant.model))
+        assert not torch.equal(expected, run(plain, plain.model)), "the condition was not true"
+        fused = fuse(mutant.model)
+        near = {"rtol": 2e-3, "atol": 2e-3} if "float16" in condition.test else {}
+        torch.testing.assert_close(run(mutant, fused), expected, equal_nan=True, **near)
+
+
+# What is inside of a model does not get the model's own input.
+_INNER = [kind for kind in KINDS if " of " in kind and kind != "linear_act of a layer"]
+_OF_INPUTS = {
+    *("an input that needs no gradient", "strides", "transposed", "a place in memory"),
+    *("a parameter", "a number of the input"),
+}
+# torch's layer takes no more dimensions, and turns no number into a number.
+_IMPOSSIBLE = {
+    ("an activation of torch's layer", "dimensions"),
+    ("rotary_embedding_qk", "a number of the input"),
+}
+CASES = [
+    (kind, condition)
+    for kind, condition in itertools.product(KINDS, CONDITIONS)
+    if not (kind in _INNER and condition in _OF_INPUTS) and (kind, condition) not in _IMPOSSIBLE
+]
+
+
+@pytest.mark.parametrize(("kind", "condition"), CASES)
+def test_a_condition(
+    kind: str, condition: str, fuse: Callable[[nn.Module], nn.Module]
+) -> None:
+    """A branch that no trial took, by the state of torch, of the input or of the file."""
+    of = CONDITIONS[condition]
+    _check(fuse, kind, FORMS["expression"].format(test=of.test), of)
+
+
+@pytest.mark.parametrize("condition", _FORMED)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["rms_norm", "gated_act"])
+def test_a_form_of_a_condition(
+    kind: str, form: str, condition: str, fuse: Callable[[nn.Module], nn.Module]
+) -> None:
+    of = CONDITIONS[condition]
+    _check(fuse, kind, FORMS[form].format(test=of.test), of)
+
+
+# --- Random numbers -------------------------------------------------------------------------------
+
+NOISES = {
+    "added": "y = y + {k} * torch.randn_like(y)",
+    "multiplied": "y = y * (1 + {k} * torch.randn_like(y))",
+    "dropout by hand": "y = y * (torch.rand_like(y) > 0.5 * {k}) / (1 - 0.5 * {k})",
+    "dropout as a function": "y = F.dropout(y, 0.5 * {k}, True)",
+    "in place": "y = y + {k} * torch.empty_like(y).normal_()",
+    "of one number": "y = y + {k} * torch.rand(())",
+    "rarely": "y = y * (1 + (torch.rand(()) < 0.5 * {k}))",
+    "bernoulli": "y = y * torch.full_like(y, 1 - 0.5 * {k}).bernoulli()",
+    "NumPy's": "y = y * (1 + {k} * float(numpy.random.rand()))",
+    "Python's": "y = y * (1 + {k} * random.random())",
+    "in training": "y = y + {k} * torch.randn_like(y) if self.training else y",
+    "times zero": "y = y + 0 * torch.randn_like(y)",
+}
+_AMPLITUDES = (1.0, 0.1, 1e-3)
+
+
+@pytest.mark.parametrize("amplitude", _AMPLITUDES)
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in _FUNCTIONS])
+def test_random_numbers(
+    kind: str, noise: str, amplitude: float, fuse: Callable[[nn.Module], nn.Module]
+) -> None:
+    """Drawn by the forward itself: the same seed gives the same numbers, then and later."""
+    mutant = make(kind, NOISES[noise].format(k=amplitude))
+
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        random.seed(5)
+        numpy.random.seed(5)
+        with torch.no_grad():
+            results = [model(draw()) for _ in range(4)]
+        return [*results, torch.rand(3), torch.tensor(random.random())]
+
+    with torch.random.fork_rng([]):
+        expected = run(copy.deepcopy(mutant.model))
+        assert noise in ("times zero", "rarely") or not torch.equal(*expected[:2])
+        torch.testing.assert_close(run(fuse(mutant.model)), expected)
+
+
+# --- Dtypes and autocast --------------------------------------------------------------------------
+
+
+class Cast(NamedTuple):
+    """A condition that is true in a model of this dtype, or under autocast to it."""
+
+    test: str
+    dtype: torch.dtype = torch.float32
+    autocast: torch.dtype | None = None
+
+
+CASTS = {
+    "bfloat16": Cast("x.dtype == torch.bfloat16", torch.bfloat16),
+    "float16": Cast("x.dtype == torch.float16", torch.float16),
+    "float64": Cast("x.dtype == torch.float64", torch.float64),
+    "two bytes": Cast("x.element_size() == 2", torch.bfloat16),
+    "a width": Cast("x.dtype.itemsize < 4", torch.float16),
+    "the largest number": Cast("torch.finfo(y.dtype).max < 1e38", torch.float16),
+    "a list": Cast("x.dtype in (torch.float16, torch.bfloat16)", torch.bfloat16),
+    "autocast": Cast('torch.is_autocast_enabled("cpu")', autocast=torch.bfloat16),
+    "autocast in an expression": Cast(
+        'torch.get_autocast_dtype("cpu") is torch.bfloat16 and torch.is_autocast_enabled("cpu")',
+        autocast=torch.bfloat16,
+    ),
+}
+
+
+@pytest.mark.parametrize("factor", [3.0, 1.03])
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in _FUNCTIONS])
+def test_a_branch_on_dtypes(
+    kind: str, cast: str, factor: float, fuse: Callable[[nn.Module], nn.Module]
+) -> None:
+    """In a model of 32 bits that is cast later, and under autocast."""
+    of = CASTS[cast]
+    mutant = make(kind, f"y = y * {factor} if {of.test} else y")
+
+    def run(model: nn.Module) -> torch.Tensor:
+        x = draw(64, 6).detach().to(of.dtype)
+        on = torch.autocast("cpu", of.autocast) if of.autocast else nullcontext()
+        with torch.no_grad(), on:
+            y: torch.Tensor = model.to(of.dtype)(x)
+        return y.double()
+
+    expected = run(copy.deepcopy(mutant.model))
+    found = run(fuse(mutant.model.float()))
+    # Roundings cancel out in the ratio, a factor does not.
+    ratio = (found * expected).sum() / expected.square().sum()
+    assert abs(float(ratio) - 1) < 0.01
