@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# The attribute with functions that `kernels` made modules of. They belong to a file, not to a model.
+# The attribute with functions that `kernels` made modules of: parts of a file, not of a model.
 KERNEL_FUNCTIONS = "_kernel_funcs"
 
 

@@ -1,5 +1,7 @@
-"""Layers in the form that `kernels` accepts: no constructor, and no member besides `forward` and two
-flags. `kernels` binds such a forward to a module of the model, so that `self` is that module."""
+"""Layers in the form that `kernels` accepts: no constructor, only `forward` and two flags.
+
+`kernels` binds such a forward to a module of the model, so that `self` is that module.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ class SwiGLUMLP(torch.nn.Module):
 
 
 class GeGLUMLP(torch.nn.Module):
-    """down_proj(gelu(gate_proj(x)) * up_proj(x)), by tanh unless the module's `act_fn` is by erf."""
+    """down_proj(gelu(gate_proj(x)) * up_proj(x)), by tanh unless `act_fn` is by erf."""
 
     can_torch_compile = has_backward = True
 
@@ -116,8 +118,8 @@ class QuickGELU(torch.nn.Module):
 class RotaryPosEmb(torch.nn.Module):
     """apply_rotary_pos_emb of transformers, with the transpose as its gradient.
 
-    The same name stands for functions that pair columns in two ways, so that each is tried once. One
-    that is neither runs itself.
+    The same name stands for functions that pair columns in two ways, so that each is tried once.
+    A function that does neither runs itself.
     """
 
     can_torch_compile = has_backward = True

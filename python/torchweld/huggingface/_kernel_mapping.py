@@ -72,7 +72,7 @@ def kernel_mapping() -> KernelMapping:
 
     Use it as a context around `kernels.kernelize(model, mode=..., device=...)`, or give it once to
     `kernels.register_kernel_mapping`. Registered, it also serves `from_pretrained(...,
-    use_kernels=True)`: a model that was made so kernelizes itself anew in `train()` and `eval()`,
+    use_kernels=True)`: a model that was made so kernelizes itself again in `train()` and `eval()`,
     and would lose layers of a context that has ended. All modes are served, with torch.compile and
     without. Other names and devices keep the mapping that they had.
 
@@ -100,7 +100,9 @@ def _check_installed() -> None:
     try:
         version = importlib.metadata.version("kernels")
     except importlib.metadata.PackageNotFoundError:
-        raise ImportError(f"kernel_mapping: kernels is not installed; accepted: {accepted}") from None
+        raise ImportError(
+            f"kernel_mapping: kernels is not installed; accepted: {accepted}"
+        ) from None
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < _OLDEST:
         raise ImportError(f"kernel_mapping: kernels is {version}; accepted: {accepted}")
     from kernels.layer import globals as switches
