@@ -129,7 +129,7 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_fused_classes_of_transformers() -> None:
-    """A fusion of several modules by transformers: one child does it all, the others are identities.
+    """A fusion of several modules by transformers: one child does it all, others are identities.
 
     fuse leaves that child alone and welds the rest.
     """
