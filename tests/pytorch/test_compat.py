@@ -56,7 +56,7 @@ def test_varlen_attn(window: tuple[int, int], lengths: tuple[Any, Any]) -> None:
     for rows, columns in zip(
         *(torch.arange(n).split([*e]) for n, e in ((sum(queries), queries), (sum(keys), keys))),
         strict=True,
-    ):  # noqa: E501
+    ):
         one = [t.transpose(0, 1) for t in (q[rows], k[columns], v[columns])]
         one[1:] = [t.repeat_interleave(2, 0) for t in one[1:]]
         at = torch.arange(len(rows))[:, None] + len(columns) - len(rows)
