@@ -95,18 +95,23 @@ test-isa: env ## Test kernels on every CPU instruction set except the best, whic
 
 # What depends on the source of transformers, with its oldest release that pyproject.toml accepts.
 OLDEST := build/transformers-4.56
+# The newest release that takes a kernels of the package index.
+NAMING := build/transformers-5.21
 RECOGNISED := $(addprefix tests/peers/peer_,welds.py fuse.py generate.py)
 
 .PHONY: test-peers
 test-peers: env ## Test against other packages; installs them
 	$(call say,testing against peers)
 	@[ "$(VENV)" = none ] || $(PY) -m pip install -q "transformers==5.24.0" "bitsandbytes==0.50.2" \
-	  "peft==0.21.2" "accelerate==1.15.0" "torchao==0.18.0"
+	  "peft==0.21.2" "accelerate==1.15.0" "torchao==0.18.0" "kernels==0.17.2" "trl==1.16.0"
+	@[ "$(VENV)" = none ] || $(PY) -m pip install -q --no-deps "liger-kernel==0.8.5" "torchtitan==0.3.0"
 	@[ "$(VENV)" = none ] || DS_BUILD_OPS=0 $(PY) -m pip install -q --no-build-isolation "deepspeed==0.19.8"
 	@$(PYTEST) -n 2 --dist loadfile tests/peers/peer_*.py $(ARGS)
 	@[ -d $(OLDEST) ] || $(PY) -m pip install -q --no-deps --target $(OLDEST) "transformers==4.56.0" \
 	  "huggingface-hub==0.36.2" "tokenizers==0.22.2" requests urllib3 idna certifi charset-normalizer
 	@PYTHONPATH=$(OLDEST) $(PYTEST) -n 2 --dist loadfile $(RECOGNISED) $(ARGS)
+	@[ -d $(NAMING) ] || $(PY) -m pip install -q --no-deps --target $(NAMING) "transformers==5.21.1"
+	@PYTHONPATH=$(NAMING) $(PYTEST) -n 2 --dist loadfile tests/peers/peer_kernels.py $(ARGS)
 
 # Tests that compute rows of their own in docs/stack.md.
 SEAMS := $(addprefix tests/distributed/test_,plan_unknown.py pipeline_stages.py exchanges.py)

@@ -57,6 +57,7 @@ BELOW: dict[str, set[str]] = {
     "explanation": {"functional", "dispatch", "registry", "errors"},
     "nn": {"functional", "ops", "sparse", "dispatch", "checks", "errors", "names"},
     "huggingface": {"fusion", "functional", "ops", "sparse", "errors"},
+    "compat": {"functional", "sparse", "errors", "names"},
     "collectives": {"ops", "dispatch", "checks", "errors"},
     "optim": {"state", "collectives", "ops", "dispatch", "checks", "errors", "names"},
     "distributed": {

@@ -10,6 +10,7 @@ import torch
 
 from torchweld.errors import ArgumentError
 from torchweld.fusion import peer
+from torchweld.fusion.kernelized import list_kernelized
 from torchweld.fusion.patterns import PATTERNS, Pattern
 from torchweld.fusion.plan import Filter, Weldable, WeldReport, decide, list_welds
 from torchweld.fusion.view import View
@@ -120,7 +121,12 @@ def explain_fusion(model: torch.nn.Module, filter_fn: Filter | None = None) -> W
     """
     _check("explain_fusion", model, filter_fn)
     accepted, left = decide(model, filter_fn, True, measure=True)
-    rows = [*list_welds(model), *(decided.row for decided in accepted), *left]
+    rows = [*list_welds(model), *(decided.row for decided in accepted)]
+    changed = {(row.where, row.what) for row in rows}
+    kernelized = [each for each in list_kernelized(model) if each[:2] not in changed]
+    rows += [Weldable(*each[:3], bool(each.becomes), reason=each.reason) for each in kernelized]
+    named = {each[:2] for each in kernelized}
+    rows += [row for row in left if (row.where, row.what) not in named]
     order = {name: at for at, (name, _) in enumerate(model.named_modules())}
     warning = peer.warn_of_newer() if peer.is_from_transformers(model) else None
     return WeldReport(sorted(rows, key=lambda row: order[row.where]), warning)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchweld.dispatch.dtensor import is_dtensor
+from torchweld.fusion.kernelized import KERNEL_FUNCTIONS
 from torchweld.fusion.weld import why_not_own_forward
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -75,7 +76,7 @@ class Twin:
                 continue
             elif name == "_compiled_call_impl":
                 value = None
-            else:
+            elif name != KERNEL_FUNCTIONS:  # they are no parts of it
                 value = self._copy_value(value)
             vars(copy)[name] = value
         return copy

@@ -32,7 +32,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from torchweld import functional
 from torchweld.errors import ArgumentError
 from torchweld.huggingface import _experts
+from torchweld.huggingface._kernel_mapping import kernel_mapping as kernel_mapping
+from torchweld.huggingface._kernel_mapping import name_layers as name_layers
 from torchweld.huggingface._masks import NAME, PADDING, mask
+from torchweld.huggingface._patch import patch as patch
 from torchweld.ops.attention import reference
 from torchweld.sparse import BlockBias, BlockLayout, Layouts
 from torchweld.sparse.by_length import DENSE, Source

@@ -1,0 +1,221 @@
+"""TRL's log-probabilities and entropies, and a patch that lets its trainers use ours."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from torchweld import functional
+from torchweld.errors import ArgumentError
+
+OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+# Rows of logits in float32 at a time, where their entropy is computed by torch.
+_ROWS = 128
+
+
+def selective_log_softmax(
+    logits: torch.Tensor,
+    index: torch.Tensor,
+    temperature: float = 1.0,
+    row_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Log-probabilities of selected classes.
+
+    Args:
+        logits: [*, V].
+        index: classes, [*], or [*, K] for K of each row.
+        temperature: the logits are divided by it; above 0.
+        row_mask: [*]; a row with 0 gets log-probabilities and gradients of 0.
+
+    Returns:
+        A tensor of index's shape, float32 (float64 of float64).
+    """
+    _check("selective_log_softmax", temperature)
+    one = index.ndim == logits.ndim - 1
+    columns = index.unsqueeze(-1) if one else index
+    flat = logits.reshape(-1, logits.shape[-1])
+    rows = columns[..., 0].reshape(-1)
+    if row_mask is not None:
+        rows = torch.where(row_mask.reshape(-1) == 0, -100, rows)
+    _, lse = functional.cross_entropy(
+        flat, rows, temperature=temperature, reduction="none", return_lse=True
+    )
+    chosen = logits.gather(-1, columns).to(lse.dtype) / temperature
+    found = chosen - lse.view(logits.shape[:-1]).unsqueeze(-1)
+    if row_mask is not None:
+        found = found.masked_fill(row_mask.unsqueeze(-1) == 0, 0.0)
+    return found.squeeze(-1) if one else found
+
+
+def entropy_from_logits(logits: torch.Tensor, chunk_size: int = _ROWS) -> torch.Tensor:
+    """Each row's entropy in nats, by torch in float32; `linear_logprobs` needs no logits for it.
+
+    Args:
+        logits: [*, V].
+        chunk_size: rows at a time.
+
+    Returns:
+        A tensor [*], float32 (float64 of float64).
+    """
+    found = []
+    for rows in logits.reshape(-1, logits.shape[-1]).split(chunk_size):
+        log_p = torch.log_softmax(rows if rows.dtype == torch.float64 else rows.float(), -1)
+        # A class that is ruled out adds 0, not NaN.
+        found.append(-(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1))
+    return torch.cat(found).view(logits.shape[:-1])
+
+
+def selective_log_softmax_and_entropy(
+    logits: torch.Tensor,
+    index: torch.Tensor,
+    entropy_requires_grad: bool = True,
+    temperature: float = 1.0,
+    row_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both of the functions above; a row with row_mask 0 gets 0."""
+    log_p = selective_log_softmax(logits, index, temperature, row_mask)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_requires_grad):
+        entropy = entropy_from_logits(logits / temperature if temperature != 1.0 else logits)
+        if row_mask is not None:
+            entropy = entropy.masked_fill(row_mask == 0, 0.0)
+    return log_p, entropy
+
+
+class ChunkedLogProbFunction:
+    """TRL's class of that name, whose `apply` is a function of ours."""
+
+    @staticmethod
+    def apply(
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk_size: int | None = None,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = OUTPUTS,
+    ) -> tuple[Any, ...]:
+        """Log-probability, entropy, log of the sum of squared probabilities, mean logit, top hit.
+
+        The first two are differentiable. A result that `outputs` does not name is None.
+
+        Args:
+            hidden: [N, in_features].
+            weight: [V, in_features].
+            bias: [V], or None.
+            targets: [N].
+            temperature: the logits are divided by it; above 0.
+            chunk_size: has no effect; chunks are of rows, by memory.
+            final_logit_softcapping: logits become cap * tanh(logits / cap).
+            logit_scale: a factor of the logits, before the soft cap.
+            outputs: names of the further results, of OUTPUTS.
+        """
+        _check("ChunkedLogProbFunction", temperature)
+        if unknown := set(outputs) - {*OUTPUTS, "log_probs"}:
+            raise ArgumentError(
+                "ChunkedLogProbFunction", "outputs", repr(min(unknown)), f"names of {OUTPUTS}"
+            )
+        dtype, device = hidden.dtype, hidden.device.type
+        if weight.dtype != dtype and not torch.is_autocast_enabled(device):
+            weight = weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        how: dict[str, Any] = {"linear_bias": bias, "softcap": final_logit_softcapping}
+        how |= {"logit_scale": None if logit_scale == 1.0 else logit_scale}
+        wanted = {name: name in outputs for name in OUTPUTS}
+        squares = wanted["log_sum_sq_probs"]
+        found = functional.linear_logprobs(
+            *(hidden, weight, targets),
+            temperature=temperature,
+            return_entropy=wanted["entropy"],
+            return_lse=squares,
+            return_argmax=wanted["is_top1"],
+            **how,
+        )
+        results = iter(found if isinstance(found, tuple) else (found,))
+        log_p, entropy, lse = (
+            next(results) if each else None for each in (True, wanted["entropy"], squares)
+        )
+        top = next(results) == targets if wanted["is_top1"] else None
+        squared = mean = None
+        with torch.no_grad():
+            if squares:  # of p^2 is the softmax of twice the logits
+                twice = functional.linear_logprobs(
+                    hidden, weight, targets, temperature=temperature / 2, return_lse=True, **how
+                )
+                squared = twice[1] - 2 * lse
+            if wanted["mean_logits"]:
+                mean = _find_mean(hidden, weight, bias, final_logit_softcapping, logit_scale)
+                mean = mean / temperature
+        return log_p, entropy, squared, mean, top
+
+
+def _find_mean(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    softcap: float | None,
+    scale: float,
+) -> torch.Tensor:
+    """The mean of each row's logits; without a soft cap it is that of the weight's rows."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    with torch.autocast(hidden.device.type, enabled=False):
+        if softcap is None:
+            mean = hidden.to(wide) @ weight.mean(0, dtype=wide)
+            return scale * (mean if bias is None else mean + bias.mean(dtype=wide))
+        means = []
+        for rows in hidden.split(_ROWS):
+            logits = torch.nn.functional.linear(rows, weight.to(rows.dtype), bias).to(wide)
+            means.append((softcap * torch.tanh(scale * logits / softcap)).mean(-1))
+        return torch.cat(means) if means else hidden.new_zeros(0, dtype=wide)
+
+
+# The release that was read; another may call its functions by other arguments.
+_READ = "1.16"
+_REPLACED = {
+    "_ChunkedLogProbFunction": ChunkedLogProbFunction,
+    "selective_log_softmax": selective_log_softmax,
+    "entropy_from_logits": entropy_from_logits,
+    "selective_log_softmax_and_entropy": selective_log_softmax_and_entropy,
+}
+
+
+@contextmanager
+def patch() -> Iterator[list[str]]:
+    """Let TRL's trainers call these functions, inside this context. Yields what was replaced.
+
+    Trainers that imported a function by its name are changed, too.
+    """
+    try:
+        version = importlib.metadata.version("trl")
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(f"patch: trl is not installed; accepted: trl {_READ}") from None
+    utils = importlib.import_module("trl.trainer.utils")
+    missing = [name for name in _REPLACED if not hasattr(utils, name)]
+    if missing:
+        message = f"patch: trl {version} has no {', '.join(missing)}; accepted: trl {_READ}"
+        raise ImportError(message)
+    import sys
+
+    owned = {name: getattr(utils, name) for name in _REPLACED}
+    changed = []
+    for module in [m for n, m in list(sys.modules.items()) if n.startswith("trl.") and m]:
+        for name, own in owned.items():
+            if vars(module).get(name) is own:
+                changed.append((module, name))
+                setattr(module, name, _REPLACED[name])
+    try:
+        yield [f"{module.__name__}.{name}" for module, name in changed]
+    finally:
+        for module, name in changed:
+            setattr(module, name, owned[name])
+
+
+def _check(function: str, temperature: float) -> None:
+    if not temperature > 0:
+        raise ArgumentError(function, "temperature", repr(temperature), "a number above 0")

@@ -1,0 +1,254 @@
+"""Layers in the form that `kernels` accepts: no constructor, only `forward` and two flags.
+
+`kernels` binds such a forward to a module of the model, so that `self` is that module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchweld import functional
+from torchweld.fusion import probe
+
+
+class RMSNorm(torch.nn.Module):
+    """x / rms(x), times the weight if there is one."""
+
+    can_torch_compile = has_backward = True
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        return _normalize(self, hidden_states)
+
+
+class RMSNormZeroCentered(torch.nn.Module):
+    """x / rms(x), times 1 + weight."""
+
+    can_torch_compile = has_backward = True
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight if self.weight.dtype == torch.float64 else self.weight.float()
+        return functional.rms_norm(x, weight.shape, weight + 1.0, _read_epsilon(self))
+
+
+class RMSNormGated(torch.nn.Module):
+    """The norm, times the activation of a gate."""
+
+    can_torch_compile = has_backward = True
+
+    def forward(self: Any, hidden_states: torch.Tensor, gate: Any = None) -> torch.Tensor:
+        y = _normalize(self, hidden_states)
+        activation = "silu" if self.activation == "swish" else self.activation
+        if gate.dtype == y.dtype:
+            return functional.gated_act(gate, y, activation=activation)
+        wide = torch.promote_types(gate.dtype, y.dtype)
+        product = functional.gated_act(gate.to(wide), y.to(wide), activation=activation)
+        return product.to(y.dtype)
+
+
+class LayerNorm(torch.nn.Module):
+    """torch.nn.LayerNorm, or a module with its attributes."""
+
+    can_torch_compile = has_backward = True
+
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        shape = getattr(self, "normalized_shape", None) or self.weight.shape
+        bias = getattr(self, "bias", None)
+        return functional.layer_norm(input, shape, self.weight, bias, _read_epsilon(self))
+
+
+class SwiGLUMLP(torch.nn.Module):
+    """down_proj(silu(gate_proj(x)) * up_proj(x))."""
+
+    can_torch_compile = has_backward = True
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(functional.gated_act(gate, up, activation="silu"))
+
+
+class GeGLUMLP(torch.nn.Module):
+    """down_proj(gelu(gate_proj(x)) * up_proj(x)), by tanh unless `act_fn` is by erf."""
+
+    can_torch_compile = has_backward = True
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        how: Any = "none" if _is_by_erf(getattr(self, "act_fn", None)) else "tanh"
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(functional.gated_act(gate, up, activation="gelu", approximate=how))
+
+
+class SiLU(torch.nn.Module):
+    """x * sigmoid(x)."""
+
+    can_torch_compile = has_backward = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return functional.bias_act(input, activation="silu")
+
+
+class GELU(torch.nn.Module):
+    """gelu by erf."""
+
+    can_torch_compile = has_backward = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return functional.bias_act(input, activation="gelu")
+
+
+class GELUTanh(torch.nn.Module):
+    """gelu by tanh."""
+
+    can_torch_compile = has_backward = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return functional.bias_act(input, activation="gelu", approximate="tanh")
+
+
+class QuickGELU(torch.nn.Module):
+    """x * sigmoid(1.702 x)."""
+
+    can_torch_compile = has_backward = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return functional.bias_act(input, activation="quick_gelu")
+
+
+class RotaryPosEmb(torch.nn.Module):
+    """apply_rotary_pos_emb of transformers, with the transpose as its gradient.
+
+    The same name stands for functions that pair columns in two ways, so that each is tried once.
+    A function that does neither runs itself.
+    """
+
+    can_torch_compile = has_backward = True
+
+    def forward(
+        self: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        unsqueeze_dim: int = 1,
+    ) -> Any:
+        own, angles = type(self), cos.shape[-1]
+        columns = q.shape[-1] if angles == q.shape[-1] else 2 * angles
+        form = find_rotary_form(own, angles == columns)
+        heads_at = unsqueeze_dim % q.ndim - q.ndim
+        if form == "" or columns != q.shape[-1] or heads_at not in (-3, -2) or q.dtype != k.dtype:
+            return own.forward(self, q, k, cos, sin, unsqueeze_dim)
+        if cos.dtype not in (q.dtype, torch.float32) or q.dtype == torch.float64:
+            cos, sin = cos.to(q.dtype), sin.to(q.dtype)
+        return functional.rotary_embedding_qk(
+            q,
+            k,
+            cos.unsqueeze(unsqueeze_dim),
+            sin.unsqueeze(unsqueeze_dim),
+            interleaved=form == "pairs",
+            seq_dim=-2 if heads_at == -3 else -3,
+        )
+
+
+class ForCausalLMLoss(torch.nn.Module):
+    """The loss of transformers' language models, of their logits."""
+
+    can_torch_compile = has_backward = True
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        labels: Any,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if shift_labels is None:
+            labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)
+            shift_labels = labels[..., 1:].contiguous()
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        loss = functional.cross_entropy(
+            wide.view(-1, vocab_size),
+            shift_labels.view(-1).to(logits.device),
+            ignore_index=ignore_index,
+            reduction="mean" if num_items_in_batch is None else "sum",
+            inplace=wide is not logits,  # nobody else has the copy
+        )
+        if isinstance(num_items_in_batch, torch.Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+# What a layer runs, in words of `explain_fusion`.
+for _layer, _becomes in {
+    RMSNorm: "rms_norm",
+    RMSNormZeroCentered: "rms_norm, weight + 1",
+    RMSNormGated: "rms_norm, gated_act",
+    LayerNorm: "layer_norm",
+    SwiGLUMLP: "gated_act (silu)",
+    GeGLUMLP: "gated_act (gelu)",
+    SiLU: "bias_act (silu)",
+    GELU: "bias_act (gelu)",
+    GELUTanh: "bias_act (gelu by tanh)",
+    QuickGELU: "bias_act (quick_gelu)",
+    RotaryPosEmb: "rotary_embedding_qk",
+    ForCausalLMLoss: "cross_entropy",
+}.items():
+    _layer.forward.torchweld_becomes = _becomes  # type: ignore[attr-defined]
+
+
+def _normalize(module: Any, x: torch.Tensor) -> torch.Tensor:
+    weight = getattr(module, "weight", None)
+    shape = getattr(module, "normalized_shape", None) or x.shape[-1:]
+    return functional.rms_norm(x, shape, weight, _read_epsilon(module))
+
+
+def _read_epsilon(module: Any) -> Any:
+    return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+
+
+def _is_by_erf(act_fn: Any) -> bool:
+    """Whether a module is torch's GELU by erf, or transformers'."""
+    function = getattr(act_fn, "act", None)
+    return getattr(act_fn, "approximate", "") == "none" or function is torch.nn.functional.gelu
+
+
+# How functions pair columns, by their class and whether they take an angle for each column.
+_FORMS: dict[tuple[Any, bool], str] = {}
+
+
+@torch.compiler.assume_constant_result
+def find_rotary_form(own: Any, by_column: bool) -> str:
+    """How the forward of a class pairs columns: "halves", "pairs", or "" for neither.
+
+    Args:
+        own: the class that `kernels` made of a function, whose forward takes no attribute of it.
+        by_column: whether cos and sin have an angle for each column, rather than for each pair.
+    """
+    if (own, by_column) not in _FORMS:
+        with probe.isolate({torch.device("cpu")}), torch.no_grad(), torch.device("cpu"):
+            _FORMS[own, by_column] = _try_rotation(own, by_column)
+    return _FORMS[own, by_column]
+
+
+def _try_rotation(own: Any, by_column: bool) -> str:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (2, 1))
+    angles = torch.randn(1, 3, 4, generator=generator)
+    for form in ("halves", "pairs"):
+        cos, sin = angles.cos(), 1.5 * angles.sin()
+        if by_column and form == "halves":
+            cos, sin = (torch.cat((each, each), -1) for each in (cos, sin))
+        elif by_column:
+            cos, sin = (each.repeat_interleave(2, -1) for each in (cos, sin))
+        try:
+            expected = own.forward(None, q, k, cos, sin)
+        except RuntimeError:  # of shapes: it takes angles of the other kind
+            return ""
+        how = {"interleaved": form == "pairs"}
+        found = functional.rotary_embedding_qk(q, k, cos[:, None], sin[:, None], **how)
+        if all(torch.allclose(*each, atol=1e-5) for each in zip(found, expected, strict=True)):
+            return form
+    return ""

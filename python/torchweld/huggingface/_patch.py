@@ -1,0 +1,104 @@
+"""Models of transformers that are built fused, by its patch mapping: before they have weights."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from torchweld.errors import ArgumentError
+from torchweld.fusion import fuse
+from torchweld.fusion.weld import find_original, find_welds
+
+
+@contextmanager
+def patch(model: Any, kind: Any = AutoModelForCausalLM) -> Iterator[dict[str, type]]:
+    """Build models with fused modules in `from_pretrained` and `from_config`, inside this context.
+
+    `fuse` decides on a model without weights what each class becomes, and transformers puts those
+    classes in place of its own while it builds a model. Parameters have the same names, so that any
+    checkpoint loads, and files of such a model load without torchweld. Welds of the model as a
+    whole, such as its loss, and classes that modules share in different forms are left to
+    `torchweld.fuse(model)`, which may follow.
+
+    Args:
+        model: a config, or what `AutoConfig.from_pretrained` takes: a name or a path.
+        kind: the class that will build it, such as `AutoModelForCausalLM`.
+
+    Yields:
+        The classes by the names of those that they replace.
+    """
+    mapping_file = _find_patching()
+    config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model
+    if not isinstance(config, PretrainedConfig):
+        accepted = "a config of transformers, or the name or path of one"
+        raise ArgumentError("patch", "model", f"a {type(model).__name__}", accepted)
+    with torch.device("meta"):
+        empty = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+    mapping = _find_classes(empty)
+    recorded = {cls: dict(found) for cls, found in _list_recorders(empty)}
+    mapping_file.register_patch_mapping(mapping)
+    try:
+        yield mapping
+    finally:
+        mapping_file.unregister_patch_mapping(list(mapping))
+        # transformers leaves both if a constructor fails, and the second one in any case.
+        _put_back(mapping)
+        for cls, found in recorded.items():
+            cls._can_record_outputs.update(found)
+
+
+def _find_patching() -> Any:
+    try:
+        return importlib.import_module("transformers.monkey_patching")
+    except ImportError:
+        accepted = "a release with transformers.monkey_patching, 5.3 or later"
+        version = transformers.__version__
+        raise ImportError(f"patch: transformers is {version}; accepted: {accepted}") from None
+
+
+def _find_classes(empty: torch.nn.Module) -> dict[str, type]:
+    """What the classes of a model become, if all of a class's modules become the same."""
+    fuse(empty)
+    welds = {module: type(module) for _, module in find_welds(empty)}
+    # Inside a weld, such as a norm that a rotation takes along, one more weld does no harm.
+    inner = {module.get_submodule(name) for module in welds for name in module.weld_inner}
+    found: dict[str, set[type]] = {}
+    for module in empty.modules():
+        if module in welds or module not in inner:
+            found.setdefault(type(module).__name__, set()).add(type(module))
+    classes = {name: next(iter(kinds)) for name, kinds in found.items() if len(kinds) == 1}
+    return {
+        name: cls
+        for name, cls in classes.items()
+        if cls in welds.values() and cls is not type(empty) and _is_in_its_file(cls)
+    }
+
+
+def _is_in_its_file(cls: type) -> bool:
+    """Whether the class that a weld replaces is what its file has under its name."""
+    original: Any = find_original(cls)
+    file = sys.modules.get(original.__module__)
+    in_transformers = original.__module__.startswith("transformers.")
+    return in_transformers and getattr(file, original.__name__, None) is original
+
+
+def _list_recorders(model: torch.nn.Module) -> Iterator[tuple[Any, dict[str, Any]]]:
+    for module in model.modules():
+        for cls in type(module).__mro__:
+            if vars(cls).get("_can_record_outputs"):
+                yield cls, vars(cls)["_can_record_outputs"]
+
+
+def _put_back(mapping: dict[str, type]) -> None:
+    files = [f for n, f in list(sys.modules.items()) if n.startswith("transformers") and f]
+    for name, cls in mapping.items():
+        for file in files:
+            if vars(file).get(name) is cls:
+                setattr(file, name, find_original(cls))
