@@ -286,7 +286,11 @@ def test_nothing_of_a_call_is_kept(form: Form) -> None:
         given = form.make(rows)
         for _ in range(2):
             _run(form, given)
-        values = [v for v in given.values() if hasattr(type(v), "__weakref__") or isinstance(v, torch.Tensor)]
+        values = [
+            v
+            for v in given.values()
+            if hasattr(type(v), "__weakref__") or isinstance(v, torch.Tensor)
+        ]
         values += [t for v in values if isinstance(v, BlockLayout) for t in v.lists or ()]
         alive.extend(weakref.ref(v) for v in values)
 
@@ -342,7 +346,11 @@ def test_thresholds_hold_for_sizes_that_vary(name: str) -> None:
     make: dict[str, Callable[[int], tuple[Any, ...]]] = {
         "layer_norm": lambda n: (torch.randn(n, width), [width]),
         "cross_entropy": lambda n: (torch.randn(n, width), _classes(n, width)),
-        "linear_cross_entropy": lambda n: (torch.randn(n, 32), torch.randn(width, 32), _classes(n, width)),
+        "linear_cross_entropy": lambda n: (
+            torch.randn(n, 32),
+            torch.randn(width, 32),
+            _classes(n, width),
+        ),
     }
     sizes = (500, 510, 600, 520, 505, 1030, 70, 60, 61, 65, 63, 64, 2000, 4200, 4300, 1020, 1024)
     given = [make[name](n) for n in sizes]

@@ -64,7 +64,7 @@ def is_too_small(op: Op, inputs: Sequence[Any]) -> bool:
     On a GPU trials decide at every size.
     """
     x = inputs[0]
-    fits = x.numel() < op.small and x.dtype in op.dtypes_of_eager
+    fits = x.dtype in op.slower or (x.numel() < op.small and x.dtype in op.dtypes_of_eager)
     return fits and not (x.is_cuda or x.is_nested)
 
 
