@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -126,7 +127,7 @@ def _as_rows(logits: torch.Tensor) -> torch.Tensor:
     if logits.ndim == 1:
         return logits[None]
     moved = logits.movedim(1, -1)
-    return moved.reshape(moved.shape[:-1].numel(), moved.shape[-1])  # a size may be 0
+    return moved.reshape(math.prod(moved.shape[:-1]), moved.shape[-1])  # a size may be 0
 
 
 def _takes_eager(logits: torch.Tensor) -> bool:
