@@ -10,7 +10,6 @@ warm, without gradients and with a backward pass.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import statistics
 import sys
@@ -25,7 +24,7 @@ from torch.nn import functional as F  # noqa: N812
 from torchweld import functional as fused
 from torchweld.sparse import BlockLayout
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 P = 0.1
 # Above this a ratio is marked.
 MOST = 1.5
@@ -41,7 +40,7 @@ class Pair:
     draw: Callable[[int, int], Sequence[torch.Tensor]]
     sizes: Sequence[tuple[int, int]] = ((1, 64), (8, 128), (64, 256), (256, 1024))
     leaves: int = 1  # the first tensors, which get gradients
-    dtypes: Sequence[torch.dtype] = DTYPES
+    step: int = 1  # from a size to the next new one
 
 
 def _x(*shape: int) -> torch.Tensor:
@@ -92,6 +91,7 @@ def _rotate_both(q: torch.Tensor, k: torch.Tensor, *angles: torch.Tensor) -> Any
 
 
 def _attended(tokens: int, width: int) -> list[torch.Tensor]:
+    _window(tokens)  # not a part of the call
     return [_x(1, 2, tokens, width) for _ in range(3)]
 
 
@@ -357,32 +357,16 @@ def _compare(ours: Call, theirs: Call, given: Sequence[Any], seconds: float) -> 
     return statistics.median(taken[0]), statistics.median(taken[1])
 
 
-# Each size is new to all that measure it.
-_new = itertools.count(3)
-
-
 def _compare_first(pair: Pair, dtype: torch.dtype, rows: int, width: int) -> tuple[float, float]:
-    """The medians of first calls of sizes near this one."""
+    """The medians of first calls of sizes from this one on, after three others."""
     taken: tuple[list[float], list[float]] = ([], [])
-    for turn in range(11):
-        given = _cast(
-            pair,
-            dtype,
-            rows + 16 * (turn + 1)
-            if pair.ours is _ATTENTION
-            else rows + next(_new) % 97 + turn * 97,
-            width,
-        )
+    for turn in range(12):
+        given = _cast(pair, dtype, rows + 2 + turn * pair.step, width)
         for times, call in zip(taken, (pair.ours, pair.theirs), strict=True):
-            if pair.ours is _ATTENTION:
-                _window(given[0].shape[2])
-            took = _time(call, given)
+            call_time = _time(call, given)
             if turn > 2:
-                times.append(took)
+                times.append(call_time)
     return statistics.median(taken[0]), statistics.median(taken[1])
-
-
-_ATTENTION = PAIRS["block_sparse_attention"].ours
 
 
 def measure(names: Sequence[str], seconds: float) -> Iterator[tuple[str, str, str, list[str]]]:
@@ -390,7 +374,7 @@ def measure(names: Sequence[str], seconds: float) -> Iterator[tuple[str, str, st
     for name in names:
         pair = PAIRS[name]
         for rows, width in pair.sizes:
-            for dtype in pair.dtypes:
+            for dtype in DTYPES:
                 given = _cast(pair, dtype, rows, width)
                 with torch.no_grad():
                     pairs = [_compare_first(pair, dtype, rows, width)]

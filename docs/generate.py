@@ -47,6 +47,8 @@ def table() -> str:
 
 
 def _fallback(op: Op) -> str:
+    if op.slower:
+        return "on the CPU falls back to eager in float64"
     if op.small == 0:
         return "runs a kernel at any size"
     return f"on the CPU falls back to eager below {op.small} elements"

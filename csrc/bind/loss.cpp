@@ -115,7 +115,8 @@ ThreeTensors forward(Tensor logits, Tensor target, OptionalTensor weight, Option
         loss[row] = 0;
         if (at < 0) continue;
         const A* of = statistics + row * kLossStatistics;
-        const A log_sum = std::log(of[kSum]), lse = of[kHighest] + log_sum, each = own.weight_of(row);
+        const A log_sum = std::log(of[kSum]), lse = of[kHighest] + log_sum,
+                each = own.weight_of(row);
         const A log_p = (picked[row] - of[kHighest]) - log_sum;
         loss[row] = -log_p * ((A)(1 - smoothing) * each * own.class_weight(at));
         if (smoothing != 0)

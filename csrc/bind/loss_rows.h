@@ -89,8 +89,8 @@ struct Results {
 };
 
 // Adds what the gradient needs, and launches it.
-inline void launch_gradient(const Rows& rows, const Tensor& coefficients_in, const Tensor& grad_picked_in,
-                     Tensor& grad_logits, bool fused) {
+inline void launch_gradient(const Rows& rows, const Tensor& coefficients_in,
+                            const Tensor& grad_picked_in, Tensor& grad_logits, bool fused) {
   const Tensor coefficients =
       *rows.beside(coefficients_in, {rows.args.rows, kLossCoefficients}, "coefficients");
   const Tensor grad_picked =

@@ -120,18 +120,17 @@ Tensor backward(Tensor grad_weights_in, Tensor grad_balance, Tensor grad_z, Tens
   Rows rows(logits, bias, mask, k, scores, groups, top_groups, best_of_group, renormalize, scale);
   const Tensor indices = make_contiguous(indices_in);
   const Tensor grad_weights = make_contiguous(as_type(grad_weights_in, rows.kind));
-  STD_TORCH_CHECK(indices.numel() == rows.args.rows * k && grad_weights.numel() == indices.numel() &&
-                      indices.scalar_type() == ScalarType::Long &&
-                      counts.numel() == rows.args.experts + 1 &&
-                      counts.scalar_type() == rows.kind && grad_balance.numel() == 1 &&
-                      grad_z.numel() == 1,
-                  "gradients do not fit the logits");
+  STD_TORCH_CHECK(
+      indices.numel() == rows.args.rows * k && grad_weights.numel() == indices.numel() &&
+          indices.scalar_type() == ScalarType::Long && counts.numel() == rows.args.experts + 1 &&
+          counts.scalar_type() == rows.kind && grad_balance.numel() == 1 && grad_z.numel() == 1,
+      "gradients do not fit the logits");
   const Tensor of_balance = as_type(grad_balance, rows.kind), of_z = as_type(grad_z, rows.kind);
   const Tensor own = make_contiguous(counts);
   rows.args.indices = (int64_t*)const_cast<void*>(data(indices));
   Tensor made = empty(rows.logits, rows.logits.sizes(), rows.logits.scalar_type());
-  const RouteGradient args{rows.args,       data(grad_weights), data(own), read(of_balance),
-                           read(of_z),      made.mutable_data_ptr(), rows.args.dtype};
+  const RouteGradient args{rows.args,  data(grad_weights),      data(own),      read(of_balance),
+                           read(of_z), made.mutable_data_ptr(), rows.args.dtype};
   launch(route_gradient, args, rows.logits, rows.blocks, 2 * kRouteBlock * rows.args.experts);
   return made;
 }

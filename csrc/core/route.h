@@ -13,9 +13,9 @@ constexpr int64_t kRouteBlock = 64;
 
 // Tensors are contiguous. A is Accumulate<dtype>.
 struct Route {
-  const void* logits;      // [rows, experts], dtype
-  const void* bias;        // [experts], A, or null
-  const bool* mask;        // [rows], or null: all count
+  const void* logits;  // [rows, experts], dtype
+  const void* bias;    // [experts], A, or null
+  const bool* mask;    // [rows], or null: all count
   int64_t rows, experts, k, groups, top_groups, best_of_group;
   bool sigmoid, renormalize;
   double scale;

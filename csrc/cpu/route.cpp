@@ -50,7 +50,8 @@ struct Row {
   void score(int64_t row) {
     const T* logits = (const T*)a.logits + row * a.experts;
     A highest = kNothing<A>;
-    for_vectors<A>(a.experts, [&](int64_t i, auto at) { store(own + i, load(logits + i, at), at); });
+    for_vectors<A>(a.experts,
+                   [&](int64_t i, auto at) { store(own + i, load(logits + i, at), at); });
     for (int64_t i = 0; i < a.experts; ++i) highest = own[i] > highest ? own[i] : highest;
     const A base = highest == kNothing<A> ? 0 : highest;
     A one[1];

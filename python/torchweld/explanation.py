@@ -59,7 +59,9 @@ def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Ex
         elif choice.forced is not None:
             reasons[backend] = f"{', '.join(choice.forced)} was selected by name"
         elif is_too_small(op, inputs):
-            reasons[backend] = f"fewer than {op.small} elements: too small to gain"
+            few = f"fewer than {op.small} elements: too small to gain"
+            is_slower = inputs[0].dtype in op.slower
+            reasons[backend] = f"eager takes less time in {inputs[0].dtype}" if is_slower else few
         else:
             reasons[backend] = f"{chosen} comes first"
     detail = op.detail(chosen, *inputs) if isinstance(op, Composite) and op.detail else ""

@@ -445,7 +445,12 @@ def test_a_pass_begins_with_its_gemm(ignored: int, most: int) -> None:
     target[:ignored] = -100
     with torchweld.use_backend("cpu"), _Launches() as launches:
         functional.linear_cross_entropy(
-            x, weight, target, label_smoothing=0.1, z_loss=1e-3, memory=2**28  # in chunks
+            x,
+            weight,
+            target,
+            label_smoothing=0.1,
+            z_loss=1e-3,
+            memory=2**28,  # in chunks
         )
     assert launches.has_begun
     assert len(launches.before) <= most, launches.before

@@ -1,7 +1,7 @@
 """Each documented form of a call is warm from its second time on, keeps nothing and may vary.
 
 A call that is never like an earlier one takes the whole path each time, which no result shows; one
-that keeps an argument alive shows in memory only. Both are found by counting and by weak references.
+that keeps an argument alive shows in memory only. Both are found by counts and by weak references.
 """
 
 from __future__ import annotations
@@ -147,20 +147,48 @@ FORMS = [
     Form("bias_act", "plain", lambda n: _row(n, bias=_w())),
     Form("gated_act", "two tensors", lambda n: {"gate": _x(n, WIDTH), "up": _x(n, WIDTH)}),
     Form("gated_act", "one tensor twice", lambda n: _same(n, "gate", "up")),
-    Form("bias_dropout_add", "a seed is drawn", lambda n: _row(n, bias=_w(), residual=_x(n, WIDTH), p=0.2)),
-    Form("bias_dropout_add", "`seed=` an integer", lambda n: _row(n, bias=None, residual=_x(n, WIDTH), p=0.2, seed=n)),
-    Form("bias_dropout_add", "`seed=` a tensor", lambda n: _row(n, bias=None, residual=_x(n, WIDTH), p=0.2, seed=torch.tensor(n))),
-    Form("bias_dropout_add", "the residual is the input", lambda n: _same(n, "input", "residual", bias=None)),
+    Form(
+        "bias_dropout_add",
+        "a seed is drawn",
+        lambda n: _row(n, bias=_w(), residual=_x(n, WIDTH), p=0.2),
+    ),
+    Form(
+        "bias_dropout_add",
+        "`seed=` an integer",
+        lambda n: _row(n, bias=None, residual=_x(n, WIDTH), p=0.2, seed=n),
+    ),
+    Form(
+        "bias_dropout_add",
+        "`seed=` a tensor",
+        lambda n: _row(n, bias=None, residual=_x(n, WIDTH), p=0.2, seed=torch.tensor(n)),
+    ),
+    Form(
+        "bias_dropout_add",
+        "the residual is the input",
+        lambda n: _same(n, "input", "residual", bias=None),
+    ),
     Form("dropout_add_layer_norm", "plain", lambda n: _residual(n, bias=_w(), p=0.1)),
     Form("dropout_add_layer_norm", "`residual=None`", lambda n: _residual(n) | {"residual": None}),
-    Form("dropout_add_rms_norm", "the residual is the input", lambda n: _same(n, "input", "residual", weight=_w())),
+    Form(
+        "dropout_add_rms_norm",
+        "the residual is the input",
+        lambda n: _same(n, "input", "residual", weight=_w()),
+    ),
     Form("dropout_add_rms_norm", "`return_residual`", lambda n: _residual(n, return_residual=True)),
-    Form("dropout_add_rms_norm", "`shard`", lambda n: _residual(n, p=0.1, shard=Shard([4096, WIDTH], [8, 0]))),
+    Form(
+        "dropout_add_rms_norm",
+        "`shard`",
+        lambda n: _residual(n, p=0.1, shard=Shard([4096, WIDTH], [8, 0])),
+    ),
     Form("softmax_dropout", "`mask`", lambda n: _row(n, mask=torch.rand(n, WIDTH) > 0.5, p=0.1)),
     Form("softmax_dropout", "`causal`", lambda n: _row(n, causal=True)),
     Form("rotary_embedding", "cos [tokens, angles]", _turn),
     Form("rotary_embedding", "cos [batch, tokens, angles]", lambda n: _turn(n, 2)),
-    Form("rotary_embedding", "`position_ids`", lambda n: _turn(n, position_ids=torch.arange(n).expand(2, n))),
+    Form(
+        "rotary_embedding",
+        "`position_ids`",
+        lambda n: _turn(n, position_ids=torch.arange(n).expand(2, n)),
+    ),
     Form("rotary_embedding", "`cu_seqlens`", _turn_documents),
     Form("rotary_embedding", "`seq_dim=-3`", _turn_rows),
     Form("rotary_embedding", "a complex cos", _turn_complex),
@@ -169,34 +197,95 @@ FORMS = [
     Form("block_sparse_attention", "plain", _attend),
     Form("block_sparse_attention", "a layout of documents", _attend_documents),
     Form("block_sparse_attention", "`sinks`", lambda n: _attend(n, sinks=_w(4))),
-    Form("block_sparse_attention", "`alibi_slopes`", lambda n: _attend(n, alibi_slopes=torch.rand(4))),
-    Form("block_sparse_attention", "`key_padding_mask`", lambda n: _attend(n, key_padding_mask=torch.rand(2, n) > 0.9)),
+    Form(
+        "block_sparse_attention", "`alibi_slopes`", lambda n: _attend(n, alibi_slopes=torch.rand(4))
+    ),
+    Form(
+        "block_sparse_attention",
+        "`key_padding_mask`",
+        lambda n: _attend(n, key_padding_mask=torch.rand(2, n) > 0.9),
+    ),
     Form("block_sparse_attention", "a tensor as `bias`", lambda n: _attend(n, bias=_x(2, 4, n, n))),
     Form("block_sparse_attention", "k and v are one tensor", _attend_same),
     Form("block_sparse_attention", "a layout by key head", _attend_key_heads),
     Form("block_sparse_attention", "one query and a cache", _decode),
-    Form("block_sparse_attention", "dropout and `return_lse`", lambda n: _attend(n, dropout_p=0.1, return_lse=True)),
-    Form("normalize_act", "plain", lambda n: _row(n, mean=torch.rand(WIDTH), var=torch.rand(WIDTH), weight=_w())),
-    Form("batch_norm_act", "evaluation", lambda n: _row(n, **_norm_columns(weight=_w(), bias=_w()))),
-    Form("batch_norm_act", "training", lambda n: _row(n, **_norm_columns(weight=_w(), training=True))),
+    Form(
+        "block_sparse_attention",
+        "dropout and `return_lse`",
+        lambda n: _attend(n, dropout_p=0.1, return_lse=True),
+    ),
+    Form(
+        "normalize_act",
+        "plain",
+        lambda n: _row(n, mean=torch.rand(WIDTH), var=torch.rand(WIDTH), weight=_w()),
+    ),
+    Form(
+        "batch_norm_act", "evaluation", lambda n: _row(n, **_norm_columns(weight=_w(), bias=_w()))
+    ),
+    Form(
+        "batch_norm_act", "training", lambda n: _row(n, **_norm_columns(weight=_w(), training=True))
+    ),
     Form("linear_act", "plain", lambda n: _layer(n, activation="silu")),
     Form("linear_gelu", "plain", _layer),
     Form("linear_batch_norm_act", "evaluation", lambda n: _layer(n, **_norm_columns())),
     Form("linear_batch_norm_act", "training", lambda n: _layer(n, **_norm_columns(training=True))),
-    Form("mlp", "plain", lambda n: {"input": _x(n, WIDTH), "up_weight": _x(64, WIDTH), "up_bias": _x(64), "down_weight": _x(WIDTH, 64), "down_bias": None}),
-    Form("gated_mlp", "plain", lambda n: {"input": _x(n, WIDTH), "gate_weight": _x(64, WIDTH), "up_weight": _x(64, WIDTH), "down_weight": _x(WIDTH, 64)}),
+    Form(
+        "mlp",
+        "plain",
+        lambda n: {
+            "input": _x(n, WIDTH),
+            "up_weight": _x(64, WIDTH),
+            "up_bias": _x(64),
+            "down_weight": _x(WIDTH, 64),
+            "down_bias": None,
+        },
+    ),
+    Form(
+        "gated_mlp",
+        "plain",
+        lambda n: {
+            "input": _x(n, WIDTH),
+            "gate_weight": _x(64, WIDTH),
+            "up_weight": _x(64, WIDTH),
+            "down_weight": _x(WIDTH, 64),
+        },
+    ),
     Form("experts_mlp", "plain", _mix),
     Form("route", "plain", lambda n: _row(n, k=2)),
-    Form("route", "groups, `choice_bias`, `token_mask`", lambda n: _row(n, k=2, scores="sigmoid", groups=4, top_groups=2, choice_bias=torch.rand(WIDTH), token_mask=torch.rand(n) > 0.1)),
+    Form(
+        "route",
+        "groups, `choice_bias`, `token_mask`",
+        lambda n: _row(
+            n,
+            k=2,
+            scores="sigmoid",
+            groups=4,
+            top_groups=2,
+            choice_bias=torch.rand(WIDTH),
+            token_mask=torch.rand(n) > 0.1,
+        ),
+    ),
     Form("cross_entropy", "plain", _of_logits),
-    Form("cross_entropy", "probabilities as target", lambda n: _row(n, target=torch.rand(n, WIDTH).softmax(-1))),
-    Form("cross_entropy", "`z_loss`, `weight`, `token_weights`", lambda n: _of_logits(n, z_loss=1e-3, weight=torch.rand(WIDTH), token_weights=torch.rand(n))),
+    Form(
+        "cross_entropy",
+        "probabilities as target",
+        lambda n: _row(n, target=torch.rand(n, WIDTH).softmax(-1)),
+    ),
+    Form(
+        "cross_entropy",
+        "`z_loss`, `weight`, `token_weights`",
+        lambda n: _of_logits(n, z_loss=1e-3, weight=torch.rand(WIDTH), token_weights=torch.rand(n)),
+    ),
     Form("cross_entropy", "`return_lse`", lambda n: _of_logits(n, return_lse=True)),
     Form("linear_cross_entropy", "plain", _of_layer),
-    Form("linear_cross_entropy", "many classes", lambda n: _of_layer(n, 2**12, temperature=torch.rand(n) + 0.5)),
+    Form(
+        "linear_cross_entropy",
+        "many classes",
+        lambda n: _of_layer(n, 2**12, temperature=torch.rand(n) + 0.5),
+    ),
     Form("linear_logprobs", "plain", _of_layer),
     Form("linear_logprobs", "many classes", lambda n: _of_layer(n, 2**12)),
-]  # fmt: skip
+]
 # Those that decide by the number of rows itself, and so take the whole path at each.
 OF_ONE_SIZE = {
     "cross_entropy: `return_lse`",
@@ -257,7 +346,7 @@ def test_the_second_call_is_warm(form: Form, trains: bool, missed: list[Any]) ->
 def test_later_sizes_are_warm_and_have_the_bits_of_cold_calls(
     form: Form, missed: list[Any]
 ) -> None:
-    """Every size of a batch or a cache took the whole path once, at up to 6.7 times torch's time."""
+    """Each size of a batch or a cache took the whole path once, at up to 6.7 times torch's time."""
     for rows in (24, 40):
         _run(form, form.make(rows))
     count = len(missed)
@@ -278,15 +367,19 @@ def test_later_sizes_are_warm_and_have_the_bits_of_cold_calls(
 
 @each
 def test_nothing_of_a_call_is_kept(form: Form) -> None:
-    """The cache kept every layout of 300 batches of documents, up to 4096 of them, on the GPU in its
-    memory; the tests of memory had one layout only."""
+    """The cache kept each layout of 300 batches of documents, up to 4096, on the GPU in its memory;
+    the tests of memory had one layout only."""
     alive: list[weakref.ref[Any]] = []
 
     def call(rows: int) -> None:
         given = form.make(rows)
         for _ in range(2):
             _run(form, given)
-        values = [v for v in given.values() if hasattr(type(v), "__weakref__") or isinstance(v, torch.Tensor)]
+        values = [
+            v
+            for v in given.values()
+            if hasattr(type(v), "__weakref__") or isinstance(v, torch.Tensor)
+        ]
         values += [t for v in values if isinstance(v, BlockLayout) for t in v.lists or ()]
         alive.extend(weakref.ref(v) for v in values)
 
@@ -337,12 +430,16 @@ def test_strides_are_not_taken_for_others(n: int) -> None:
 
 @pytest.mark.parametrize("name", ["layer_norm", "cross_entropy", "linear_cross_entropy"])
 def test_thresholds_hold_for_sizes_that_vary(name: str) -> None:
-    """What falls back to torch's op below a threshold does not above it, and the other way round."""
+    """What falls back to torch's op below a threshold does not above it, and vice versa."""
     width = 256
     make: dict[str, Callable[[int], tuple[Any, ...]]] = {
         "layer_norm": lambda n: (torch.randn(n, width), [width]),
         "cross_entropy": lambda n: (torch.randn(n, width), _classes(n, width)),
-        "linear_cross_entropy": lambda n: (torch.randn(n, 32), torch.randn(width, 32), _classes(n, width)),
+        "linear_cross_entropy": lambda n: (
+            torch.randn(n, 32),
+            torch.randn(width, 32),
+            _classes(n, width),
+        ),
     }
     sizes = (500, 510, 600, 520, 505, 1030, 70, 60, 61, 65, 63, 64, 2000, 4200, 4300, 1020, 1024)
     given = [make[name](n) for n in sizes]

@@ -67,7 +67,8 @@ def is_too_small(op: Op, inputs: Sequence[Any]) -> bool:
     On a GPU trials decide at every size.
     """
     x = inputs[0]
-    if x.numel() >= op.small or x.dtype not in op.dtypes_of_eager or x.is_cuda or x.is_nested:
+    fits = x.dtype in op.slower or (x.numel() < op.small and x.dtype in op.dtypes_of_eager)
+    if not fits or x.is_cuda or x.is_nested:
         return False
     casts = isinstance(op, Composite) and torch.is_autocast_enabled("cpu")
     return not casts or has_units(torch.get_autocast_dtype("cpu"))

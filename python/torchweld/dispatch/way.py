@@ -64,7 +64,8 @@ class _Cache:
     shaped: type | None
     sources: Mapping[int, Collection[int]]
     seed_at: int | None
-    # By the selected backends and the elements of the first tensor.
+    # By the selected backends and the elements of the first tensor; at -1 are the last ones whose
+    # sizes may vary.
     ways: dict[Any, dict[int, tuple[_Way, ...]]] = field(default_factory=dict)
     # By the selected backends, and what does not vary of the first tensor's sizes.
     forms: dict[Any, tuple[_Form, ...]] = field(default_factory=dict)
@@ -83,19 +84,20 @@ class _Cache:
         try:
             for form in self.forms.get(self.key_of(x), ()):
                 if len(form.calls) > 1 and form.way.is_like(*given):
-                    self.keep(x, form.way)
+                    self.keep(-1, form.way)
                     return form.way.run
         except INCOMPARABLE:
             pass
         return None
 
-    def keep(self, x: torch.Tensor, way: _Way) -> None:
-        """Keep what serves calls whose first tensor has as many elements as x."""
-        sizes = self.ways.setdefault(choice.forced, {})
-        if len(sizes) >= _SIZES:
+    def keep(self, size: int, way: _Way) -> None:
+        """Keep what serves calls whose first tensor has so many elements; -1: any number."""
+        sizes = self.ways.setdefault(choice.forced, {-1: ()})
+        if len(sizes) > _SIZES:
             sizes.clear()
-        size = x.numel()
-        sizes[size] = (way, *sizes.get(size, ()))[:_ALIKE]
+            sizes[-1] = ()
+        others = [one for one in sizes.get(size, ()) if one is not way]
+        sizes[size] = (way, *others)[:_ALIKE]
 
     def clear(self) -> None:
         """Forget all calls."""
@@ -184,7 +186,8 @@ def {name}({declared}):
     if _compiling() or _compiler._is_compiling_flag:
         return _function({passed})
     try:{small}
-        for _is_like, _run in _ways[_choice.forced][_numel({first})]:
+        _kept = _ways[_choice.forced]
+        for _is_like, _run in _kept.get(_numel({first}), ()) or _kept[-1]:
             if _is_like({given}):
                 break
         else:
@@ -254,7 +257,7 @@ def _keep(cache: _Cache, note: Note, given: Sequence[Any], result: Any) -> None:
             way, calls = _Way(is_like, run), [*form.calls, *calls]
             del forms[at]
             break
-    cache.keep(x, way)
+    cache.keep(-1 if len(calls) > 1 else x.numel(), way)
     if _may_vary(note, x):
         cache.forms[key] = (_Form(way, recipe, calls), *forms)[:_FORMS]
 

@@ -140,6 +140,7 @@ BIAS_ACT = Op(
     check=_check_bias_act,
     sources=SOURCES,
     sharding=ELEMENTS,
+    slower=(torch.float64,),
     sized=lambda leading, row: (
         *(activation_spec(*leading, *row), parameter(row[-1])),
         *("gelu", "none"),
@@ -204,6 +205,7 @@ GATED_ACT = Op(
     check=_check_gated_act,
     sources=SOURCES,
     sharding=ELEMENTS,
+    slower=(torch.float64,),
     sized=lambda leading, row: (*[activation_spec(*leading, *row)] * 2, "silu", "none"),
     flops=count_per_element(20, 30),
     eager_rounds=True,

@@ -244,6 +244,7 @@ NORMALIZE_ACT = Op(
     check=_check_normalize_act,
     sources=SOURCES,
     sharding=ELEMENTS,
+    slower=(torch.float64,),
     sized=lambda leading, row: _size(leading, row, 1e-5),
     flops=count_per_element(24, 30),
     eager_rounds=True,
@@ -503,7 +504,12 @@ def _track(
 ) -> None:
     if running_mean is None or running_var is None or not is_first():
         return
-    for running, to in ((running_mean, mean), (running_var, var * (count / (count - 1)))):
+    unbiased = var * (count / (count - 1))
+    is_plain = not (isinstance(momentum, Tensor) or torch.compiler.is_compiling())
+    if is_plain and running_mean.dtype is running_var.dtype is mean.dtype:  # one call of both
+        torch._foreach_lerp_([running_mean, running_var], [mean, unbiased], momentum)
+        return
+    for running, to in ((running_mean, mean), (running_var, unbiased)):
         share = momentum.to(to.dtype) if isinstance(momentum, Tensor) else momentum
         if running.dtype is to.dtype:
             running.lerp_(to, share)
@@ -668,6 +674,7 @@ BATCH_NORM_ACT = Composite(
     sample=lambda inputs, rows: take_rows(inputs, rows, 1, ()),
     sized=lambda leading, row: _size(leading, row, True, 0.1, 1e-5, None),
     flops=count_per_element(28, 40),
+    slower=(torch.float64,),
     sources=SOURCES,
     eager_rounds=True,
 )

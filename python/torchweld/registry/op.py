@@ -69,6 +69,9 @@ class Op(Differentiable):
     # With fewer elements in the first argument eager is as fast on the CPU: torch's own op has a
     # node in C++, or ours is composed of several ops.
     small: int = 0
+    # Dtypes in which eager takes less time on the CPU at any size: float64 kernels, which gradient
+    # checks need, have no instruction set of their own.
+    slower: tuple[torch.dtype, ...] = ()
     # Whether eager rounds 16-bit values between its steps. Kernels do not, so they also serve small
     # 16-bit inputs: a result must not depend on the size of its batch.
     eager_rounds: bool = False

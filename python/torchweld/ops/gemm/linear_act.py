@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -107,6 +108,7 @@ OP = Composite(
     sized=lambda leading, row: (*layers.arguments(leading, *row, *row), "gelu", "none"),
     flops=lambda x, weight, *_: count_for_gemms(x.numel() * weight.shape[0]),
     sources=epilogue.SOURCES,
+    slower=(torch.float64,),
     detail=epilogue.explain,
     made_of=epilogue.MADE_OF,
 )

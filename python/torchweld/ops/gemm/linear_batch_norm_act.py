@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, float32
 from torch.nn.functional import linear
 
@@ -220,5 +221,6 @@ OP = Composite(
     sized=_size,
     flops=lambda x, weight, *_: count_for_gemms(x.numel() * weight.shape[0]),
     sources=batch_norms.SOURCES,
+    slower=(torch.float64,),
     eager_rounds=True,
 )

@@ -137,6 +137,7 @@ OP = Composite(
     sized=_size,
     flops=_flops,
     sources=epilogue.SOURCES,
+    slower=(torch.float64,),
     detail=_explain,
     made_of=epilogue.MADE_OF,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -99,13 +100,14 @@ def cross_entropy(
     given = (input, target, weight, temperature, token_weights)
     asked = [x for x in (*scaling.values(), token_weights) if x is not None]
     is_plain = not (asked or settings.z_loss or return_lse or inplace)
-    if is_plain and small.may_serve(_SMALL, settings, *given):
+    few = _SMALL if input.dtype.itemsize < 8 else 2**63  # torch's takes less time in float64
+    if is_plain and small.may_serve(few, settings, *given):
         whole = small.cross_entropy(settings, trains and input.requires_grad, whole)
     elif not (refuses or return_lse or inplace) and fused.may_serve(
         settings, token_weights, input, target, weight, temperature
     ):
         whole = _fuse(settings, input)
-    return run_final(whole, *given, **small.find_span(_SMALL, settings, input))
+    return run_final(whole, *given, **small.find_span(few, settings, input))
 
 
 def _fuse(settings: Settings, input: torch.Tensor) -> small.Run:
@@ -125,7 +127,7 @@ def _as_rows(logits: torch.Tensor) -> torch.Tensor:
     if logits.ndim == 1:
         return logits[None]
     moved = logits.movedim(1, -1)
-    return moved.reshape(moved.shape[:-1].numel(), moved.shape[-1])  # a size may be 0
+    return moved.reshape(math.prod(moved.shape[:-1]), moved.shape[-1])  # a size may be 0
 
 
 def _takes_eager(logits: torch.Tensor) -> bool:

@@ -395,7 +395,7 @@ def _flatten(
     if casts_to is not None:
         input, weight = input.to(casts_to), weight.to(casts_to)
         bias = None if bias is None else bias.to(casts_to)
-    return input.reshape(input.shape[:-1].numel(), input.shape[-1]), weight, bias
+    return input.reshape(math.prod(input.shape[:-1]), input.shape[-1]), weight, bias
 
 
 def _compute_any(kind: _Kind, *given: Any) -> Any:

@@ -17,11 +17,10 @@ from torchweld import checks, state
 from torchweld.dispatch import choice
 from torchweld.dispatch.alike import PLAIN
 from torchweld.dispatch.recorder import RECORDER
-from torchweld.ops.loss.arguments import Settings
+from torchweld.ops.loss.arguments import FLOATS, Settings
 from torchweld.registry import why_not_now
 
 _REFUSALS = (RuntimeError, IndexError)
-_FLOATS = (torch.float32, torch.float64)
 # What torch's cross_entropy calls, and its numbers of reductions.
 _loss: Any = torch._C._nn.cross_entropy_loss
 _REDUCTIONS = ("none", "mean", "sum")
@@ -40,7 +39,7 @@ def find_span(few: int, settings: Settings, x: torch.Tensor) -> dict[str, int]:
 
 
 def may_serve(few: int, settings: Settings, *tensors: Any) -> bool:
-    """Whether torch's ops may serve: few logits on a CPU, of one dtype that torch sums in."""
+    """Whether torch's ops may serve: few logits on a CPU, and all tensors of one dtype."""
     if choice.forced is not None or state.is_compiling() or state.has_modes():
         return False
     if why_not_now() is not None or checks.autocasts("cpu") or settings.several is None:
@@ -48,9 +47,9 @@ def may_serve(few: int, settings: Settings, *tensors: Any) -> bool:
     given = [t for t in tensors if t is not None]
     if any(type(t) not in PLAIN or not t.is_cpu for t in given):
         return False
-    dtypes = {t.dtype for t in given} - {torch.int64}
+    dtypes = {t.dtype for t in given} - {torch.int64}  # of 16 bits are cast to float32
     is_few = 0 < math.prod(settings.leading) * settings.classes < few
-    return is_few and len(dtypes) == 1 and dtypes <= {*_FLOATS}
+    return is_few and len(dtypes) == 1 and dtypes <= {*FLOATS}
 
 
 def cross_entropy(settings: Settings, trains: bool, whole: Run) -> Run:
@@ -59,11 +58,13 @@ def cross_entropy(settings: Settings, trains: bool, whole: Run) -> Run:
     Not with ignored rows, if a gradient is needed: torch's is NaN where such a row is.
     """
     numbers = (_REDUCTIONS.index(settings.reduction), settings.ignored, settings.label_smoothing)
-    return partial(_compute, trains, numbers, whole)
+    is_narrow = settings.logits_dtype.itemsize == 2  # torch would round the rows' losses
+    return partial(_compute, trains, is_narrow, numbers, whole)
 
 
 def _compute(
     trains: bool,
+    is_narrow: bool,
     numbers: tuple[int, int, float],
     whole: Run,
     input: torch.Tensor,
@@ -74,7 +75,10 @@ def _compute(
     try:
         is_short = target.ndim == 1 and target.numel() <= _LISTED
         if not (trains and numbers[1] in (target.tolist() if is_short else target)):
-            return _loss(input, target, weight, *numbers)
+            if not is_narrow:
+                return _loss(input, target, weight, *numbers)
+            wide = None if weight is None else weight.float()
+            return _loss(input.float(), target, wide, *numbers).to(input.dtype)
     except _REFUSALS:
         pass
     return whole(input, target, weight, *others)
@@ -109,7 +113,8 @@ def linear_logprobs(settings: Settings, whole: Run) -> Run:
 def _find_logprobs(whole: Run, *given: Any) -> Any:
     *layer, target, _ = given
     try:
-        logprobs = linear(*layer).log_softmax(-1)
+        logits = linear(*layer)
+        logprobs = (logits.float() if logits.itemsize == 2 else logits).log_softmax(-1)
         if target.ndim == logprobs.ndim:
             return logprobs.gather(-1, target)
         return logprobs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
