@@ -537,3 +537,15 @@ def test_a_branch_on_dtypes(
     # Roundings cancel out in the ratio, a factor does not.
     ratio = (found * expected).sum() / expected.square().sum()
     assert abs(float(ratio) - 1) < 0.01
+
+
+def test_the_reason_of_a_fused_encoder_layer_is_its_hook() -> None:
+    """Its norms are welded by then, and were taken for another class."""
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 48, batch_first=True)
+    layer.norm1.register_forward_hook(lambda *_: None)
+    before, after = (
+        [row.reason for row in torchweld.explain_fusion(model) if row.reason]
+        for model in (layer, torchweld.fuse(copy.deepcopy(layer)))
+    )
+    assert before == after
+    assert any("hooks" in reason for reason in after)

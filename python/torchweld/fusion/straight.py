@@ -26,98 +26,18 @@ from torchweld.fusion.settings import is_plain, is_setting, is_torchs
 
 # Functions of torch, and methods of tensors, that compute the same on every call. None compares
 # numbers or limits them: beyond the limit they would compute something else.
-_SMOOTH = set(
-    [
-        "abs",
-        "add",
-        "addcdiv",
-        "addcmul",
-        "addmm",
-        "baddbmm",
-        "bmm",
-        "cat",
-        "celu",
-        "chunk",
-        "clone",
-        "concat",
-        "contiguous",
-        "cos",
-        "detach",
-        "div",
-        "divide",
-        "einsum",
-        "elu",
-        "erf",
-        "exp",
-        "expm1",
-        "gelu",
-        "layer_norm",
-        "leaky_relu",
-        "linear",
-        "log",
-        "log1p",
-        "logsigmoid",
-        "matmul",
-        "mean",
-        "mish",
-        "mm",
-        "movedim",
-        "mul",
-        "multiply",
-        "neg",
-        "negative",
-        "norm",
-        "normalize",
-        "permute",
-        "pow",
-        "reciprocal",
-        "relu",
-        "rms_norm",
-        "rsqrt",
-        "rsub",
-        "selu",
-        "sigmoid",
-        "silu",
-        "sin",
-        "softmax",
-        "softplus",
-        "sqrt",
-        "square",
-        "squeeze",
-        "stack",
-        "std",
-        "sub",
-        "subtract",
-        "sum",
-        "t",
-        "tanh",
-        "tensor_split",
-        "transpose",
-        "true_divide",
-        "unbind",
-        "unsqueeze",
-        "var",
-        "var_mean",
-        "repeat_interleave",
-        "view_as_complex",
-        "view_as_real",
-    ]
+_SMOOTH_NAMES = (
+    "abs add addcdiv addcmul addmm baddbmm bmm cat celu chunk clone concat contiguous cos "
+    "detach div divide einsum elu erf exp expm1 gelu layer_norm leaky_relu linear log log1p "
+    "logsigmoid matmul mean mish mm movedim mul multiply neg negative norm normalize permute "
+    "pow reciprocal relu repeat_interleave rms_norm rsqrt rsub selu sigmoid silu sin softmax "
+    "softplus sqrt square squeeze stack std sub subtract sum t tanh tensor_split transpose "
+    "true_divide unbind unsqueeze var var_mean view_as_complex view_as_real"
 )
+_SMOOTH = set(_SMOOTH_NAMES.split())
 # They change no number, so that sizes may be among their arguments.
-_SHAPERS = set(
-    [
-        "broadcast_to",
-        "expand",
-        "expand_as",
-        "flatten",
-        "narrow",
-        "reshape",
-        "split",
-        "unflatten",
-        "view",
-        "view_as",
-    ]
-)
+_SHAPERS_NAMES = "broadcast_to expand expand_as flatten narrow reshape split unflatten view view_as"
+_SHAPERS = set(_SHAPERS_NAMES.split())
 # Dtypes may decide about them.
 _CASTS = {"bfloat16", "double", "float", "half", "to", "type_as"}
 _SIZES = {"dim", "size"}
