@@ -101,7 +101,7 @@ def _list_optimizers() -> Iterable[tuple[str, tuple[Any, Make]]]:
         kind = getattr(optim, name)
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
             first = "params_or_optimizer" if name == "Offload" else "params"
-            more = {"freeze_step": 2} if name.startswith("OneBit") else {}
+            more: dict[str, Any] = {"freeze_step": 2} if name.startswith("OneBit") else {}
             more |= {"relative_step": False, "lr": 1.0} if name.startswith("Transformers") else {}
             yield name, (kind, lambda f=first, m=more: {f: _params(), **m})
 
@@ -298,7 +298,7 @@ def test_no_clipping(rank: int, tmp_path: Path) -> None:
 
     def run(max_norm: float | None) -> torch.Tensor:
         torch.manual_seed(0)
-        training = distributed.parallelize(**_parallelize_given(), max_norm=max_norm)
+        training: Any = distributed.parallelize(**_parallelize_given(), max_norm=max_norm)
         for step in range(2):
             training.step([(torch.ones(2, 4), torch.zeros(2, 4))], step)
         return training.model.weight.detach().clone()

@@ -61,9 +61,9 @@ def test_rows_under_a_scheduler(rank: int, name: str, tmp_path: Path) -> None:
 
     plain, rows = start("ddp"), start("zero1_rows")
     assert run(plain, range(3)) == run(rows, range(3))
-    checkpoint.save(tmp_path, *rows[1:3], 3)
+    checkpoint.save(tmp_path, rows[1], rows[2], 3)
     again = start("zero1_rows")
-    checkpoint.load(tmp_path, *again[1:3])
+    checkpoint.load(tmp_path, again[1], again[2])
     again[3].load_state_dict(rows[3].state_dict())
     wanted = run(plain, range(3, 5))
     for each in (rows, again):
@@ -113,7 +113,7 @@ def test_rows_are_an_optimizer(rank: int) -> None:
 class _WithEmpty(nn.Module):
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.layers: Any = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
         self.layers[0].register_parameter("none", nn.Parameter(torch.zeros(shape)))
         self.empty = nn.Parameter(torch.zeros(shape))
 

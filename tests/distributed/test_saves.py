@@ -376,7 +376,7 @@ def test_an_earlier_checkpoint(
     """It has no checksums and no names. It loads, and its entries tell another optimizer."""
     publish = saves._publish
     if not named:
-        monkeypatch.setattr(saves, "_publish", lambda *given: publish(*given[:2], {}))
+        monkeypatch.setattr(saves, "_publish", lambda folder, name, _: publish(folder, name, {}))
     model, optimizer = _of("AdamW", {}, 2)
     checkpoint.save(tmp_path, model, optimizer, 2)
     other, loaded = _of("AdamW", {}, 0)

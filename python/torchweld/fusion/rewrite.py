@@ -18,7 +18,7 @@ from torchweld.fusion.settings import list_codes
 _KEPT = ("deprecate_kwarg", "can_return_tuple", "merge_with_config_defaults")
 # These only write documentation, or say how a class looks a function up.
 _DROPPED = (
-    *("property", "staticmethod"),
+    *("property", "staticmethod", "use_kernel_forward_from_hub", "use_kernel_func_from_hub"),
     *("auto_docstring", "add_start_docstrings_to_model_forward", "replace_return_docstrings"),
 )
 # transformers' base class of layers, which wraps the forward of each subclass, a weld's too.

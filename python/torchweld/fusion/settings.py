@@ -135,19 +135,23 @@ def list_methods(cls: Any) -> tuple[tuple[str, Any], ...]:
     return tuple((n, getattr(cls, n)) for n in names if any(True for _ in _list_functions(cls, n)))
 
 
-@functools.lru_cache(maxsize=4096)
 def list_globals(cls: Any, forward: Any) -> Names:
-    """The functions and plain values that a class's forward reads from files, but torch's.
-
-    `forward` is a key of the cache, as in `_read_class`.
-    """
+    """The functions and plain values that a class's forward reads from files, but torch's."""
     names = {"forward", *_read_class(cls, forward).paths}
-    todo = [function for name in sorted(names) for function in _list_functions(cls, name)]
+    return list_read(tuple(each for name in sorted(names) for each in _list_functions(cls, name)))
+
+
+@functools.lru_cache(maxsize=4096)
+def list_read(functions: tuple[FunctionType, ...]) -> Names:
+    """What functions, and those that they call, read from their files."""
+    todo = list(functions)
     found: dict[tuple[FunctionType, str], Any] = {}
     for function in todo:  # which grows
         for part in list_codes(function.__code__):
             for step in dis.get_instructions(part):
-                value = function.__globals__.get(step.argval, ...) if step.opname == _GLOBAL else ...
+                value = (
+                    function.__globals__.get(step.argval, ...) if step.opname == _GLOBAL else ...
+                )
                 is_function = isinstance(value, FunctionType) and not is_torchs(value)
                 if isinstance(value, type) and issubclass(value, torch.autograd.Function):
                     todo += [each for each in (value.forward, value.backward) if each not in todo]

@@ -26,15 +26,18 @@ from torchweld.fusion.settings import is_plain, is_setting, is_torchs
 
 # Functions of torch, and methods of tensors, that compute the same on every call. None compares
 # numbers or limits them: beyond the limit they would compute something else.
-_SMOOTH = set(
-    "abs add addcdiv addcmul addmm baddbmm bmm cat celu chunk clone concat contiguous cos detach div"
-    " divide einsum elu erf exp expm1 gelu layer_norm leaky_relu linear log log1p logsigmoid matmul"
-    " mean mish mm movedim mul multiply neg negative norm normalize permute pow reciprocal relu"
-    " rms_norm rsqrt rsub selu sigmoid silu sin softmax softplus split sqrt square squeeze stack std"
-    " sub subtract sum t tanh tensor_split transpose true_divide unbind unsqueeze var var_mean".split()
+_SMOOTH_NAMES = (
+    "abs add addcdiv addcmul addmm baddbmm bmm cat celu chunk clone concat contiguous cos "
+    "detach div divide einsum elu erf exp expm1 gelu layer_norm leaky_relu linear log log1p "
+    "logsigmoid matmul mean mish mm movedim mul multiply neg negative norm normalize permute "
+    "pow reciprocal relu repeat_interleave rms_norm rsqrt rsub selu sigmoid silu sin softmax "
+    "softplus sqrt square squeeze stack std sub subtract sum t tanh tensor_split transpose "
+    "true_divide unbind unsqueeze var var_mean view_as_complex view_as_real"
 )
+_SMOOTH = set(_SMOOTH_NAMES.split())
 # They change no number, so that sizes may be among their arguments.
-_SHAPERS = set("broadcast_to expand expand_as flatten reshape unflatten view view_as".split())
+_SHAPERS_NAMES = "broadcast_to expand expand_as flatten narrow reshape split unflatten view view_as"
+_SHAPERS = set(_SHAPERS_NAMES.split())
 # Dtypes may decide about them.
 _CASTS = {"bfloat16", "double", "float", "half", "to", "type_as"}
 _SIZES = {"dim", "size"}
@@ -267,8 +270,9 @@ class _Reader:
         return values
 
     def _read_attribute(self, value: _Value, name: str, node: ast.expr) -> _Value:
-        if isinstance(value, _Thing) and value.value is _Context and name == "saved_tensors":
-            return Kind.TENSOR
+        if isinstance(value, _Thing) and value.value is _Context:
+            is_saved = name == "saved_tensors"
+            return Kind.TENSOR if is_saved else _Thing(getattr(_Context, name, None))
         if isinstance(value, _Thing) and not isinstance(value.value, torch.Tensor):
             found = inspect.getattr_static(type(value.value), name, None)
             if self._is_module(value) and name == "training":
@@ -323,8 +327,10 @@ class _Reader:
             return value[index.value]
         if isinstance(value, _Thing) and _is_table(value.value):
             key = self._read(index, at)
-            return _Thing(value.value[key.value]) if isinstance(key, _Thing) else _refuse(
-                f"decides by {_quote(node)}"
+            return (
+                _Thing(value.value[key.value])
+                if isinstance(key, _Thing)
+                else _refuse(f"decides by {_quote(node)}")
             )
         bounds: list[ast.expr] = []
         parts = index.elts if isinstance(index, ast.Tuple) else [index]

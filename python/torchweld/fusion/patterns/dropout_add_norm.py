@@ -10,7 +10,7 @@ import torch
 from torchweld import functional
 from torchweld.fusion import probe
 from torchweld.fusion.view import View
-from torchweld.fusion.weld import Proposal, Tried, forward_of, propose, read_parameters
+from torchweld.fusion.weld import Proposal, Tried, propose, read_parameters
 
 
 class DropoutAddNorm(Tried):
@@ -51,7 +51,8 @@ def add_and_normalize(
 
 def is_layer_norm(module: Any) -> bool:
     """Whether add_and_normalize can replace a module."""
-    return forward_of(module) is torch.nn.LayerNorm.forward
+    cls = getattr(type(module), "welded_from", type(module))
+    return getattr(cls, "forward", None) is torch.nn.LayerNorm.forward
 
 
 def find_dropout_add_norm(module: torch.nn.Module, view: View) -> Iterator[Proposal]:

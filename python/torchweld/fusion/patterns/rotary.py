@@ -346,7 +346,7 @@ def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left
     head = next((n for n in _WIDTHS if isinstance(getattr(module, n, None), int)), None)
     hidden = next((p.shape[-1] for p in module.parameters() if p.ndim == 2), None)
     if reason is None and not (head and hidden):
-        reason = "it has no head_dim, or no projection"
+        reason = "it rotates, but no head_dim says how wide a head is"
     if reason is not None:
         yield Left(module, what, reason)
         return
