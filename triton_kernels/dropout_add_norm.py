@@ -335,8 +335,8 @@ def _backward_launches(
     grad_z_stride = 0 if grad_z is None else grad_z.stride(0)
     finish = (grad_z, grad_residual, grad_x, grad_z_stride, *dropout)
     # Half as many columns a thread as the plain norms: grad_z and Philox take the other registers.
-    steps, read = (_backward, _gradients_wide), 2 if grad_z is None else 3
-    return backward_launches(*steps, *tensors, finish, columns_a_thread=8, read=read)
+    read, columns = 2 if grad_z is None else 3, 8
+    return backward_launches(_backward, _gradients_wide, *tensors, finish, columns, read)
 
 
 def _dropout(
