@@ -49,7 +49,7 @@ def list_supported_isas() -> list[str]:
 
 
 def list_compiled_isas() -> list[str]:
-    """Those of them that were compiled."""
+    """Instruction sets that were compiled and that this machine runs, best first."""
     return [isa for isa in list_supported_isas() if _path(f"torchweld_cpu_{isa}").exists()]
 
 
