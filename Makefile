@@ -30,7 +30,7 @@ PYTEST := $(PY) -m pytest
 NATIVE := not interpreter and not compile and not [eager and not -eager and not of_the_reference
 # Files of tests/ that ask whether kernels are right, and others that call kernels.
 NUMBERS := contract/test_{absent_lanes,determinism,oracle,random,shapes}.py,$\
-  ops/test_{batch_invariant,linear,losses,losses_in_examples,losses_of_torch,losses_recorded}.py,$\
+  ops/test_{batch_invariant,linear,product,losses,losses_in_examples,losses_of_torch,losses_recorded}.py,$\
   ops/test_quantize_{8bit,one_bit}.py,optim/test_optim{,_cuda,_cuda_cut}.py,$\
   optim/test_optim_{gradients,published,rounding}.py
 KERNELS := contract/test_{bad_input,gradients}.py,tools/test_replay.py::test_samples_have_the_bits_of_their_calls,$\
