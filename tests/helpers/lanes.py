@@ -36,6 +36,7 @@ NUMBERS = (
     "contract/test_shapes.py",
     "ops/test_batch_invariant.py",
     "ops/test_linear.py",
+    "ops/test_product.py",
     "ops/test_losses.py",
     "ops/test_losses_in_examples.py",
     "ops/test_losses_of_torch.py",

@@ -64,7 +64,7 @@ def test_fifty_steps_beside_float64_and_torch(
         errors = [(p.double() - e).flatten() for p, e in zip(params, exact, strict=True)]
         return torch.cat(errors).square().mean().sqrt().item()
 
-    own = settings | {"algorithm": algorithm}
+    own = settings | {"algorithm": algorithm, "ns_dtype": torch.bfloat16}
     narrow, _ = run(lambda p: optim.Muon(p, 0.02, **own), 50, shapes=SHAPES)
     if algorithm != "polar_express" and nesterov:  # else torch's overwrites its momentum in bf16
         theirs, _ = run(lambda p: torch.optim.Muon(p, 0.02, **settings), 50, shapes=SHAPES)

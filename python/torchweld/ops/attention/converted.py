@@ -19,7 +19,7 @@ _torchs = torch.nn.functional.scaled_dot_product_attention
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 # Numbers of queries, keys and values that are converted at a time.
-_NUMBERS = 2**21
+_NUMBERS = 2**20
 
 
 def attention(

@@ -123,7 +123,8 @@ def serves(left: torch.Tensor, right: torch.Tensor) -> bool:
     if torch.compiler.is_compiling():  # sizes must not become guards
         return may_run()
     terms, columns = right.shape[-2:]
-    rows = left.shape[:-1].numel()
+    # Not by the batch: the bits of a matrix must not depend on how many others there are.
+    rows = left.shape[-2] if right.ndim > 2 else left.shape[:-1].numel()
     return (
         pays(rows, columns, terms, 0 if right.ndim > 2 else right.stride(0))
         and type(left) in PLAIN
