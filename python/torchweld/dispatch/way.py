@@ -252,7 +252,8 @@ def _keep(cache: _Cache, note: Note, given: Sequence[Any], result: Any) -> None:
         return
     run, recipe = made
     recipe = (_describe(given, cache.shaped, cache.seed_at), recipe)
-    way, calls = _Way(is_like, run), [measure(given)]
+    way = _Way(is_like, run)
+    calls: list[Extents] = [measure(given)]
     key = cache.key_of(x)
     forms = list(cache.forms.get(key, ())) if _may_vary(note, x) else []
     for at, form in enumerate(forms):

@@ -53,8 +53,8 @@ def track(
     if running_mean is None or running_var is None or not is_first():
         return
     unbiased = var * (count / (count - 1))
-    is_plain = not (isinstance(momentum, Tensor) or torch.compiler.is_compiling())
-    if is_plain and running_mean.dtype is running_var.dtype is mean.dtype:  # one call of both
+    alike = running_mean.dtype is running_var.dtype is mean.dtype
+    if alike and not isinstance(momentum, Tensor) and not torch.compiler.is_compiling():
         torch._foreach_lerp_([running_mean, running_var], [mean, unbiased], momentum)
         return
     for running, to in ((running_mean, mean), (running_var, unbiased)):
