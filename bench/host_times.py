@@ -1,4 +1,4 @@
-"""What a call costs beside torch's composition of the same ops: every public op, around thresholds.
+"""What a call costs, relative to torch's composition: every public op, around thresholds.
 
     python -m torchweld.bench.host_times [OP ...]
 

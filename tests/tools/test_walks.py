@@ -75,7 +75,7 @@ _HEAD = _leaf(2048, 512)
 # What is called, and the most calls and files.
 WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
     "rms_norm": (_train(lambda x, w: functional.rms_norm(x, (512,), w), X, COLUMNS), 4, 3),
-    "block_sparse_attention": (_train(lambda *q: _ATTEND(*q, LAYOUT), *_QKV), 4, 3),
+    "block_sparse_attention": (_train(lambda *q: _ATTEND(*q, LAYOUT), *_QKV), 5, 4),
     "dropout_add_layer_norm": (_train(lambda *x: _ADD_NORM(*x, p=0.1), *_STREAM), 5, 4),
     "AdamW.step": (_make_step(), 17, 4),
     "fuse, two layers": (

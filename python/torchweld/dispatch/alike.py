@@ -150,7 +150,6 @@ def _add_elements(to: dict[str, type], name: str, value: Any) -> None:
             _add_elements(to, f"{name}[{at}]", element)
 
 
-# Comparisons that no call has used for longest are made anew.
 @functools.lru_cache(4096)
 def _write_comparison(
     kinds: tuple[str, ...], aligned: bool, elements: tuple[str, ...], more: tuple[str, ...]

@@ -53,7 +53,7 @@ def call_arranged(
     return result
 
 
-def _find_span(op: Op, inputs: Sequence[Any]) -> dict[str, int]:
+def _find_span(op: Op, inputs: Sequence[Any]) -> dict[str, Any]:
     """The numbers of elements for which the choice between eager and kernels is the same."""
     if not op.small or choice.forced is not None or inputs[0].is_cuda:
         return {}

@@ -186,12 +186,17 @@ def {name}({declared}):
     if _compiling() or _compiler._is_compiling_flag:
         return _function({passed})
     try:{small}
-        _kept = _ways[_choice.forced]
-        for _is_like, _run in _kept.get(_numel({first}), ()) or _kept[-1]:
+        _kept, _size = _ways[_choice.forced], _numel({first})
+        for _is_like, _run in _kept.get(_size, ()):
             if _is_like({given}):
                 break
         else:
             _run = None
+            for _way in _kept[-1]:
+                if _way[0]({given}):
+                    _cache.keep(_size, _way)
+                    _run = _way[1]
+                    break
     except _INCOMPARABLE:
         _run = None
     if _run is None:
@@ -246,7 +251,8 @@ def _keep(cache: _Cache, note: Note, given: Sequence[Any], result: Any) -> None:
         return
     run, recipe = made
     recipe = (_describe(given, cache.shaped, cache.seed_at), recipe)
-    way, calls = _Way(is_like, run), [measure(given)]
+    way = _Way(is_like, run)
+    calls: list[Extents] = [measure(given)]
     key = cache.key_of(x)
     forms = list(cache.forms.get(key, ())) if _may_vary(note, x) else []
     for at, form in enumerate(forms):

@@ -30,6 +30,7 @@ from torchweld.dispatch.way import short
 from torchweld.errors import ArgumentError
 from torchweld.names import ActivationName, Approximation
 from torchweld.ops import activation as activations
+from torchweld.ops import column_statistics as statistics
 from torchweld.registry import (
     BACKENDS,
     ELEMENTS,
@@ -43,12 +44,6 @@ from torchweld.registry import (
 )
 from torchweld.registry import activation as activation_spec
 from torchweld.registry.cost import count_per_element
-
-if torch.distributed.is_available():
-    from torch.distributed import _functional_collectives as collectives
-
-    # Its old name, which torch 2.13 warns of.
-    _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 
 SOURCES = {
     "cpu": ("csrc/cpu/batch_norm.cpp",),
@@ -356,11 +351,11 @@ class _Training:
         self, parts: tuple[Any, Any, Any], x: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         _, _, weight, bias, _, _, eps, group, *kind = rest
-        statistics, _, normalization = parts
-        mean, var = statistics(x)
+        find, _, normalization = parts
+        mean, var = find(x)
         count = mean.new_full((), x.shape[:-1].numel())
         if group is not None:
-            mean, var, count = _of_all(mean, var, count, group)
+            mean, var, count = statistics.find_of_all(mean, var, count, group)
         y = normalization.forward(x, mean, var, weight, bias, eps, *kind)
         return y, mean, var, count
 
@@ -391,7 +386,7 @@ class _Training:
         grad_input = None
         if need_input:
             sums = torch.stack([grad_bias, grad_weight])
-            mean_g, mean_g_x_hat = (_add_up(sums, group) / count).unbind()
+            mean_g, mean_g_x_hat = (statistics.add_up(sums, group) / count).unbind()
             grad_input = grad_x(grad_y, x, *columns, mean_g, mean_g_x_hat, eps, *kind)
         return (
             grad_input,
@@ -420,28 +415,8 @@ def normalize_training(
         y, mean, var, count = training.function.apply(*arguments)
     else:
         y, mean, var, count = training.forward(*arguments)
-    _finish(x, columns, offset, mean, var, count, momentum, process_group)
+    statistics.finish(x, columns, offset, mean, var, count, momentum, process_group)
     return y
-
-
-def _finish(
-    x: Tensor,
-    columns: Sequence[Tensor | None],
-    offset: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    count: Any,
-    momentum: float | Tensor,
-    process_group: Any,
-) -> None:
-    """Update the running statistics by a call's own."""
-    if process_group is None:
-        if x.numel() == 0:
-            return
-        if not torch.compiler.is_compiling():
-            count = x.shape[:-1].numel()  # a number: no op computes with it
-    mean = mean if offset is None else mean + offset
-    _track(columns[0], columns[1], mean, var, count, momentum)
 
 
 def plan(backend: str, x: Tensor, *rest: Any) -> Callable[..., Tensor] | None:
@@ -484,76 +459,8 @@ def _train(
         y, *made = run.ready.forward(x, *columns, *how)
     else:
         y, *made = run.apply_ready(ready, x, *columns)
-    _finish(x, columns, offset, *made, how[1], None)  # type: ignore[call-arg]
+    statistics.finish(x, columns, offset, *made, how[1], None)  # type: ignore[call-arg]
     return y  # type: ignore[no-any-return]
-
-
-def is_first() -> bool:
-    """Whether this forward is the first: False while a checkpoint recomputes it."""
-    return state.is_compiling() or state.find_backward_pass() == -1
-
-
-@torch.no_grad()
-def _track(
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    count: Tensor,
-    momentum: float | Tensor,
-) -> None:
-    if running_mean is None or running_var is None or not is_first():
-        return
-    unbiased = var * (count / (count - 1))
-    is_plain = not (isinstance(momentum, Tensor) or torch.compiler.is_compiling())
-    if is_plain and running_mean.dtype is running_var.dtype is mean.dtype:  # one call of both
-        torch._foreach_lerp_([running_mean, running_var], [mean, unbiased], momentum)
-        return
-    for running, to in ((running_mean, mean), (running_var, unbiased)):
-        share = momentum.to(to.dtype) if isinstance(momentum, Tensor) else momentum
-        if running.dtype is to.dtype:
-            running.lerp_(to, share)
-        else:
-            running.copy_(torch.lerp(running.to(to.dtype), to, share))
-
-
-# Exchanges of column values between processes that share rows. All of it compiles in one graph.
-
-
-def _add_up(values: Tensor, group: Any) -> Tensor:
-    """The sum of all processes' values; without a group, the values themselves."""
-    if group is None:
-        return values
-    return collectives.wait_tensor(collectives.all_reduce(values, "sum", group))
-
-
-class _Added(torch.autograd.Function):
-    """Every process's result depends on everyone's values, and so do the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _add_up(values, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _Added.apply(grads[0], ctx.group), None
-
-
-def _add_up_with_gradient(values: Tensor, group: Any) -> Tensor:
-    """The sum, differentiable any number of times."""
-    return values if group is None else _Added.apply(values, group)
-
-
-def _of_all(mean: Tensor, var: Tensor, count: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Combine the processes' statistics and row counts."""
-    own = torch.cat([mean, var, count.reshape(1)])
-    every = collectives.wait_tensor(_all_gather(own, 0, group)).view(-1, own.numel())
-    means, variances, counts = every.split([mean.numel(), var.numel(), 1], 1)
-    count = counts.sum()
-    mean = (means * counts).sum(0) / count
-    var = ((variances + (means - mean).square()) * counts).sum(0) / count
-    return mean, var, count
 
 
 def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
@@ -590,7 +497,12 @@ def reference(op: Op, x: Tensor, *rest: Any) -> Tensor:
     *columns, training, momentum, eps, group, activation, approximate = rest
     running_mean, running_var, weight, bias = columns
     kind = (activation, approximate)
-    if training and running_mean is not None and running_var is not None and not is_first():
+    if (
+        training
+        and running_mean is not None
+        and running_var is not None
+        and not statistics.is_first()
+    ):
         columns = [running_mean.clone(), running_var.clone(), weight, bias]
     if not training:
         unused = 0.0 if isinstance(momentum, Tensor) else momentum
@@ -598,11 +510,11 @@ def reference(op: Op, x: Tensor, *rest: Any) -> Tensor:
     if not isinstance(momentum, Tensor) and group is None and x.numel() > 0:
         return _by_torch(op, x, columns, True, momentum, eps, *kind)
     rows = rows_of(wide(x))
-    count = _add_up(rows.new_full((), rows.shape[0]), group)
-    mean = _add_up_with_gradient(rows.sum(0), group) / count
-    var = _add_up_with_gradient((rows - mean).square().sum(0), group) / count
+    count = statistics.add_up(rows.new_full((), rows.shape[0]), group)
+    mean = statistics.add_up_with_gradient(rows.sum(0), group) / count
+    var = statistics.add_up_with_gradient((rows - mean).square().sum(0), group) / count
     if x.numel() > 0 or group is not None:
-        _track(running_mean, running_var, mean, var, count, momentum)
+        statistics.track(running_mean, running_var, mean, var, count, momentum)
     return activations.activate(op, _normalize(x, mean, var, weight, bias, eps), *kind)
 
 

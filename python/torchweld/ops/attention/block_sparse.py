@@ -140,7 +140,8 @@ def _prepare(
     row = 0
     if isinstance(bias, BlockBias):
         first = offset[-2:] if offset and len(offset) > 1 else (0, 0)
-        bias, row = bias.by_distance(*_find_lengths(q, k), *first)
+        lengths = (t.shape[-2] if t.ndim > 1 else 1 for t in (q, k))
+        bias, row = bias.by_distance(*lengths, *first)
     elif bias is not None and not isinstance(bias, torch.Tensor):
         accepted = "a tensor [batch, heads, queries, keys] or a torchweld.sparse.BlockBias"
         raise ArgumentError(OP.name, "bias", _describe(bias), accepted)
@@ -166,7 +167,8 @@ def _arrange(
     alibi_slopes: torch.Tensor | None,
 ) -> Sequence[Any]:
     """The op's tensors; `narrow` is the dtype that autocast asks for, `row` of a BlockBias."""
-    shape, lengths = q.shape, _find_lengths(q, k)
+    shape, key_shape = q.shape, k.shape
+    lengths = (shape[-2] if len(shape) > 1 else 1, key_shape[-2] if len(key_shape) > 1 else 1)
     if lengths != (layout.queries, layout.keys):
         actual = f"of {layout.queries} x {layout.keys} tokens"
         accepted = f"one of the lengths of q and k, {lengths[0]} x {lengths[1]}"
@@ -181,22 +183,17 @@ def _arrange(
             bias = bias.expand(*bias.shape[:-2], *lengths)
     lists: tuple[torch.Tensor | None, ...] = NO_LISTS
     if layout.lists is not None:
-        key_heads = _count_heads(k.shape)
+        key_heads = _count_heads(key_shape) if group > 1 else 0
         if group > 1 and layout.heads == key_heads and _count_heads(shape) == group * key_heads:
             layout = layout.repeat_for_query_heads(group)
         lists = layout.lists or NO_LISTS
-    if len(shape) == 4 and shape[0] != 1:
+    if len(shape) == 4 and not shape[0] == key_shape[0] == v.shape[0]:
         k, v = _expand_to_batch(k, shape[0]), _expand_to_batch(v, shape[0])
     if sinks is not None or key_padding_mask is not None or alibi_slopes is not None:
         sinks, key_padding_mask, alibi_slopes = _in_four_dims(
             shape, sinks, key_padding_mask, alibi_slopes
         )
     return (q, k, v, sinks, bias, *lists, key_padding_mask, alibi_slopes)
-
-
-def _find_lengths(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:
-    """The numbers of queries and of keys."""
-    return q.shape[-2] if q.ndim > 1 else 1, k.shape[-2] if k.ndim > 1 else 1
 
 
 def _in_four_dims(shape: torch.Size, sinks: Any, padding: Any, slopes: Any) -> tuple[Any, ...]:

@@ -67,14 +67,21 @@ def plan_in_two_steps(
     if is_lazy(bias) or (dtype.itemsize == 2 and (is_cast or is_split)):
         return None
     if backend == "cpu" and not trains:
-        return partial(_run_in_place, in_gemm, kind)
+        return partial(_run_in_place, find_linear(dtype), in_gemm, kind)
     needs_z = gemm.wants_gradient(x, weight, bias if in_gemm else None)
     z = x.new_empty(0, dtype=dtype).requires_grad_(needs_z)
     function, first, how = plan_act(BIAS_ACT, backend, z, None if in_gemm else bias, *kind)
-    return partial(_run_planned, function, tuple(first), tuple(how), in_gemm)
+    linear = find_linear(dtype)
+    return partial(_run_planned, linear, function, tuple(first), tuple(how), in_gemm)
+
+
+def find_linear(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """The layer for planned calls: `gemm.linear` decides in 16 bits only."""
+    return gemm.linear if dtype.itemsize == 2 else torch.nn.functional.linear
 
 
 def _run_planned(
+    linear: Callable[..., torch.Tensor],
     function: Callable[..., torch.Tensor],
     first: tuple[Any, ...],
     how: tuple[str, ...],
@@ -85,11 +92,12 @@ def _run_planned(
     *_: Any,
 ) -> torch.Tensor:
     if in_gemm:
-        return function(*first, gemm.linear(x, weight, bias), None, *how)
-    return function(*first, gemm.linear(x, weight), bias, *how)
+        return function(*first, linear(x, weight, bias), None, *how)
+    return function(*first, linear(x, weight), bias, *how)
 
 
 def _run_in_place(
+    linear: Callable[..., torch.Tensor],
     in_gemm: bool,
     kind: tuple[str, ...],
     x: torch.Tensor,
@@ -97,7 +105,7 @@ def _run_in_place(
     bias: torch.Tensor | None,
     *_: Any,
 ) -> torch.Tensor:
-    z = gemm.linear(x, weight, bias if in_gemm else None)
+    z = linear(x, weight, bias if in_gemm else None)
     if not z.is_contiguous():
         return act("cpu", z, None if in_gemm else bias, *kind)
     _IN_PLACE.direct(z, None if in_gemm else bias, *kind)

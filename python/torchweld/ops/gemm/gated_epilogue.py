@@ -61,10 +61,12 @@ def plan(
         for weight in (gate_weight, up_weight)
     )
     function, first, rest = layers.plan_act(activations.GATED_ACT, backend, gate, up, *how)
-    return partial(_run_planned, function, tuple(first), tuple(rest))
+    linear = layers.find_linear(gate.dtype)
+    return partial(_run_planned, linear, function, tuple(first), tuple(rest))
 
 
 def _run_planned(
+    linear: Callable[..., torch.Tensor],
     function: Callable[..., torch.Tensor],
     first: tuple[Any, ...],
     rest: tuple[str, ...],
@@ -72,7 +74,7 @@ def _run_planned(
     gate: torch.Tensor,
     up: torch.Tensor,
 ) -> torch.Tensor:
-    return function(*first, gemm.linear(x, gate), gemm.linear(x, up), *rest)
+    return function(*first, linear(x, gate), linear(x, up), *rest)
 
 
 def _run_in_steps(

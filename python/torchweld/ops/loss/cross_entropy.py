@@ -19,8 +19,8 @@ from torchweld.ops.loss.arguments import Settings
 from torchweld.registry import why_not_now
 
 _NAME = "cross_entropy"
-# With fewer logits eager is as fast.
-_SMALL = 2**14
+# With fewer logits plain torch is as fast as the general path, and torch's loss as one op of ours.
+_SMALL, _PLAIN = 2**14, 2**16
 
 
 @short(fixed={"input": (1,)})
@@ -100,14 +100,15 @@ def cross_entropy(
     given = (input, target, weight, temperature, token_weights)
     asked = [x for x in (*scaling.values(), token_weights) if x is not None]
     is_plain = not (asked or settings.z_loss or return_lse or inplace)
-    few = _SMALL if input.dtype.itemsize < 8 else 2**63  # torch's takes less time in float64
+    few = _PLAIN if input.dtype.itemsize < 8 else 2**63  # torch's takes less time in float64
+    span = small.find_span(few if is_plain else _SMALL, settings, input)
     if is_plain and small.may_serve(few, settings, *given):
         whole = small.cross_entropy(settings, trains and input.requires_grad, whole)
     elif not (refuses or return_lse or inplace) and fused.may_serve(
         settings, token_weights, input, target, weight, temperature
     ):
         whole = _fuse(settings, input)
-    return run_final(whole, *given, **small.find_span(few, settings, input))
+    return run_final(whole, *given, **span)
 
 
 def _fuse(settings: Settings, input: torch.Tensor) -> small.Run:
