@@ -58,6 +58,7 @@ BELOW: dict[str, set[str]] = {
     "nn": {"functional", "ops", "sparse", "dispatch", "checks", "errors", "names"},
     "huggingface": {"fusion", "functional", "ops", "sparse", "errors"},
     "compat": {"functional", "sparse", "errors", "names"},
+    "titan": {"functional", "optim", "errors"},
     "collectives": {"ops", "dispatch", "checks", "errors"},
     "optim": {"state", "collectives", "ops", "dispatch", "checks", "errors", "names"},
     "distributed": {
