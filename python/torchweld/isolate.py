@@ -11,14 +11,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 leave_dispatch_modes = _disable_current_modes
+leave_transforms = temporarily_clear_interpreter_stack
 
 
 @contextmanager
 def leave_modes() -> Iterator[None]:
     """Leave dispatch modes, transforms and inference mode: later calls use what is made here."""
     with ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(leave_dispatch_modes())
+        stack.enter_context(leave_transforms())
         stack.enter_context(torch.inference_mode(False))
         yield
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.utils.checkpoint import checkpoint
 
@@ -19,6 +18,7 @@ from torchweld.dispatch.choice import choose, use_backend
 from torchweld.dispatch.kernels import Casting
 from torchweld.dispatch.recorder import RECORDER, Note, leave_open
 from torchweld.errors import ArgumentError
+from torchweld.isolate import leave_transforms
 from torchweld.registry import EAGER, Composite, Op
 from torchweld.registry.processor import has_units
 
@@ -143,14 +143,14 @@ class _AsBefore:
 
     def __init__(self, names: Sequence[str | None]) -> None:
         self._names = names
-        self._is_transformed = torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
+        self._is_transformed = state.is_transforming()
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(use_backend(*self._names))
             if not self._is_transformed:
-                stack.enter_context(temporarily_clear_interpreter_stack())
+                stack.enter_context(leave_transforms())
             self._entered.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
