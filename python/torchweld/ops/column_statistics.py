@@ -1,4 +1,4 @@
-"""Statistics of columns: running ones, and those of rows that several processes share."""
+"""Statistics of columns: running ones, and statistics of rows that several processes share."""
 
 from __future__ import annotations
 
