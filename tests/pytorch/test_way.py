@@ -481,3 +481,22 @@ def test_few_are_kept(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(len(sizes) <= 3 for sizes in ways.values())
     assert all(len(kept) <= way._ALIKE for sizes in ways.values() for kept in sizes.values())
     call.warm(eps=9.0)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_profile_names_each_call(trains: bool) -> None:
+    """A warm call without gradients left no event at all: it passes torch's dispatcher by."""
+    x, weight = torch.randn(64, 512, requires_grad=trains), torch.ones(512)
+    gate = torch.randn(64, 512)
+
+    def step() -> None:
+        functional.rms_norm(x, [512], weight)
+        functional.gated_act(x, gate)
+
+    for _ in range(3):
+        step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(4):
+            step()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["torchweld::rms_norm"] == counts["torchweld::gated_act"] == 4

@@ -152,13 +152,18 @@ def short(
         sources = {names.index(name): dims for name, dims in own.items()}
         cache = _Cache(shaped, sources, names.index("seed") if "seed" in names else None)
         _every.append(cache)
+        given = ", ".join(names)
+        serve = _SERVE.format(
+            given=given,
+            first=names[0],
+            small=_SMALL.format(first=names[0], given=given) if small else "",
+        )
         source = _SOURCE.format(
             name=function.__name__,
             declared=", ".join(declared),
             passed=", ".join(passed),
-            given=", ".join(names),
-            first=names[0],
-            small=_SMALL.format(first=names[0], given=", ".join(names)) if small else "",
+            given=given,
+            serve=serve,
         )
         scope: dict[str, Any] = {
             "_function": function,
@@ -170,6 +175,7 @@ def short(
             # This is state.is_compiling() with one Python call less.
             "_compiling": state.is_dynamo_compiling,
             "_compiler": torch.compiler,
+            "_profiler": torch.autograd.profiler,
             "_INCOMPARABLE": INCOMPARABLE,
             "_find": _find,
             "_ops": OPS,
@@ -185,6 +191,19 @@ _SOURCE = """
 def {name}({declared}):
     if _compiling() or _compiler._is_compiling_flag:
         return _function({passed})
+    if _profiler._is_profiler_enabled:
+        with _profiler.record_function("torchweld::{name}"):
+            return _serve({given})
+{serve}
+def _serve({given}):
+{serve}
+def _whole({given}):
+    return _function({passed})
+"""
+
+
+# A call, once for each way into it: a call of one by the other would take as long as a look-up.
+_SERVE = """\
     try:{small}
         _kept, _size = _ways[_choice.forced], _numel({first})
         for _is_like, _run in _kept.get(_size, ()):
@@ -204,9 +223,6 @@ def {name}({declared}):
         if _run is None:
             return _find(_whole, _cache, ({given},))
     return _run({given})
-
-def _whole({given}):
-    return _function({passed})
 """
 
 
