@@ -64,9 +64,7 @@ def fuse(
     Returns:
         The model.
     """
-    _check("fuse", model, filter_fn)
-    if by not in _WAYS:
-        raise ArgumentError("fuse", "by", repr(by), " or ".join(map(repr, _WAYS)))
+    _check("fuse", model, filter_fn, by)
     if by == "graph":
         from torchweld.fusion.graph import regions
 
@@ -97,7 +95,7 @@ def unfuse(model: _Model) -> _Model:
     Returns:
         The model.
     """
-    _check("unfuse", model, None)
+    _check("unfuse", model, None, "trial")
     welds = list(find_welds(model))
     for _, module in welds:
         set_class(module, find_original(type(module)))
@@ -107,19 +105,35 @@ def unfuse(model: _Model) -> _Model:
     return model
 
 
-def explain_fusion(model: torch.nn.Module, filter_fn: Filter | None = None) -> WeldReport:
+def explain_fusion(
+    model: torch.nn.Module,
+    *example: Any,
+    filter_fn: Filter | None = None,
+    by: str = "trial",
+    **named: Any,
+) -> WeldReport:
     """Say what fuse() would change in a model or has changed, what it leaves unchanged, and why.
 
     Copies of the model's modules run on small inputs; the model itself does not.
 
     Args:
         model: any module.
+        example: with by="graph" the arguments of a call, which is captured on fake tensors. A
+            language model of transformers needs none. With by="trial" it may be `filter_fn`.
         filter_fn: as for fuse().
+        by: as for fuse().
+        named: arguments of the call by name.
 
     Returns:
         A sequence of rows, which prints as a table.
     """
-    _check("explain_fusion", model, filter_fn)
+    if by == "trial" and len(example) == 1 and filter_fn is None:
+        (filter_fn,) = example
+    _check("explain_fusion", model, filter_fn, by)
+    if by == "graph":
+        from torchweld.fusion.graph.explain import explain
+
+        return WeldReport(explain(model, example, named, filter_fn))
     accepted, left = decide(model, filter_fn, True, measure=True)
     rows = [*list_welds(model), *(decided.row for decided in accepted)]
     changed = {(row.where, row.what) for row in rows}
@@ -151,9 +165,11 @@ def _wrap_again(modules: set[int]) -> None:
             each._initialize()
 
 
-def _check(function: str, model: Any, filter_fn: Any) -> None:
+def _check(function: str, model: Any, filter_fn: Any, by: str) -> None:
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(function, "model", f"a {type(model).__name__}", "a torch.nn.Module")
     if filter_fn is not None and not callable(filter_fn):
         accepted = "a function of a module and its name, or None"
         raise ArgumentError(function, "filter_fn", repr(filter_fn), accepted)
+    if by not in _WAYS:
+        raise ArgumentError(function, "by", repr(by), " or ".join(map(repr, _WAYS)))

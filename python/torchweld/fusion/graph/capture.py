@@ -8,15 +8,18 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+import warnings
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch._dynamo
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo import config
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list, skip_code
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 
@@ -60,13 +63,16 @@ class _Patched:
         self._compile_frame = compile_frame
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with config.patch(
+        settings = config.patch(
             skip_nnmodule_hook_guards=False,  # hooks that are registered later count
             recompile_limit=64,  # regions count by themselves
             optimize_ddp=False,  # the graph runs in eager torch, whose hooks fire one by one
             ignore_logging_functions=config.ignore_logging_functions | _list_logging(),
             specialize_float=True,  # a factor is a part of what is proven
-        ):
+        )
+        with warnings.catch_warnings(), settings:
+            # Dynamo reads gradients of inputs, which warns, and gives advice how to write models.
+            warnings.simplefilter("ignore")
             return self._compile_frame(*args, **kwargs)
 
 
@@ -83,8 +89,9 @@ def _list_logging() -> set[Any]:
 
 
 def skip(function: Any) -> None:
-    """Let a call of this function run as it is, inside of a function that Dynamo runs."""
-    skip_code(function.__code__)
+    """Let a call of this function, and all that it calls, run outside of what Dynamo runs."""
+    skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skip)
 
 
 def is_impossible() -> bool:

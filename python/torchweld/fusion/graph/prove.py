@@ -51,7 +51,7 @@ class Difference:
     """The first operation in which a proposal's reference and the graph differ."""
 
     proposal: Proposal
-    same: int  # operations that were the same before it
+    same: int  # operations after it that are the same
     step: Step | None  # of the graph; None: a tensor from outside
     text: str
 
@@ -136,6 +136,7 @@ class _Comparing:
         self.ours, self.theirs, self.proposal = record, reference, proposal
         self.same = dict(enumerate(proposal.inputs))  # numbers of the reference's: the graph's
         self.region: set[int] = set()
+        self._depth = 0
         self._furthest: tuple[int, Step | None, str] = (-1, None, "")
 
     def difference(self) -> Difference:
@@ -143,8 +144,8 @@ class _Comparing:
         return Difference(self.proposal, max(same, 0), step, text)
 
     def _differ(self, step: Step | None, text: str) -> bool:
-        if len(self.region) > self._furthest[0]:
-            self._furthest = len(self.region), step, text
+        if self._depth > self._furthest[0]:
+            self._furthest = self._depth, step, text
         return False
 
     def equal(self, theirs: int, ours: int) -> bool:
@@ -180,7 +181,10 @@ class _Comparing:
             orders.append(two.args[::-1])
         for args in orders:
             before = dict(self.same), set(self.region)
-            if self._match(one.args, args) and self._match(one.kwargs, two.kwargs):
+            self._depth += 1
+            is_same = self._match(one.args, args) and self._match(one.kwargs, two.kwargs)
+            self._depth -= 1
+            if is_same:
                 return True
             self.same, self.region = before
         return False

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, ClassVar
@@ -39,7 +40,7 @@ class Region(Weld):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "welded_from" in vars(cls):
-            cls.weld_captures = Captures(cls.welded_from.__name__, frozenset(cls.weld_left_out))
+            cls.weld_captures = Captures(cls.welded_from.__name__, set(cls.weld_left_out))
             cls.forward = _make_forward(cls)  # type: ignore[attr-defined]
 
 
@@ -51,15 +52,18 @@ def _make_forward(cls: Any) -> Callable[..., Any]:
             return run(*args, **kwargs)
         return cls.weld_captures.call(self, run, args, kwargs)
 
-    # If a larger capture breaks before it, the call captures by itself.
-    capture.skip(forward)
+    _FORWARDS[:] = [forward]
     return forward
+
+
+# A region's forward; all of them have the same code.
+_FORWARDS: list[Any] = []
 
 
 class Captures:
     """The graphs of modules of one structure."""
 
-    def __init__(self, name: str, left_out: frozenset[str]) -> None:
+    def __init__(self, name: str, left_out: set[str]) -> None:
         self.name, self.left_out = name, left_out
         self.slots: dict[tuple[bool, bool, bool], Slot] = {}
         self._classes: tuple[Any, ...] = ()
@@ -81,7 +85,11 @@ class Captures:
             with self._lock:
                 slot = self.slots.setdefault(key, Slot(self))
         if slot.off:
+            if slot.divides and module not in slot.divides:
+                slot.divide(module)
             return run(*args, **kwargs)
+        if self.left_out:  # Dynamo names modules by their ids
+            self.left_out |= {str(id(each)) for each in self._list_left_out(module)}
         graphs = slot.graphs
         try:
             return slot.run(run, args, kwargs)
@@ -96,8 +104,11 @@ class Captures:
             return self.call(module, run, args, kwargs)
         slot.stop(failed)
         if not isinstance(module, Root):
-            divide(module)
+            slot.divide(module)
         return run(*args, **kwargs)
+
+    def _list_left_out(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        return (each for name, each in module.named_modules() if name and name in self.left_out)
 
     def _watch(self, module: torch.nn.Module) -> None:
         """Note the methods of all classes inside."""
@@ -127,31 +138,40 @@ class Slot:
         self.placed: list[Placed] = []
         self.graphs = self.welds = 0
         self.off = False
+        self.divides: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.reason = ""  # why it is off, or why it is captured in pieces
         self.run = capture.make(captures.name, self._compile, whole=True)
-        self._limit = LIMIT
+        self._limit, self._pieces = LIMIT, False
 
     def _compile(self, module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        if not capture.is_known(self.run):
+        if not self._pieces and not capture.is_known(self.run):
             self.placed, self.graphs, self.welds = [], 0, 0
-        left_out = self.captures.left_out
-        made = rewrite(module, FINDERS, self._may_weld if left_out else None)
+        made = rewrite(module, FINDERS, self.captures.left_out)
         self.graphs += 1
         self.welds += made.count()
         self.placed += made.placed
         return run_eagerly(module, made)
 
-    def _may_weld(self, path: str) -> bool:
-        return path not in self.captures.left_out
-
     def stop(self, error: BaseException) -> None:
         """After a capture failed: the call runs as it is, now and later."""
         self.off, self.reason = True, capture.explain(error)
 
+    def divide(self, module: torch.nn.Module) -> None:
+        """Let the parts of a module that does not capture do so by themselves."""
+        self.divides.add(module)
+        divide(module)
+
     def split(self, error: BaseException) -> None:
         """After a capture as one graph failed: take several, and what is between them as it is."""
-        self.reason, self._limit = capture.explain(error), 8 * LIMIT
-        self.run = capture.make(self.captures.name, self._compile, whole=False)
+        self.reason, self._limit, self._pieces = capture.explain(error), 8 * LIMIT, True
+        run = capture.make(self.captures.name, self._compile, whole=False)
+
+        def run_pieces(*given: Any) -> Any:
+            # Regions in it capture by themselves. torch.compiler.reset() forgets that.
+            capture.skip(_FORWARDS[0])
+            return run(*given)
+
+        self.run = run_pieces
 
     def judge(self) -> None:
         """After a capture: stop if nothing is welded, or if there are too many graphs."""
@@ -179,26 +199,23 @@ def weld(model: torch.nn.Module, filter_fn: Callable[[Any, str], bool] | None) -
         name for name, part in model.named_modules() if filter_fn and not filter_fn(part, name)
     }
     changed = 0
-    for name, part, kind in list(_list_regions(model)):
-        changed += _make_region(part, kind, name, left_out)
-    return changed
+    for name, part, structure in list(list_layers(model)):
+        changed += _make_region(part, Region, name, structure, left_out)
+    return changed + _make_region(model, Root, "", _describe(model), left_out)
 
 
-def _list_regions(model: torch.nn.Module) -> Iterator[tuple[str, Any, type[Region]]]:
-    """The model, and the elements of its containers that are layers."""
-    yield "", model, Root
+def list_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """The elements of a model's containers that have parts, and a text for their structure."""
     for name, part in model.named_modules():
         if name and isinstance(part, _CONTAINERS):
             for key, layer in part._modules.items():
-                if layer is not None and _is_layer(layer):
-                    yield f"{name}.{key}", layer, Region
+                if layer is not None and layer._modules and not isinstance(layer, _CONTAINERS):
+                    yield f"{name}.{key}", layer, _describe(layer)
 
 
-def _is_layer(part: torch.nn.Module) -> bool:
-    return bool(part._modules) and not isinstance(part, _CONTAINERS)
-
-
-def _make_region(module: Any, kind: type[Region], name: str, left_out: set[str]) -> bool:
+def _make_region(
+    module: Any, kind: type[Region], name: str, structure: str, left_out: set[str]
+) -> bool:
     """Give a module the class of a region, which it may have already."""
     was = type(module)
     if isinstance(module, Region):
@@ -213,7 +230,7 @@ def _make_region(module: Any, kind: type[Region], name: str, left_out: set[str])
         for each in left_out
         if each == name or each.startswith(start)
     )
-    settings = {"becomes": "", "structure": _describe(module), "left_out": tuple(inside)}
+    settings = {"becomes": "", "structure": structure, "left_out": tuple(inside)}
     cls = make_class(kind, was, tuple(settings.items()))
     if type(module) is cls:
         return False
@@ -223,12 +240,14 @@ def _make_region(module: Any, kind: type[Region], name: str, left_out: set[str])
 
 def _describe(module: torch.nn.Module) -> str:
     """A short text that modules of the same structure share."""
-    parts = [
-        (name, type(part).__module__, type(part).__qualname__)
-        for name, part in module.named_modules()
-    ]
+    parts = [(name, *_name_class(type(part))) for name, part in module.named_modules()]
     sizes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
     return hashlib.sha256(repr((parts, sizes)).encode()).hexdigest()[:16]
+
+
+def _name_class(cls: Any) -> tuple[str, str]:
+    cls = getattr(cls, "welded_from", cls)
+    return cls.__module__, cls.__qualname__
 
 
 def divide(module: Any) -> None:
@@ -241,4 +260,4 @@ def divide(module: Any) -> None:
             pairs = [(name, part)]
         for path, each in pairs:
             if each._modules or not type(each).__module__.startswith("torch.nn."):
-                _make_region(each, Region, path, left_out)
+                _make_region(each, Region, path, _describe(each), left_out)

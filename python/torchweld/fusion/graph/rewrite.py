@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,15 +53,15 @@ class Rewritten:
 def rewrite(
     module: torch.fx.GraphModule,
     finders: Iterable[Finder],
-    may_weld: Callable[[str], bool] | None = None,
+    left_out: Collection[str] = (),
 ) -> Rewritten:
     """Put ops of torchweld into a graph where they are proven; else leave it as it is.
 
-    `may_weld` gets the path of a module and says whether its operations may be welded.
+    `left_out` has names of modules whose operations are not welded, or texts of their ids.
     """
     made = Rewritten()
     for body in list_bodies(module):
-        inner = rewrite(body, finders, may_weld)
+        inner = rewrite(body, finders, left_out)
         made.placed += inner.placed
     before = copy.deepcopy(module.graph)
     try:
@@ -74,7 +74,7 @@ def rewrite(
         return made
     wanted = trace.describe_results()
     for keep_strides in (False, True):
-        writing = _Writing(module, trace, may_weld, keep_strides)
+        writing = _Writing(module, trace, left_out, keep_strides)
         writing.place_all(list(finders))
         if not writing.welded:
             break
@@ -96,11 +96,11 @@ class _Writing:
         self,
         module: torch.fx.GraphModule,
         trace: Trace,
-        may_weld: Callable[[str], bool] | None,
+        left_out: Collection[str],
         keep_strides: bool,
     ) -> None:
         self.module, self.trace, self.record = module, trace, trace.record
-        self.may_weld, self.keep_strides = may_weld, keep_strides
+        self.left_out, self.keep_strides = left_out, keep_strides
         self.prover = Prover(trace.record, trace.mode)
         self.prover.casts = trace.casts
         self.placed: list[Placed] = []
@@ -138,7 +138,7 @@ class _Writing:
                     return
                 region = Difference(proposal, len(region), self.record.steps[max(region)], reason)
             if closest is None or region.same > closest.same:
-                closest = region
+                closest = region  # the one that differs the latest
         if closest is not None:
             proposal = closest.proposal
             made = self.record.made_by.get(proposal.outputs[-1])
@@ -159,7 +159,7 @@ class _Writing:
         nodes = {self.trace.nodes[step.node] for step in steps}
         if len({step.epoch for step in steps}) > 1:
             return "the state of autocast or of gradients changes in it"
-        if self.may_weld and not all(self.may_weld(read_path(node)) for node in nodes):
+        if any(name in self.left_out for node in nodes for name in list_modules(node)):
             return "the filter leaves it out"
         producers = [self._list_producers(number) for number in proposal.outputs]
         inputs = [self.trace.maker.get(number) for number in proposal.inputs]
@@ -179,6 +179,8 @@ class _Writing:
         if (late := proposal.late) is not None:
             if not producers[0][0].meta["example_value"].requires_grad:
                 return "no gradient is needed"
+            if self.record.values[late.weight].is_meta:
+                return "there is nothing to compute on the meta device"
             if self._find_inputs((late.weight, late.bias)) is None:
                 return "the weight of the last layer is computed"
         self._insert(proposal, results, producers, inputs, anchor)
@@ -374,14 +376,24 @@ def _show(x: torch.Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
 
 
-_NAME = re.compile(r"_modules\[['\"](.*?)['\"]\]|\['?(\w+)'?\]|\.(\w+)|^(\w+)")
+_START = re.compile(r"^L\['\w+'\](\.__self__)?\.?")
+_PART = re.compile(r"(?:\._modules)?\[['\"]?(\w+)['\"]?\]")
 
 
 def read_path(node: torch.fx.Node) -> str:
-    """The path of the module that a node belongs to, as in the names of a model's modules."""
+    """The name of the module that a node belongs to, as in `named_modules`."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return _PART.sub(r".\1", _START.sub("", stack[-1][0])).removeprefix(".") if stack else ""
+
+
+def list_modules(node: torch.fx.Node) -> Iterator[str]:
+    """Names of the modules around a node, and the texts by which Dynamo knows them."""
     stack = node.meta.get("nn_module_stack") or {}
-    path = next(reversed(list(stack.values())), ("",))[0] if stack else ""
-    return path
+    yield from stack
+    for path, *_ in stack.values():
+        yield _PART.sub(r".\1", _START.sub("", path)).removeprefix(".")
+    if not stack:
+        yield ""
 
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in ')

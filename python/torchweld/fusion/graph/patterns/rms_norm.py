@@ -100,7 +100,9 @@ def _list_norms(record: Record, at: int) -> Iterator[tuple[int, int | None, int,
     if step.func is not aten.rsqrt.default:
         return
     total = record.maker(step.args[0], aten.add.Tensor)
-    mean = total and record.maker(total.args[0], aten.mean.dim)
+    # Through factors, so that an explanation can name them.
+    inside = total and record.strip(total.args[0], aten.mul.Tensor)
+    mean = inside and record.maker(inside, aten.mean.dim)
     square = mean and record.maker(mean.args[0], aten.mul.Tensor)
     eps = None if total is None else as_float(total.args[1])
     if square is None or eps is None:

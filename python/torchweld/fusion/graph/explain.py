@@ -1,0 +1,140 @@
+"""What fuse(by="graph") welds in a model, told before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchweld.errors import ArgumentError
+from torchweld.fusion import peer
+from torchweld.fusion.graph import capture
+from torchweld.fusion.graph.patterns import FINDERS
+from torchweld.fusion.graph.regions import Region, list_layers
+from torchweld.fusion.graph.rewrite import Placed, rewrite
+from torchweld.fusion.plan import Filter, Weldable
+
+_TOKENS = (2, 16)  # of an example that nobody gave
+
+
+class _EnoughError(Exception):
+    """Ends a capture or a run that has told what it can."""
+
+
+def explain(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], filter_fn: Filter | None
+) -> list[Weldable]:
+    """Capture a call of a model on fake tensors, and list what is welded and what is not.
+
+    The call does not run. If its forward does not capture as a whole, the call runs until the
+    last kind of layer begins, and each kind is captured by itself.
+    """
+    if not args and not kwargs:
+        kwargs = _make_example(model)
+    left_out = {
+        key
+        for name, part in model.named_modules()
+        if filter_fn and not filter_fn(part, name)
+        for key in (name, str(id(part)))
+    }
+    placed, broken = _capture(model, args, kwargs, left_out)
+    if broken:
+        rows = [Weldable("", _name(model), reason=f"it is captured in parts: {broken}")]
+        return [*rows, *_explain_layers(model, args, kwargs, left_out)]
+    return list(_make_rows(model, "", placed))
+
+
+def _capture(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], left_out: set[str]
+) -> tuple[list[Placed], str]:
+    """What becomes of a call's graph, or why there is none."""
+    placed: list[Placed] = []
+
+    def tell(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        placed.extend(rewrite(graph, FINDERS, left_out).placed)
+        raise _EnoughError
+
+    kind = next((cls for cls in type(module).__mro__ if "weld_captures" in vars(cls)), None)
+    forward = module.forward if kind is None else super(kind, module).forward
+    try:
+        capture.make(_name(module), tell, whole=True)(forward, args, kwargs)
+    except capture.Failed as error:
+        if not _is_enough(error):
+            return [], capture.explain(error)
+    return placed, ""
+
+
+def _is_enough(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, _EnoughError) or isinstance(
+            getattr(error, "inner_exception", None), _EnoughError
+        ):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _explain_layers(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], left_out: set[str]
+) -> list[Weldable]:
+    """Explain the first layer of each kind, with the arguments that the model calls it with."""
+    layers: dict[str, Any] = {}
+    for name, part, structure in list_layers(model):
+        layers.setdefault(structure, (name, part))
+    rows: list[Weldable] = []
+    waiting = set(layers)
+    handles = []
+    for structure, (name, layer) in layers.items():
+
+        def tell(
+            module: Any, given: Any, named: Any, structure: str = structure, name: str = name
+        ) -> None:
+            placed, broken = _capture(module, given, named, left_out)
+            rows.extend(_make_rows(module, name, placed))
+            if broken:
+                rows.append(Weldable(name, _name(module), reason=f"no graph: {broken}"))
+            waiting.discard(structure)
+            if not waiting:
+                raise _EnoughError
+
+        handles.append(layer.register_forward_pre_hook(tell, with_kwargs=True))
+    try:
+        with torch.random.fork_rng():
+            if layers:
+                model(*args, **kwargs)
+    except _EnoughError:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    return rows
+
+
+def _make_rows(module: torch.nn.Module, start: str, placed: list[Placed]) -> Iterator[Weldable]:
+    modules = dict(module.named_modules())
+    for each in placed:
+        where = ".".join(filter(None, (start, each.module)))
+        what = _name(modules.get(each.module, module))
+        if each.reason:
+            line = f" ({each.line})" if each.line else ""
+            op = f"no {each.op}: " if each.op else ""
+            yield Weldable(where, what, reason=f"{op}{each.reason}{line}")
+        else:
+            yield Weldable(where, what, each.op, welded=isinstance(module, Region))
+
+
+def _name(module: Any) -> str:
+    cls = type(module)
+    return str(getattr(cls, "welded_from", cls).__name__)
+
+
+def _make_example(model: Any) -> dict[str, Any]:
+    """Tokens and labels for a language model of transformers."""
+    words = getattr(getattr(model, "config", None), "vocab_size", None)
+    if not peer.is_from_transformers(model) or not isinstance(words, int):
+        accepted = "the arguments of a call of the model"
+        raise ArgumentError("explain_fusion", "example", "empty", accepted)
+    device = next(model.parameters()).device
+    ids = torch.arange(_TOKENS[0] * _TOKENS[1], device=device).view(_TOKENS) % (words - 3) + 3
+    return {"input_ids": ids, "labels": ids}
