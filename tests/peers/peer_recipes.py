@@ -118,7 +118,8 @@ def test_the_sinks_of_gpt_oss_are_trained() -> None:
 class _Language(lightning.LightningModule):
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model, self.losses = model, []
+        self.model = model
+        self.losses: list[float] = []
 
     def training_step(self, ids: torch.Tensor, _: int) -> torch.Tensor:
         loss: torch.Tensor = self.model(input_ids=ids, labels=ids).loss
@@ -133,7 +134,7 @@ def test_lightning() -> None:
     """Five steps of a fused model lose what the unfused one does."""
     found = []
     for model in (build("Llama"), torchweld.fuse(build("Llama"))):
-        loader = torch.utils.data.DataLoader(tokens(20)["input_ids"], batch_size=4)
+        loader: Any = torch.utils.data.DataLoader(tokens(20)["input_ids"], batch_size=4)
         quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
         quiet |= {"enable_progress_bar": False, "enable_model_summary": False}
         language = _Language(model)
