@@ -200,6 +200,21 @@ wheel-try: wheel ## Install the wheel in an empty environment outside the checko
 	  venv/bin/python -m pip install -q torchweld-*.whl && \
 	  venv/bin/python -I $(CURDIR)/.ci/try_wheel.py torchweld-*.whl
 
+.PHONY: release-version
+release-version: ## Check that TAG names the version, and that the changelog has its date
+	@version=$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' python/torchweld/version.py); \
+	  [ "$(TAG)" = "v$$version" ] || { echo "torchweld: the tag is $(TAG), the version $$version"; exit 1; }; \
+	  grep -qE "^## $$version - [0-9]{4}-[0-9]{2}-[0-9]{2}$$" CHANGELOG.md || \
+	  { echo "torchweld: CHANGELOG.md has no date for $$version"; exit 1; }
+
+# What the release workflow runs before it uploads.
+.PHONY: release-try
+release-try: wheel-try ## Build the source archive and the wheel in dist/, check them, and try the wheel
+	@cd csrc && $(abspath $(PY)) -c 'import os, backend; os.chdir(".."); backend.build_sdist("dist")' >/dev/null
+	$(call say,checking dist)
+	@[ -x .venv-twine/bin/twine ] || { $(PYTHON) -m venv .venv-twine && .venv-twine/bin/python -m pip install -q "twine==6.2.0"; }
+	@.venv-twine/bin/twine check --strict dist/*
+
 .PHONY: wheel-matrix
 wheel-matrix: wheel ## Test the wheel under Python 3.12 and torch 2.11
 	@[ -d .venv-wheel ] || $(PYTHON312) -m venv .venv-wheel

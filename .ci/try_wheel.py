@@ -84,6 +84,15 @@ def an_optimizer() -> None:
         check(f"AdamW{settings or ''}, one step, relative error", error < 1e-4, f"{error:.1e}")
 
 
+def the_readme() -> None:
+    """Its first block runs as it stands."""
+    readme = Path(__file__).resolve().parents[1] / "README.md"
+    block = re.search(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    check("README has a first block", block is not None, readme)
+    exec(block[1], {})
+    check("README's first block", True, "ran")
+
+
 def the_doctor() -> None:
     """The installed command runs."""
     command = [Path(sys.prefix) / "bin" / "torchweld", "doctor"]
@@ -98,4 +107,5 @@ if __name__ == "__main__":
     the_tag(given)
     an_op()
     an_optimizer()
+    the_readme()
     the_doctor()

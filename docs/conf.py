@@ -55,7 +55,10 @@ html_css_files = ["site.css"]
 # Captions of the side bar, and their pages.
 _GROUPS = {
     "Start": ("fuse", "modules", "optimizers", "migrating", "troubleshooting"),
-    "Use": ("huggingface", "losses", "block-sparse-attention", "rotary", "experts", "ops"),
+    "Use": (
+        *("huggingface", "integrations", "losses", "block-sparse-attention", "rotary"),
+        *("experts", "ops"),
+    ),
     "Scale": ("stack", "pipelines-and-memory", "offload", "fsdp2", "one-bit"),
     "Understand": ("numerics", "performance", "gpu", "models", "welds", "support", "stability"),
     "API": (

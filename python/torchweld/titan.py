@@ -205,7 +205,10 @@ def grouped_experts(cfg: Any) -> Any:
     return derive(cfg, WeldedGroupedExperts.Config)
 
 
-_ROPES = {ComplexRoPE.Config: WeldedComplexRoPE, CosSinRoPE.Config: WeldedCosSinRoPE}
+_ROPES: dict[Any, Any] = {
+    ComplexRoPE.Config: WeldedComplexRoPE,
+    CosSinRoPE.Config: WeldedCosSinRoPE,
+}
 
 
 @override(target=RoPE.Config, description="Rotary embeddings of q and k in one pass.")

@@ -1,4 +1,4 @@
-"""The Python of the docs' pages that need transformers, accelerate and peft."""
+"""The Python of the docs' pages that need other packages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import pages
 
-NEEDED = ("transformers", "accelerate", "peft")
+NEEDED = ("transformers", "accelerate", "peft", "kernels", "lightning", "trl")
 PAGES = [page for page in pages.with_python() if {n for n, _ in pages.blocks(page)} & {*NEEDED}]
 
 

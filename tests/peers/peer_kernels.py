@@ -85,7 +85,7 @@ def _becomes(model: Any) -> Counter[str]:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_are_what_kernels_accepts(name: str) -> None:
-    layer = LAYERS[name]
+    layer: Any = LAYERS[name]
     assert layer.can_torch_compile
     assert layer.has_backward
     repo = Repository(layer)

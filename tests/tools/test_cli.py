@@ -11,7 +11,7 @@ import torch
 
 import fresh
 import torchweld
-from torchweld.commands import cli, doctor
+from torchweld.commands import cli, doctor, sdpa
 from torchweld.dispatch import choice, native
 from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.asking import Engine
@@ -137,6 +137,28 @@ def test_doctor_lists_what_was_found_here(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert doctor._why_not_found(OPS["layer_norm"], "cuda") is None
     assert "cuda comes first" in str(doctor._why_not_found(OPS["layer_norm"], "triton"))
     assert doctor._why_not_found(OPS["rms_norm"], "cuda") == choice.UNTRIED
+
+
+def test_doctor_prints_a_report_for_an_issue() -> None:
+    printed = _run("doctor", "--report").strip()
+    assert printed.startswith("<details><summary>torchweld doctor</summary>\n\n```\nVersions")
+    assert printed.endswith("```\n\n</details>")
+
+
+def test_doctor_says_which_attention_torch_picks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch's own function says of the same calls, and why that may be slow."""
+    facts = dict(sdpa.list_choices())
+    q = torch.zeros(1, 2, 1024, 128, dtype=torch.bfloat16, requires_grad=True)
+    fused = torch._fused_sdp_choice(q, q, q, None, 0.0, True) == 1
+    if not torch.cuda.is_available():
+        assert facts["causal"].startswith("flash" if fused else "math")
+        assert (
+            facts["learnt bias"]
+            == "math: it keeps all scores, of queries x keys, forward and backward"
+        )
+        assert facts["wider keys"].startswith("math")
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args: 2)
+    assert dict(sdpa.list_choices())["causal"].startswith("efficient: Flash and cuDNN are faster")
 
 
 def test_doctor_without_libraries(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     about = "what this machine has, which backends serve, and why the others do not"
     command = commands.add_parser("doctor", help=about, description=f"Says {about}.")
+    command.add_argument("--report", action="store_true", help="print it for an issue on GitHub")
     command.set_defaults(run=doctor.run)
 
     about = "measure the ops against eager torch, torch.compile and installed peers"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import platform
 import shutil
@@ -13,6 +14,7 @@ import torch
 
 from torchweld import pages
 from torchweld.bench.machine import ON_GPUS, cpu_name, find_tools, versions, why_not
+from torchweld.commands import sdpa
 from torchweld.dispatch import choice, native
 from torchweld.dispatch.engine import asking, store
 from torchweld.dispatch.engine.question import describe
@@ -27,6 +29,11 @@ LARGE_BLOCKS = (
     " the top of a script keeps them resident"
 )
 Facts = list[tuple[str, str]]
+# Packages whose doors torchweld uses, or that change models.
+OTHERS = (
+    *("accelerate", "deepspeed", "kernels", "liger-kernel", "lightning", "peft"),
+    *("torchao", "torchtitan", "trl", "verl"),
+)
 # docs/stability.md says what each means.
 VARIABLES = (
     choice.BACKEND_VARIABLE,
@@ -42,6 +49,8 @@ VARIABLES = (
 
 def run(options: argparse.Namespace) -> int:
     """Print the findings. A missing backend is a finding, not a failure."""
+    if options.report:
+        print("<details><summary>torchweld doctor</summary>\n\n```")
     sections = {
         "Versions": _versions(),
         "CPU": _cpu(),
@@ -49,6 +58,7 @@ def run(options: argparse.Namespace) -> int:
         f"Native libraries, in {native.DIRECTORY}": _libraries(),
         "For kernels on a GPU": _needed_on_gpu(),
         "Found on this GPU": _answers_here(),
+        "Attention of torch": sdpa.list_choices(),
         "Environment": _variables(),
         "Backends": [("in force", _in_force())],
     }
@@ -61,7 +71,16 @@ def run(options: argparse.Namespace) -> int:
                 print(f"  {'':15} {line}")
         print()
     _print_backends()
+    if options.report:
+        print("```\n\n</details>")
     return 0
+
+
+def _read_version(package: str) -> str:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _versions() -> Facts:
@@ -72,6 +91,7 @@ def _versions() -> Facts:
         ("torch", f"{numbers['torch']}, {cuda}"),
         ("triton", numbers["triton"] or "not installed; CUDA builds of torch bring it"),
         ("transformers", peer.warn_of_newer() or peer.read_version() or "not installed"),
+        ("with it", ", ".join(filter(None, map(_read_version, OTHERS))) or "none of them"),
         ("python", str(numbers["python"])),
         ("platform", f"{platform.platform(terse=True)}, {platform.machine()}"),
         ("libc", " ".join(platform.libc_ver()) or "unknown"),

@@ -132,13 +132,13 @@ class LigerCrossEntropyLoss(torch.nn.Module):
     ) -> None:
         super().__init__()
         _refuse("LigerCrossEntropyLoss", returned)
-        self.weight, self.how = weight, {"ignore_index": ignore_index, "reduction": reduction}
+        self.weight = weight
+        self.how: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
         self.how |= {"lse_square_scale": lse_square_scale, "softcap": softcap}
         self.how["label_smoothing"] = label_smoothing
 
     def forward(self, _input: torch.Tensor, target: torch.Tensor) -> Any:
-        how: Any = self.how
-        return liger_cross_entropy(_input, target, self.weight, **how)
+        return liger_cross_entropy(_input, target, self.weight, **self.how)
 
 
 class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
@@ -160,7 +160,8 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
         super().__init__()
         accum_dtype = returned.pop("accum_dtype", None)
         _refuse("LigerFusedLinearCrossEntropyLoss", returned)
-        self.ce_weight, self.how = ce_weight, {"ignore_index": ignore_index, "softcap": softcap}
+        self.ce_weight = ce_weight
+        self.how: dict[str, Any] = {"ignore_index": ignore_index, "softcap": softcap}
         self.how |= {"lse_square_scale": lse_square_scale, "label_smoothing": label_smoothing}
         self.how |= {"reduction": reduction, "accum_dtype": accum_dtype}
 
@@ -171,9 +172,8 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
         target: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> Any:
-        how: Any = self.how
         given = (_input, lin_weight, target, bias, self.ce_weight)
-        return liger_fused_linear_cross_entropy(*given, **how)
+        return liger_fused_linear_cross_entropy(*given, **self.how)
 
 
 def liger_rms_norm(

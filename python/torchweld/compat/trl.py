@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -144,7 +145,7 @@ class ChunkedLogProbFunction:
         top = next(results) == targets if wanted["is_top1"] else None
         squared = mean = None
         with torch.no_grad():
-            if squares:  # of p^2 is the softmax of twice the logits
+            if squares and lse is not None:  # of p^2 is the softmax of twice the logits
                 twice = functional.linear_logprobs(
                     hidden, weight, targets, temperature=temperature / 2, return_lse=True, **how
                 )
@@ -195,13 +196,11 @@ def patch() -> Iterator[list[str]]:
         version = importlib.metadata.version("trl")
     except importlib.metadata.PackageNotFoundError:
         raise ImportError(f"patch: trl is not installed; accepted: trl {_READ}") from None
-    utils = importlib.import_module("trl.trainer.utils")
+    utils: Any = importlib.import_module("trl.trainer.utils")
     missing = [name for name in _REPLACED if not hasattr(utils, name)]
     if missing:
         message = f"patch: trl {version} has no {', '.join(missing)}; accepted: trl {_READ}"
         raise ImportError(message)
-    import sys
-
     owned = {name: getattr(utils, name) for name in _REPLACED}
     changed = []
     for module in [m for n, m in list(sys.modules.items()) if n.startswith("trl.") and m]:

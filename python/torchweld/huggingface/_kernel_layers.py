@@ -39,7 +39,7 @@ class RMSNormGated(torch.nn.Module):
 
     def forward(self: Any, hidden_states: torch.Tensor, gate: Any = None) -> torch.Tensor:
         y = _normalize(self, hidden_states)
-        activation = "silu" if self.activation == "swish" else self.activation
+        activation: Any = "silu" if self.activation == "swish" else self.activation
         if gate.dtype == y.dtype:
             return functional.gated_act(gate, y, activation=activation)
         wide = torch.promote_types(gate.dtype, y.dtype)
@@ -247,7 +247,7 @@ def _try_rotation(own: Any, by_column: bool) -> str:
             expected = own.forward(None, q, k, cos, sin)
         except RuntimeError:  # of shapes: it takes angles of the other kind
             return ""
-        how = {"interleaved": form == "pairs"}
+        how: Any = {"interleaved": form == "pairs"}
         found = functional.rotary_embedding_qk(q, k, cos[:, None], sin[:, None], **how)
         if all(torch.allclose(*each, atol=1e-5) for each in zip(found, expected, strict=True)):
             return form
