@@ -209,9 +209,44 @@ def M(x):
 
 make = lambda: nn.TransformerEncoderLayer(W, 2, 48, 0.0, M, batch_first=True)
 """,
+    "a rotation": """
+def turn(x):
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    x, (cos, sin) = q, (t.unsqueeze(unsqueeze_dim) for t in (cos, sin))
+    y = q * cos + turn(q) * sin
+    <the change>
+    return y, k * cos + turn(k) * sin
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head_dim, self.q, self.k = W, nn.Linear(W, 2 * W), nn.Linear(W, 2 * W)
+
+    def forward(self, x, position_embeddings, attention_mask=None):
+        q, k = (f(x).view(*x.shape[:-1], 2, W).transpose(1, 2) for f in (self.q, self.k))
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        return torch.cat((q, k), 1).transpose(1, 2).flatten(2), None
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x):
+        angles = torch.linspace(0, 3, x.shape[-2], device=x.device)[:, None] * torch.linspace(
+            0, 1, W // 2, device=x.device
+        )
+        angles = torch.cat((angles, angles), -1).expand(len(x), -1, -1).to(x.dtype)
+        return self.attention(x, (angles.cos(), angles.sin()))[0]
+
+make = Turned
+""",
 }
 # Kinds that are known without a module's own forward around them: `self` is what is changed.
-_FUNCTIONS = ("an activation of torch's layer",)
+_FUNCTIONS = ("an activation of torch's layer", "a rotation")
 
 _numbers = itertools.count()
 
@@ -417,6 +452,7 @@ def _check(
 
 # What is inside of a model does not get the model's own input.
 _INNER = [kind for kind in KINDS if " of " in kind and kind != "linear_act of a layer"]
+_INNER.append("a rotation")
 _OF_INPUTS = {
     *("an input that needs no gradient", "strides", "transposed", "a place in memory"),
     *("a parameter", "a number of the input"),

@@ -15,7 +15,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
@@ -32,11 +32,13 @@ _SMOOTH_NAMES = (
     "logsigmoid matmul mean mish mm movedim mul multiply neg negative norm normalize permute "
     "pow reciprocal relu repeat_interleave rms_norm rsqrt rsub selu sigmoid silu sin softmax "
     "softplus sqrt square squeeze stack std sub subtract sum t tanh tensor_split transpose "
-    "true_divide unbind unsqueeze var var_mean view_as_complex view_as_real"
+    "true_divide unbind var var_mean view_as_complex view_as_real"
 )
 _SMOOTH = set(_SMOOTH_NAMES.split())
 # They change no number, so that sizes may be among their arguments.
-_SHAPERS_NAMES = "broadcast_to expand expand_as flatten narrow reshape split unflatten view view_as"
+_SHAPERS_NAMES = (
+    "broadcast_to expand expand_as flatten narrow reshape split unflatten unsqueeze view view_as"
+)
 _SHAPERS = set(_SHAPERS_NAMES.split())
 # Dtypes may decide about them.
 _CASTS = {"bfloat16", "double", "float", "half", "to", "type_as"}
@@ -93,18 +95,22 @@ class _Context:
         """Keep tensors."""
 
 
+_NONE: Mapping[str, Kind] = {}
 _UNKNOWN = object()  # an argument that no trial gave
 # A Kind, one of these classes, or a tuple of values.
 _Value = Any
 
 
-def why_not_straight(what: Any, takes: int = 1, compared: bool = False) -> str | None:
+def why_not_straight(
+    what: Any, takes: int = 1, compared: bool = False, named: Mapping[str, Kind] = _NONE
+) -> str | None:
     """Why a module's forward, or a function, may compute something else on other calls, or None.
 
     Args:
         what: the module or the function.
         takes: how many tensors it gets. Its other arguments have their defaults.
         compared: whether a weld compares at each call what it reads from its file.
+        named: what is known of other arguments that it gets.
     """
     module = what if isinstance(what, torch.nn.Module) else None
     cls: Any = getattr(type(what), "welded_from", type(what))
@@ -112,7 +118,7 @@ def why_not_straight(what: Any, takes: int = 1, compared: bool = False) -> str |
     own = [] if module is None else [_Thing(module, True)]
     given = [*own, *[Kind.TENSOR] * takes]
     reader = _Reader(module, compared)
-    return why_not(lambda: reader.call(_Thing(function), given, {}, ast.Name("it")))
+    return why_not(lambda: reader.call(_Thing(function), given, dict(named), ast.Name("it")))
 
 
 def _refuse(text: str) -> NoReturn:
@@ -235,6 +241,8 @@ class _Reader:
                 return self.call(called, given, named, function)
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
                 return tuple(self._read_each(parts, at))
+            case ast.GeneratorExp(elt=part, generators=[ast.comprehension(ifs=[]) as each]):
+                return self._read_generator(part, each, node, at)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 value = self._read(operand, at)
                 return _Thing(not value.value) if isinstance(value, _Thing) else value
@@ -268,6 +276,19 @@ class _Reader:
             several = isinstance(node, ast.Starred) and type(value) is tuple
             values += value if several else [value]
         return values
+
+    def _read_generator(
+        self, part: ast.expr, each: ast.comprehension, node: ast.expr, at: _Function
+    ) -> _Value:
+        """The values of `part for each in a tuple`."""
+        several, values = self._read(each.iter, at), []
+        if type(several) is not tuple:
+            _refuse(f"has {_quote(node)}")
+        for one in several:
+            inside = at._replace(variables=dict(at.variables))
+            _assign(each.target, one, inside)
+            values.append(self._read(part, inside))
+        return tuple(values)
 
     def _read_attribute(self, value: _Value, name: str, node: ast.expr) -> _Value:
         if isinstance(value, _Thing) and value.value is _Context:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
 import itertools
 import threading
@@ -19,6 +18,8 @@ from torchweld.fusion import probe
 from torchweld.fusion.patterns.norm import RULES, find_norm
 from torchweld.fusion.patterns.plain import ATTENTION, is_slow_attention, serve_products
 from torchweld.fusion.rewrite import reads, rewrite, unwrap, why_not
+from torchweld.fusion.settings import Names, has_globals, list_read
+from torchweld.fusion.straight import Kind, why_not_straight
 from torchweld.fusion.twin import Twin
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import (
@@ -34,6 +35,8 @@ from torchweld.fusion.weld import (
 
 # Names of functions that rotate by cosines and sines, and by complex numbers.
 _ROTATES, _ROTATES_COMPLEX = "apply_rotary_pos_emb", "apply_rotary_emb"
+# How many tensors they take.
+_TAKES = {_ROTATES: 4, _ROTATES_COMPLEX: 3}
 _WIDTHS = ("qk_rope_head_dim", "head_dim", "head_size")
 # What an attention gets: tables for each row of a batch, complex numbers, or tables of the last
 # tokens, which the rows of a batch share.
@@ -73,6 +76,7 @@ class RotaryAttention(Rewritten):
     weld_others: dict[str, Any]
     weld_ignores_more: bool
     weld_own_function: Callable[..., Any]
+    weld_globals: Names  # what that function reads from its file
     q_norm: torch.nn.Module
     k_norm: torch.nn.Module
 
@@ -82,12 +86,13 @@ class RotaryAttention(Rewritten):
         cls.weld_own_function = staticmethod(function)
         parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        first = 3 if cls.weld_function == _ROTATES_COMPLEX else 4
+        cls.weld_globals = list_read((unwrap(function),))
+        first = _TAKES[cls.weld_function]
         names = ("q", "k", "cos", "sin")[:first]  # of a wrapper that hides them
         cls.weld_names = names if len(named) < first else tuple(p.name for p in named)
         cls.weld_others = {p.name: p.default for p in named[first:]}
-        more = {p.name for p in parameters if p.kind == p.VAR_KEYWORD}
-        cls.weld_ignores_more = bool(more) and not _reads_any(function, more)
+        # A function that reads them is not welded.
+        cls.weld_ignores_more = any(p.kind == p.VAR_KEYWORD for p in parameters)
         methods = _NORMS if cls.weld_norm else {}
         made = rewrite(forward, cls.weld_function, "weld_rotate", methods)
         return serve_products(made) if cls.weld_attends else made
@@ -108,7 +113,9 @@ class RotaryAttention(Rewritten):
         return x if self.weld_takes_norms() else self.k_norm(x)
 
     def weld_is_unlike(self, given: dict[str, Any]) -> bool:
-        """Whether the function of the file gets what no trial gave it."""
+        """Whether the function of the file gets what no trial gave it, or changed."""
+        if not has_globals(self.weld_globals):
+            return True
         for name, value in given.items():
             if name not in self.weld_names:
                 if not self.weld_ignores_more:
@@ -306,15 +313,6 @@ def _list_widths(
     return tuple(widths)
 
 
-def _reads_any(function: Any, names: set[str]) -> bool:
-    """Whether a function's code may read one of these of its variables."""
-    code = getattr(unwrap(function), "__code__", None)
-    if code is None:
-        return True
-    values = (step.argval for step in dis.get_instructions(code))
-    return any(names & set(v if isinstance(v, tuple) else (v,)) for v in values if v.__hash__)
-
-
 def _keeps_dtype(forward: Any) -> bool:
     """Whether the function of a forward's file returns 16 bits where the angles have 32."""
     x, angles = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16), torch.ones(1, 1, 8)
@@ -327,6 +325,17 @@ def _keeps_dtype(forward: Any) -> bool:
         probe.read_refusal(error)
         return False
     return isinstance(result, torch.Tensor) and result.dtype == torch.bfloat16
+
+
+def _why_not_rotates(function: Any, takes: int) -> str | None:
+    """Why a function of a forward's file may compute something else on other calls, or None."""
+    # The only argument of these functions that calls choose.
+    accepts = (
+        unwrap(function) is not None and "unsqueeze_dim" in inspect.signature(function).parameters
+    )
+    chosen = {"unsqueeze_dim": Kind.SIZE} if accepts else {}
+    reason = why_not_straight(function, takes, compared=True, named=chosen)
+    return reason and reason.replace("its forward", function.__name__)
 
 
 def rotates(forward: Any) -> bool:
@@ -343,6 +352,7 @@ def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left
     what, function = type(module).__name__, names[0]
     reason = why_not_change(module) or why_not_copy(module)
     reason = reason or why_not(lambda: rewrite(forward, function, "_"))
+    reason = reason or _why_not_rotates(unwrap(forward).__globals__[function], _TAKES[function])
     head = next((n for n in _WIDTHS if isinstance(getattr(module, n, None), int)), None)
     hidden = next((p.shape[-1] for p in module.parameters() if p.ndim == 2), None)
     if reason is None and not (head and hidden):
