@@ -20,7 +20,6 @@ from torch._dynamo import config
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.types import FrameAction, FrameExecStrategy
-from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 
 # What a capture raises before it runs anything of the call.
@@ -97,12 +96,11 @@ def skip(function: Any) -> None:
 def is_impossible() -> bool:
     """Whether something is active that sees each operation, so that a call runs as it is."""
     return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        state.has_modes()
+        or state.is_transforming()
         or _symbolic_trace._is_fx_tracing_flag
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
+        or state.is_tracing()
+        or state.has_forward_ad()
     )
 
 

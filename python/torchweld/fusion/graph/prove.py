@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from torchweld import state
 from torchweld.fusion.graph.normal import COMMUTE
 from torchweld.fusion.graph.record import Number, Record, Ref, Step, read_casts, recording
 
@@ -73,7 +73,7 @@ class Prover:
     def prove(self, proposal: Proposal) -> set[int] | Difference:
         """The steps between inputs and outputs, if they are the reference's."""
         values = [self.record.values[number] for number in proposal.inputs]
-        if not all(isinstance(x, FakeTensor) for x in values):  # e.g. DTensor
+        if not all(map(state.is_fake, values)):  # e.g. DTensor
             return Difference(proposal, 0, None, "an input is a subclass of torch.Tensor")
         epoch = self.record.steps[self.record.made_by[proposal.outputs[-1]]].epoch
         reference = self._record(proposal, values, epoch)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchweld import state
 from torchweld.fusion.graph.record import Record, Ref, find_storage, read_casts, recording
 
 _AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
@@ -47,7 +47,7 @@ class Trace(torch.fx.Interpreter):
         holders = [node for node in module.graph.nodes if node.op == "placeholder"]
         given = [node.meta.get("example_value") for node in holders]
         # The mode of Dynamo's own trace; the one in its context is for fresh tensors of backends.
-        modes = {x.fake_mode for x in given if isinstance(x, FakeTensor)}
+        modes = {x.fake_mode for x in given if state.is_fake(x)}
         if len(modes) != 1:
             raise CannotTraceError("its inputs are no tensors")
         trace = cls(module, modes.pop())
@@ -82,7 +82,7 @@ class Trace(torch.fx.Interpreter):
     def _run(self, node: torch.fx.Node) -> Any:
         if node.op == "get_attr":
             value = super().run_node(node)
-            is_real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+            is_real = isinstance(value, torch.Tensor) and not state.is_fake(value)
             return self.mode.from_tensor(value) if is_real else value
         if node.op == "placeholder":
             return super().run_node(node)
