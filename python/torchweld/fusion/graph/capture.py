@@ -22,6 +22,8 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.fx import _symbolic_trace
 
+from torchweld import state
+
 # What a capture raises before it runs anything of the call.
 Failed = TorchDynamoException
 _numbers = itertools.count()
