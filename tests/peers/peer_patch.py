@@ -161,7 +161,7 @@ def test_the_fused_classes_of_transformers() -> None:
 
 
 def test_forwards_that_others_put_on_instances() -> None:
-    """Such as Liger's: fuse keeps out, and explain_fusion says of which modules."""
+    """Such as Liger's: fuse keeps out, and explain_fusion names the modules."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)

@@ -36,7 +36,7 @@ def _set_sparse(model: Any) -> Any:
 
 
 def test_packed_sequences_do_not_leak_where_sdpa_does() -> None:
-    """Each sequence's logits and the loss's gradients are those of the sequence alone."""
+    """Each sequence's logits and the loss's gradients are the sequence's own."""
     model, lengths = build("Llama"), (9, 5, 12)
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, 128, (n,), generator=generator) for n in lengths]
@@ -55,7 +55,7 @@ def test_packed_sequences_do_not_leak_where_sdpa_does() -> None:
 
 
 def test_muon_by_groups_in_the_trainer(tmp_path: Path) -> None:
-    """The Trainer's five steps are those of a loop."""
+    """The Trainer's five steps are a loop's."""
     rows = [{"input_ids": row, "labels": row} for row in tokens(20)["input_ids"]]
 
     def groups(model: Any) -> Any:

@@ -21,7 +21,7 @@ from torchweld.fusion.weld import Change
 from torchweld.huggingface import _kernel_layers as layers
 
 _OLDEST = (0, 17)
-# Names that transformers gives, and those of its default mapping that it gives to no layer itself.
+# Names that transformers gives to layers, and names in its default mapping that it gives to none.
 LAYERS: dict[str, type[torch.nn.Module]] = {
     "RMSNorm": layers.RMSNorm,
     "RMSNormZeroCentered": layers.RMSNormZeroCentered,
