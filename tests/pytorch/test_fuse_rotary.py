@@ -172,7 +172,8 @@ def test_a_rotation_that_depends_on_what_it_gets(name: str, tmp_path: Path) -> N
     turn, rotate, width, given = FORMS["halves, as Llama"]
     model = _make(tmp_path, turn, f"q = 2 * q if {UNSEEN[name]} else q; {rotate}", width, given)
     (row,) = torchweld.explain_fusion(model)
-    assert row.reason and not row.becomes
+    assert row.reason
+    assert not row.becomes
 
 
 # --- What happens between a norm and the rotation -------------------------------------------------
