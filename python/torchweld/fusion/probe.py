@@ -115,14 +115,34 @@ def freeze_large(module: torch.nn.Module) -> None:
             parameter.requires_grad_(False)
 
 
-def call(module: torch.nn.Module, inputs: Sequence[Any]) -> Any:
-    """Call a module. Every call draws the same random numbers."""
-    torch.default_generator.manual_seed(_SEED)
+def call(module: torch.nn.Module, inputs: Sequence[Any], seed: int = _SEED) -> Any:
+    """Call a module. Every call with the same seed draws the same random numbers."""
+    torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # else torch.manual_seed would replace the user's seed of GPUs
-        torch.cuda.manual_seed_all(_SEED)
-    random.seed(_SEED)
-    numpy.random.seed(_SEED)
+        torch.cuda.manual_seed_all(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
     return module(*inputs)
+
+
+def read_random_states() -> tuple[Any, ...]:
+    """How far the generators are that a call seeds."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    states = [state.numpy().tobytes() for state in (torch.default_generator.get_state(), *cuda)]
+    _, keys, *others = numpy.random.get_state(legacy=True)
+    return (*states, random.getstate(), keys.tobytes(), *others)
+
+
+def depends_on_seed(module: torch.nn.Module, inputs: Sequence[Any], dtype: torch.dtype) -> bool:
+    """Whether calls with two seeds return different numbers."""
+    with torch.no_grad():
+        arguments = [_make_leaf(value, dtype) for value in inputs]
+        a, b = (tree_leaves(call(module, arguments, seed)) for seed in (_SEED, _SEED + 1))
+    return any(isinstance(x, torch.Tensor) and not _equals(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _equals(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.shape == y.shape and torch.allclose(x, y, 0, 0, equal_nan=True)
 
 
 def _make_leaf(value: Any, dtype: torch.dtype) -> Any:
