@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -55,43 +56,57 @@ def repeat(compiled: Any, grid: int, device: int) -> tuple[Callable[..., None], 
     """What starts a compiled kernel again on the current device, and whether it takes addresses.
 
     compiled[grid] takes nine Python calls, and asks CUDA about each address. Triton's
-    launcher in C takes addresses as they are. Where it is not known here, compiled[grid] serves.
+    launcher in C takes addresses as they are. Where `_see_call` does not know what it is given,
+    compiled[grid] serves.
     """
     public = compiled[(grid, 1, 1)]
-    if not _is_known(compiled.run):
+    if (seen := _see_call(compiled, grid)) is None:
         return public, False
-    run, hooks = compiled.run, triton.knobs.runtime
-    launch, enter, leave = run.launch, hooks.launch_enter_hook, hooks.launch_exit_hook
-    place = (grid, 1, 1)
-    how = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
-    find_stream, metadata = torch._C._cuda_getCurrentRawStream, compiled.packed_metadata
-    if _VERSION == ["3", "6"]:
+    before, after, takes_tuple = seen
+    launch, hooks = compiled.run.launch, triton.knobs.runtime
+    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+    find_stream = torch._C._cuda_getCurrentRawStream
 
-        def start(*arguments: Any) -> None:
-            if enter.calls or leave.calls:
-                return public(*arguments)
-            head = (*place, find_stream(device), *how, None, None, metadata, None, None, None)
-            return launch(*head, *arguments)
-
-    else:
-        kinds = (run.arg_annotations, run.kernel_signature)
-
-        def start(*arguments: Any) -> None:
-            if enter.calls or leave.calls:
-                return public(*arguments)
-            head = (*place, find_stream(device), *how, metadata, None, None, None, None, None)
-            return launch(*head, *kinds, arguments)
+    def start(*arguments: Any) -> None:
+        if enter.calls or leave.calls:
+            return public(*arguments)
+        given = (arguments,) if takes_tuple else arguments
+        return launch(*before, find_stream(device), *after, *given)
 
     return start, True
 
 
-def _is_known(run: Any) -> bool:
-    """Whether this launcher of Triton's is one that `repeat` knows, and allocates nothing."""
-    is_known = type(run).__name__ == "CudaLauncher" and _VERSION in (["3", "6"], ["3", "7"])
-    return is_known and not (run.global_scratch_size or run.profile_scratch_size)
+def _see_call(compiled: Any, grid: int) -> tuple[tuple[Any, ...], tuple[Any, ...], bool] | None:
+    """What Triton's launcher hands to its function in C before the stream, and after it.
+
+    And whether that function takes the kernel's arguments as one tuple. The order differs between
+    versions of Triton, so the launcher is called once with a stand-in for the function. None if it
+    hands over what differs from launch to launch, such as memory or a count.
+    """
+    run = compiled.run
+    allocates = ("global_scratch_size", "profile_scratch_size", "gsan_enabled")
+    if type(run).__name__ != "CudaLauncher" or any(getattr(run, name, 0) for name in allocates):
+        return None
+    seen: list[tuple[Any, ...]] = []
+    watched = copy.copy(run)
+    watched.launch = lambda *given: seen.append(given)
+    stream, argument = object(), object()
+    place, fixed = (grid, 1, 1), (compiled.function, compiled.packed_metadata)
+    watched(*place, stream, *fixed, None, None, None, argument)
+    *head, last = seen[0]
+    takes_tuple = last == (argument,)
+    if len(seen) > 1 or head.count(stream) != 1 or not (takes_tuple or last is argument):
+        return None
+    at = head.index(stream)
+    before, after = tuple(head[:at]), tuple(head[at + 1 :])
+    lasting = [None, *fixed, *(x for x in vars(run).values() if type(x) is not int)]
+    if before[:3] != place or not all(_is_among(lasting, x) for x in (*before[3:], *after)):
+        return None
+    return before, after, takes_tuple
 
 
-_VERSION = triton.__version__.split(".")[:2]
+def _is_among(lasting: Iterable[Any], x: Any) -> bool:
+    return any(x is each for each in lasting)
 
 
 def _is_captured() -> bool:

@@ -35,11 +35,11 @@ def keep_graphs(model: _Model, kinds: int = 4) -> _Model:
     The third call of a kind is captured, by `torch.cuda.make_graphed_callables`: its forward and
     its backward pass are two graphs. Later calls of this kind replay them, with dropout that
     advances. Calls are of one kind if their arguments differ only in the numbers of tensors, and
-    if autocast, torch's precision of float32, the modules, their modes and the places of their
-    parameters are the same. All other calls run the model's own forward: in evaluation, without
-    gradients, on the CPU, with sparse tensors, with hooks of all modules, before the backward pass
-    of the last call has run, under torch.compile, and of more than `kinds` kinds. So do calls of a
-    model that cannot be captured; a warning says why.
+    if autocast, the default dtype, torch's switches of precision and attention, the modules, their
+    modes and the places of their parameters are the same. All other calls run the model's own
+    forward: in evaluation, without gradients, on the CPU, with sparse tensors, with hooks of all
+    modules, before the backward pass of the last call has run, under torch.compile, and of more
+    than `kinds` kinds. So do calls of a model that cannot be captured; a warning says why.
 
         torchweld.keep_graphs(torchweld.fuse(model))
 
@@ -180,6 +180,20 @@ def _describe(leaf: Any) -> Any:
     return _Described(type(leaf), leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
 
 
+# How cuBLAS adds, and which kernels serve scaled_dot_product_attention.
+_SWITCHES: tuple[Callable[[], Any], ...] = (
+    torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+    torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+    torch._C._get_cublas_allow_fp16_accumulation,
+    torch._C._get_math_sdp_allow_fp16_bf16_reduction,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+    torch._C._get_sdp_priority_order,
+)
+
+
 def _describe_state() -> tuple[Any, ...]:
     """The settings outside the model that decide what a call does."""
     enabled = torch.is_autocast_enabled(_DEVICE)
@@ -187,7 +201,9 @@ def _describe_state() -> tuple[Any, ...]:
         enabled and torch.get_autocast_dtype(_DEVICE),
         choice.forced,
         torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
         torch.backends.cuda.matmul.fp32_precision,  # by torch's older or newer switch
+        *(read() for read in _SWITCHES),
         torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
     )
 

@@ -251,6 +251,64 @@ def test_what_makes_another_kind(make: Any, device: str) -> None:
     torch.testing.assert_close(out.loss, Small.forward(kept, **batch).loss)
 
 
+SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    **{
+        name: (
+            lambda name=name: getattr(torch.backends.cuda.matmul, name),  # type: ignore[misc]
+            lambda value, name=name: setattr(torch.backends.cuda.matmul, name, value),  # type: ignore[misc]
+        )
+        for name in (
+            "allow_bf16_reduced_precision_reduction",
+            "allow_fp16_reduced_precision_reduction",
+            "allow_fp16_accumulation",
+        )
+    },
+    "flash attention": (
+        torch.backends.cuda.flash_sdp_enabled,
+        torch.backends.cuda.enable_flash_sdp,
+    ),
+    "efficient attention": (
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+    ),
+    "attention in steps": (
+        torch.backends.cuda.math_sdp_enabled,
+        torch.backends.cuda.enable_math_sdp,
+    ),
+    "cuDNN's attention": (
+        torch.backends.cuda.cudnn_sdp_enabled,
+        torch.backends.cuda.enable_cudnn_sdp,
+    ),
+    "sums of attention in steps": (
+        torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*SWITCHES, "default dtype"])
+def test_a_switch_makes_another_kind(make: Any, device: str, name: str) -> None:
+    """The kind left these switches out: a graph went on with the kernels of the capture."""
+    _, kept, _ = pair = make()
+    batch = draw(0, device)
+    for _ in range(4):
+        kept(**batch).loss.backward()
+    assert pair.counted() == (1, 1)
+    if name == "default dtype":
+        before, change = torch.get_default_dtype(), torch.set_default_dtype
+        other: Any = torch.float64
+    else:
+        read, change = SWITCHES[name]
+        before = read()
+        other = not before
+    change(other)
+    try:
+        kept(**batch)
+    finally:
+        change(before)
+    assert len(kept.forward.kinds) == 2
+
+
 def test_buffers_and_generators_are_as_after_a_call(make: Any, device: str) -> None:
     """The warm-up of a capture changes no running statistics and draws no numbers for others."""
     plain, kept, _ = make(0.5)

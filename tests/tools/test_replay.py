@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _python_dispatch
 
 from conftest import PLACES, running_at
 from oracle import Results, run
@@ -375,6 +378,37 @@ def test_modes_and_fakes_see_the_overload(plans: list[Any]) -> None:
     assert (len(plans), ran) == (1, ["overload"])
 
 
+def test_threads_record_in_turn(plans: list[Any]) -> None:
+    """Modes of two threads that did not end in the order of their begin left torch's flag set.
+
+    torch then takes every call for one under a mode. No test recorded in two threads at once.
+    """
+    inside, ended = [threading.Event(), threading.Event()], threading.Event()
+
+    def function(x: torch.Tensor, at: int) -> torch.Tensor:
+        inside[at].set()
+        assert (ended if at else inside[1]).wait(60)
+        return torch.empty_like(x)
+
+    planned = _plan(function)
+
+    def call_second() -> None:
+        assert inside[0].wait(60)
+        planned(torch.randn(3), 1)
+
+    second = threading.Thread(target=call_second)
+    second.start()
+    planned(torch.randn(3), 0)
+    ended.set()
+    second.join()
+    assert not _python_dispatch.is_in_torch_dispatch_mode()
+    planned(torch.randn(3), 0)
+    assert len(plans) == 1
+    planned(torch.randn(3), 1)  # it is recorded now
+    planned(torch.randn(3), 1)
+    assert len(plans) == 2
+
+
 @pytest.mark.parametrize("is_planned", [False, True])
 def test_batched_gradients_see_the_overload(plans: list[Any], is_planned: bool) -> None:
     """They have no address, which a plan's launches need; torch serves them one by one."""
@@ -402,51 +436,119 @@ def test_batched_gradients_see_the_overload(plans: list[Any], is_planned: bool) 
 
 
 class CudaLauncher:
-    """Stands for Triton's, with its name and attributes."""
+    """Stands for Triton's, with its name and attributes; `order` is what its function takes."""
 
-    launch_cooperative_grid, launch_pdl = False, True
-    arg_annotations, kernel_signature = "annotations", "signature"
-    profile_scratch_size = 0
+    def __init__(self, order: str, started: list[Any], **attributes: Any) -> None:
+        self.launch_cooperative_grid, self.launch_pdl = False, True
+        self.arg_annotations, self.kernel_signature = ["annotations"], b"signature"
+        self.global_scratch_size = self.profile_scratch_size = 0
+        self.order, self.calls = order, 0
+        self.launch = lambda *given: started.append(given)
+        self.__dict__.update(attributes)
 
-    def __init__(self, scratch: int, started: list[Any]) -> None:
-        self.global_scratch_size, self.launch = scratch, lambda *given: started.append(given)
+    def __call__(
+        self, x: int, y: int, z: int, stream: Any, function: Any, metadata: Any, *rest: Any
+    ) -> None:
+        self.calls += 1
+        more, enter, leave, *arguments = rest
+        memory = (None, None)
+        head = (x, y, z, stream, function, self.launch_cooperative_grid, self.launch_pdl)
+        kinds = (self.arg_annotations, self.kernel_signature)
+        if self.order == "3.6":
+            self.launch(*head, *memory, metadata, more, enter, leave, *arguments)
+        elif self.order == "3.7":
+            self.launch(*head, metadata, more, enter, leave, *memory, *kinds, tuple(arguments))
+        elif self.order == "a count":
+            self.launch(*head, metadata, self.calls, *kinds, tuple(arguments))
+        elif self.order == "a hidden argument":
+            self.launch(*head, metadata, *kinds, (*arguments, 0))
+        else:
+            assert self.order == "no stream"
+            self.launch(*head[:3], *head[4:], metadata, *kinds, tuple(arguments))
 
 
 HEAD = (5, 1, 1, "stream 2", "function", False, True)
 STARTED = {
-    "3.6.0": (*HEAD, None, None, "metadata", None, None, None, 16, 7),
-    "3.7.1": (*HEAD, "metadata", *[None] * 5, "annotations", "signature", (16, 7)),
+    "3.6": (*HEAD, None, None, "metadata", None, None, None, 16, 7),
+    "3.7": (*HEAD, "metadata", *[None] * 5, ["annotations"], b"signature", (16, 7)),
+}
+UNKNOWN = {
+    "scratch": ("3.7", {"global_scratch_size": 8}),
+    "a sanitizer": ("3.7", {"gsan_enabled": True}),
+    **{order: (order, {}) for order in ("a count", "a hidden argument", "no stream")},
 }
 
 
-@pytest.mark.parametrize("version", [*STARTED, "3.8.0"])
-@pytest.mark.parametrize("why", ["", "scratch", "hook"])
-def test_known_launchers_start_by_address(
-    version: str, why: str, monkeypatch: pytest.MonkeyPatch
+class Compiled:
+    """Stands for Triton's compiled kernel."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, run: Any, public: list[Any]) -> None:
+        self.run, self._public = run, public
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert grid == (5, 1, 1)
+        return lambda *given: self._public.append(given)
+
+
+@pytest.fixture
+def on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "_cuda_getCurrentRawStream"
+    monkeypatch.setattr(torch._C, name, lambda device: f"stream {device}", raising=False)
+
+
+@pytest.mark.parametrize("version", STARTED)
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_launchers_start_by_address(
+    version: str, has_hook: bool, on_a_stream: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel with scratch memory, hooks of a profiler and other versions are Triton's own."""
+    """With hooks of a profiler, launches are Triton's own."""
     started: list[Any] = []
     public: list[Any] = []
-
-    class Compiled:
-        run, function = CudaLauncher(int(why == "scratch"), started), "function"
-        packed_metadata = "metadata"
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            assert grid == (5, 1, 1)
-            return lambda *given: public.append(given)
-
-    monkeypatch.setattr(launch, "_VERSION", version.split(".")[:2])
-    stream = "_cuda_getCurrentRawStream"
-    monkeypatch.setattr(torch._C, stream, lambda device: f"stream {device}", raising=False)
-    start, by_address = launch.repeat(Compiled(), 5, 2)
+    start, by_address = launch.repeat(Compiled(CudaLauncher(version, started), public), 5, 2)
     hook = triton.knobs.runtime.launch_enter_hook
-    monkeypatch.setattr(hook, "calls", [print] if why == "hook" else [])
+    monkeypatch.setattr(hook, "calls", [print] if has_hook else [])
     start(16, 7)
-    is_known = version in STARTED and why != "scratch"
-    assert by_address == is_known
-    assert started == ([STARTED[version]] if is_known and not why else [])
-    assert public == ([] if started else [(16, 7)])
+    assert by_address
+    assert (started, public) == (([], [(16, 7)]) if has_hook else ([STARTED[version]], []))
+
+
+@pytest.mark.parametrize("why", UNKNOWN)
+def test_other_launchers_are_triton_s_own(why: str, on_a_stream: None) -> None:
+    started: list[Any] = []
+    public: list[Any] = []
+    order, attributes = UNKNOWN[why]
+    compiled = Compiled(CudaLauncher(order, started, **attributes), public)
+    start, by_address = launch.repeat(compiled, 5, 2)
+    start(16, 7)
+    assert not by_address
+    assert (started, public) == ([], [(16, 7)])
+
+
+def test_the_installed_triton_starts_by_address(
+    on_a_stream: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton 3.8 and newer had been unknown: a list named the versions that start by address.
+
+    The launcher's own class is called; its function in C, and the driver, need a GPU.
+    """
+    from triton.backends.nvidia import driver
+
+    given: list[Any] = []
+    run = object.__new__(driver.CudaLauncher)
+    like = CudaLauncher("", given)
+    run.__dict__.update(vars(like), gsan_enabled=False, num_ctas=1)
+    for name in ("global_scratch_align", "profile_scratch_align"):
+        setattr(run, name, 1)
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(), raising=False)
+    compiled = Compiled(run, [])
+    start, by_address = launch.repeat(compiled, 5, 2)
+    assert by_address
+    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [])
+    start(16, 7)
+    run(5, 1, 1, "stream 2", "function", "metadata", None, None, None, 16, 7)
+    assert given[0] == given[1]
 
 
 def test_a_plan_gives_addresses(plans: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

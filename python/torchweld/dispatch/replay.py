@@ -14,6 +14,7 @@ take tensors, or descriptors of tensors, which a plan makes without the checks o
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,6 +57,9 @@ _MAKERS: dict[str, Callable[..., torch.Tensor]] = {
 }
 # Limits: sizes with plans, and plans of a size. Gradients may have other strides, or be absent.
 _SIZES, _ALIKE = 1024, 8
+# Threads record in turn: a mode that another thread's ends before leaves torch's flag of modes set.
+# A thread that does not get its turn calls as ever, since a recorded call may wait for a trial.
+_recording = threading.RLock()
 
 
 class _Step(NamedTuple):
@@ -289,11 +293,14 @@ class Planned:
             launching = getattr(function, "launching", None)
             is_fit = launching and not any(map(is_lazy, inputs))
             found = is_fit and make_comparison(inputs, aligned=True)
-            if found and len(plans) < _ALIKE:
+            if found and len(plans) < _ALIKE and _recording.acquire(blocking=False):
+                try:
+                    plan, result = _record(function, launching, inputs)
+                finally:
+                    _recording.release()
                 if len(self._plans) >= _SIZES:
                     self._plans.clear()
-                plan, result = _record(function, launching, inputs)
-                self._plans[size] = (*plans, (found, plan))
+                self._plans[size] = (*self._plans.get(size, ()), (found, plan))
                 return result
         return self._overload(*inputs)
 
