@@ -142,7 +142,7 @@ def measure(name: str, seconds: float, compiles: bool) -> Row:
         optimizer = (torchweld.optim.AdamW if way == "fused" else plain)(made.parameters(), 1e-4)
         learners.append(Learner(way, made, optimizer, lambda m, _: m(**batch).loss))
     if seconds:
-        return Row(name, training.measure(learners, seconds=seconds, at_least=3), report)
+        return Row(name, training.measure(learners, seconds=seconds / len(learners)), report)
     steps: list[dict[str, Any]] = []
     for learner in learners:
         learner.learn()  # makes the optimizer's states

@@ -69,7 +69,7 @@ def measure(
         EIGHT_BIT: lambda: torchweld.fuse(copy.deepcopy(model)),
     }
     learners = [_learner(way, ways[way](), batch) for way in ways if way in contenders]
-    rows = training.measure(learners, seconds=SECONDS, at_least=5)
+    rows = training.measure(learners, seconds=SECONDS / len(learners), at_least=5)
     print()
     training.table(rows).show()
     return rows

@@ -117,15 +117,17 @@ def take_turns(
     return taken
 
 
-def measure(learners: Sequence[Learner], *, seconds: float) -> list[dict[str, Any]]:
+def measure(
+    learners: Sequence[Learner], *, seconds: float, at_least: int = 3, at_most: int = 50
+) -> list[dict[str, Any]]:
     """Warm up, take turns, and return a row per learner. The first learner is the unit.
 
-    Each learner has about this many seconds, for three steps and two others at least.
+    Each learner has about this many seconds, for its steps and two others.
     """
     until = time.monotonic() + seconds * len(learners)
     for at in progress([f"{learner.name}: warming up" for learner in learners]):
         learners[at].learn()
-    steps = take_turns(learners, until=until)
+    steps = take_turns(learners, until=until, at_least=at_least, at_most=at_most)
     rows: list[dict[str, Any]] = []
     for learner, taken in zip(learners, steps, strict=True):
         middle = sorted(taken, key=lambda step: step.total)[len(taken) // 2]

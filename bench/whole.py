@@ -241,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found: dict[str, Any] = {}
     for name in options.names or MODELS:
         every = learners(name, options.device, tiny=options.tiny)
-        found[name] = training.measure(every, seconds=options.seconds, at_most=40)
+        found[name] = training.measure(every, seconds=options.seconds / len(every), at_most=40)
         print(f"{name}\n{training.table(found[name]).plain()}", flush=True)
         if options.json:
             write_json(options.json, found)

@@ -5,7 +5,7 @@ Dynamo traces these functions, so none may hide what it knows: `is_compiling` is
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
@@ -41,7 +41,7 @@ def is_faking() -> bool:
     return torch._C._get_dispatch_mode(_FAKES) is not None
 
 
-def is_fake(x: Any) -> bool:
+def is_fake(x: Any) -> TypeGuard[FakeTensor]:
     """Whether a tensor has sizes, but no numbers."""
     return isinstance(x, FakeTensor)
 

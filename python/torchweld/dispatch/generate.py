@@ -36,5 +36,6 @@ def compile_function(
 def show_code(function: Callable[..., Any]) -> str | None:
     """The code of a generated function; None for others."""
     code = getattr(function, "__code__", None)
-    is_generated = code is not None and code.co_filename.startswith("<torchweld: ")
-    return inspect.getsource(code) if is_generated else None
+    if code is None or not code.co_filename.startswith("<torchweld: "):
+        return None
+    return inspect.getsource(code)

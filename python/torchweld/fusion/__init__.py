@@ -139,8 +139,8 @@ def explain_fusion(
     changed = {(row.where, row.what) for row in rows}
     kernelized = [each for each in list_kernelized(model) if each[:2] not in changed]
     rows += [Weldable(*each[:3], bool(each.becomes), reason=each.reason) for each in kernelized]
-    named = {each[:2] for each in kernelized}
-    rows += [row for row in left if (row.where, row.what) not in named]
+    told = {each[:2] for each in kernelized}
+    rows += [row for row in left if (row.where, row.what) not in told]
     order = {name: at for at, (name, _) in enumerate(model.named_modules())}
     warning = peer.warn_of_newer() if peer.is_from_transformers(model) else None
     return WeldReport(sorted(rows, key=lambda row: order[row.where]), warning)

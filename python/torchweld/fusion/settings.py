@@ -154,7 +154,8 @@ def list_read(functions: tuple[FunctionType, ...]) -> Names:
                 )
                 is_function = isinstance(value, FunctionType) and not is_torchs(value)
                 if isinstance(value, type) and issubclass(value, torch.autograd.Function):
-                    todo += [each for each in (value.forward, value.backward) if each not in todo]
+                    both: Any = (value.forward, value.backward)
+                    todo += [each for each in both if each not in todo]
                 if value is ... or not (is_function or is_plain(value)):
                     continue
                 found[function, step.argval] = value

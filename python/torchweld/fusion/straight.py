@@ -17,7 +17,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import torch
 
@@ -344,8 +344,8 @@ class _Reader:
         return _raise_to(kind, _join(*values))
 
     def _read_part(self, value: _Value, index: ast.expr, node: ast.expr, at: _Function) -> _Value:
-        if type(value) is tuple and isinstance(index, ast.Constant):
-            return value[index.value]
+        if isinstance(value, tuple) and isinstance(index, ast.Constant):
+            return value[index.value]  # type: ignore[index]
         if isinstance(value, _Thing) and _is_table(value.value):
             key = self._read(index, at)
             return (
@@ -465,7 +465,7 @@ def _is_autocast(value: Any) -> bool:
     return value is torch.autocast or name == ("transformers", "maybe_autocast")
 
 
-def _is_node(value: Any) -> bool:
+def _is_node(value: Any) -> TypeGuard[type[torch.autograd.Function]]:
     return isinstance(value, type) and issubclass(value, torch.autograd.Function)
 
 
@@ -552,8 +552,8 @@ def _assign(target: ast.expr, value: _Value, at: _Function) -> None:
         case ast.Tuple(elts=parts):
             in_pairs = type(value) is tuple and len(value) == len(parts)
             for at_part, part in enumerate(parts):
-                name = part.value if isinstance(part, ast.Starred) else part
-                _assign(name, value[at_part] if in_pairs else _level(value), at)
+                bare = part.value if isinstance(part, ast.Starred) else part
+                _assign(bare, value[at_part] if in_pairs else _level(value), at)
         case _:
             _refuse(f"sets {_quote(target)}")
 

@@ -157,7 +157,7 @@ def find_linear_act(module: torch.nn.Module, view: View) -> Iterator[Proposal | 
             yield pair
         elif pair is not None and (form := view.linear(pair.first)):
             is_torchs = forward_of(pair.first) is torch.nn.Linear.forward
-            own = {"transposed": form == "transposed"}
+            own: dict[str, Any] = {"transposed": form == "transposed"}
             own |= {} if is_torchs else {"kind": kind_of(pair.first)}
             yield _propose_both(pair, module, LinearAct, "linear_act", view, **own)
         elif pair is not None and isinstance(pair.first, torch.nn.Linear):
