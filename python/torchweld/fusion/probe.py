@@ -130,7 +130,7 @@ def read_random_states() -> tuple[Any, ...]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     states = [state.numpy().tobytes() for state in (torch.default_generator.get_state(), *cuda)]
     _, keys, *others = numpy.random.get_state(legacy=True)
-    return (*states, random.getstate(), keys.tobytes(), *others)
+    return (*states, random.getstate(), numpy.asarray(keys).tobytes(), *others)
 
 
 def depends_on_seed(module: torch.nn.Module, inputs: Sequence[Any], dtype: torch.dtype) -> bool:
