@@ -17,7 +17,7 @@ import torch
 import torch._dynamo
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo import config
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.eval_frame import OptimizeContext, _debug_get_cache_entry_list
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.autograd import forward_ad
@@ -41,7 +41,8 @@ def make(name: str, backend: Callable[..., Any], whole: bool) -> Callable[..., A
     code = call.__code__.replace(co_name=f"{name}_{next(_numbers)}")
     own = FunctionType(code, call.__globals__, name)
     context = torch._dynamo.optimize(backend, nopython=whole)  # type: ignore[no-untyped-call]
-    context.callback = _Patched(context.callback)
+    if isinstance(context, OptimizeContext):  # not with TORCHDYNAMO_DISABLE=1
+        context.callback = _Patched(context.callback)
     return context(own)  # type: ignore[no-any-return]
 
 

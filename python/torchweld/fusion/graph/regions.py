@@ -6,6 +6,7 @@ import functools
 import hashlib
 import itertools
 import threading
+import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,8 +30,8 @@ _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 class Region(Weld):
     """A module whose forward is captured at its first call, and welded.
 
-    Its class keeps the captures, so copies and pickles of the module have them too. Modules of
-    the same structure share a class, and so a graph.
+    Its class keeps the captures, so copies and pickles of the module have them too. Layers of a
+    model with the same structure share a class, and so a graph.
     """
 
     weld_structure: ClassVar[str]
@@ -198,10 +199,17 @@ def weld(model: torch.nn.Module, filter_fn: Callable[[Any, str], bool] | None) -
     left_out = {
         name for name, part in model.named_modules() if filter_fn and not filter_fn(part, name)
     }
+    # Models that are fused by themselves have graphs of their own; copies and pickles share theirs.
+    key = _read_key(model) if isinstance(model, Region) else uuid.uuid4().hex[:8]
     changed = 0
     for name, part, structure in list(list_layers(model)):
-        changed += _make_region(part, Region, name, structure, left_out)
-    return changed + _make_region(model, Root, "", _describe(model), left_out)
+        changed += _make_region(part, Region, name, f"{key} {structure}", left_out)
+    return changed + _make_region(model, Root, "", f"{key} {_describe(model)}", left_out)
+
+
+def _read_key(module: Any) -> str:
+    """What names the model that a region was fused with."""
+    return str(type(module).weld_structure).split()[0]
 
 
 def list_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
@@ -252,7 +260,7 @@ def _name_class(cls: Any) -> tuple[str, str]:
 
 def divide(module: Any) -> None:
     """Make regions of the parts of a region that does not capture."""
-    left_out = set(type(module).weld_left_out)
+    left_out, key = set(type(module).weld_left_out), _read_key(module)
     for name, part in module.named_children():
         if isinstance(part, _CONTAINERS):
             pairs = [(f"{name}.{key}", each) for key, each in part.named_children()]
@@ -260,4 +268,4 @@ def divide(module: Any) -> None:
             pairs = [(name, part)]
         for path, each in pairs:
             if each._modules or not type(each).__module__.startswith("torch.nn."):
-                _make_region(each, Region, path, _describe(each), left_out)
+                _make_region(each, Region, path, f"{key} {_describe(each)}", left_out)
