@@ -59,7 +59,7 @@ def _capture(
     forward = module.forward if kind is None else super(kind, module).forward
     try:
         capture.make(_name(module), tell, whole=True)(forward, args, kwargs)
-    except capture.Failed as error:
+    except capture.CannotCaptureError as error:
         if not _is_enough(error):
             return [], capture.explain(error)
     return placed, ""

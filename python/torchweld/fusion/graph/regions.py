@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import operator
 import threading
 import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -76,8 +76,10 @@ class Captures:
         """Run a call by its graph, which is captured if it is not there; or run it as it is."""
         if has_global_hooks() or capture.is_impossible():
             return run(*args, **kwargs)
-        # Dynamo guards on all that a forward reads but on methods of classes.
-        if tuple(map(getattr, self._classes, self._names, _NONE)) != self._functions:
+        # Dynamo guards on all that a forward reads but on methods of classes, and on attributes of
+        # a base that a class hides later.
+        now = map(getattr, self._classes, self._names, _NONE)
+        if not all(map(operator.is_, now, self._functions)):
             self.slots = {}
             self._watch(module)
         key = torch.is_grad_enabled(), module.training, torch.is_inference_mode_enabled()
@@ -94,7 +96,7 @@ class Captures:
         graphs = slot.graphs
         try:
             return slot.run(run, args, kwargs)
-        except capture.Failed as error:
+        except capture.CannotCaptureError as error:
             failed = error
         finally:
             if slot.graphs != graphs:
@@ -112,7 +114,7 @@ class Captures:
         return (each for name, each in module.named_modules() if name and name in self.left_out)
 
     def _watch(self, module: torch.nn.Module) -> None:
-        """Note the methods of all classes inside."""
+        """Note the methods and attributes of all classes inside."""
         noted = dict(
             zip(zip(self._classes, self._names, strict=True), self._functions, strict=True)
         )
@@ -120,9 +122,12 @@ class Captures:
             for base in cls.__mro__:
                 if base in (torch.nn.Module, object):
                     continue
-                for name, value in vars(base).items():
-                    if isinstance(value, FunctionType) and (cls, name) not in noted:
-                        noted[cls, name] = getattr(cls, name)
+                for name in vars(base):
+                    if name.startswith("__") or (cls, name) in noted:
+                        continue
+                    value = getattr(cls, name, None)
+                    if value is getattr(cls, name, None):  # not a new object for each access
+                        noted[cls, name] = value
         self._classes = tuple(cls for cls, _ in noted)
         self._names = tuple(name for _, name in noted)
         self._functions = tuple(noted.values())
