@@ -97,7 +97,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         codec = Codec(**storage)
         codec.check(name)
         norm, decay = self.max_grad_norm, self.ema_decay
-        check_numbers(name, options | {"ema_decay": decay})
         if norm is not None:
             checks.number(name, "max_grad_norm", norm, lambda v: v > 0, "a number > 0 or None")
         fits = not options.get("differentiable")
@@ -107,7 +106,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._codec = codec
         self._codecs_of: dict[torch.Tensor, Codec] = {}  # for groups with a codec of their own
         self._is_made = False
-        super().__init__(params, **options)
+        numbers = options | {"ema_decay": decay}
+        try:
+            super().__init__(params, **options)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if not isinstance(error, ArgumentError):
+                check_numbers(name, numbers, f" ({error})")  # with torch's own text
+            raise
+        check_numbers(name, numbers)
         check_apart(type(self).__name__, self.param_groups)
         self._is_made = True
 

@@ -29,15 +29,18 @@ _ACCEPTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
 _PAIRS = ("trust_clip", "factor_clip")
 
 
-def check_numbers(function: str, settings: Mapping[str, Any]) -> None:
-    """Check the settings that are numbers; None stands for an option that is not used."""
+def check_numbers(function: str, settings: Mapping[str, Any], told: str = "") -> None:
+    """Check the settings that are numbers; None stands for an option that is not used.
+
+    `told` ends the error's text: what torch says of the same number.
+    """
     for name, (accepted, fits) in _ACCEPTED.items():
-        value = settings.get(name)
+        value, accepted = settings.get(name), accepted + told
         several = isinstance(value, (tuple, list)) and name in ("betas", "eps")
         if name == "betas" and value is not None and not several:
             raise ArgumentError(function, name, repr(value), accepted)
         for each in value if several else (value,):  # type: ignore[union-attr]
-            number = _read(function, name, each)
+            number = _read(function, name, each, told)
             if number is not None and not (_is_finite(number) and fits(number)):
                 raise ArgumentError(function, name, repr(value), accepted)
     for name in _PAIRS:
@@ -48,12 +51,12 @@ def check_numbers(function: str, settings: Mapping[str, Any]) -> None:
             checks.fits(function, name, clip, fits_pair, "two numbers, 0 <= least <= largest")
 
 
-def _read(function: str, name: str, value: Any) -> Any:
+def _read(function: str, name: str, value: Any, told: str) -> Any:
     """The number of a tensor; None where Python may not read it."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.numel() != 1:
-        raise ArgumentError(function, name, f"of {list(value.shape)}", "one number")
+        raise ArgumentError(function, name, f"of {list(value.shape)}", f"one number{told}")
     return value.item() if checks.can_read(value) else None
 
 

@@ -35,7 +35,8 @@ def torchweld(module: torch.fx.GraphModule, inputs: list[Any], **options: Any) -
         return run_eagerly(module, rewritten)
     from torch._inductor.compile_fx import compile_fx
 
-    return with_lazy(compile_fx(module, inputs, config_patches=given or None), rewritten.lazy)
+    compiled: Any = compile_fx(module, inputs, config_patches=given or None)
+    return with_lazy(compiled, rewritten.lazy)
 
 
 def run_eagerly(module: torch.fx.GraphModule, rewritten: Rewritten) -> Callable[..., Any]:

@@ -17,22 +17,24 @@ import torch
 import torch._dynamo
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo import config
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.eval_frame import OptimizeContext, _debug_get_cache_entry_list
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.fx import _symbolic_trace
 
 from torchweld import state
 
-# What a capture raises before it runs anything of the call.
-Failed = TorchDynamoException
+
+class CannotCaptureError(Exception):
+    """What a capture raises before it runs anything of the call. Its cause is Dynamo's error."""
+
+
 _numbers = itertools.count()
 
 
 def make(name: str, backend: Callable[..., Any], whole: bool) -> Callable[..., Any]:
     """A function that runs `run(*args, **kwargs)` by graphs, which `backend` gets.
 
-    `whole` raises `Failed` if the call is not captured as one graph. Dynamo counts variants of a
+    `whole` raises an error if the call is not captured as one graph. Dynamo counts variants of a
     code object, and learns from it which sizes change: this function has its own.
     """
 
@@ -42,7 +44,8 @@ def make(name: str, backend: Callable[..., Any], whole: bool) -> Callable[..., A
     code = call.__code__.replace(co_name=f"{name}_{next(_numbers)}")
     own = FunctionType(code, call.__globals__, name)
     context = torch._dynamo.optimize(backend, nopython=whole)  # type: ignore[no-untyped-call]
-    context.callback = _Patched(context.callback)
+    if isinstance(context, OptimizeContext):  # not with TORCHDYNAMO_DISABLE=1
+        context.callback = _Patched(context.callback)
     return context(own)  # type: ignore[no-any-return]
 
 
@@ -74,7 +77,10 @@ class _Patched:
         with warnings.catch_warnings(), settings:
             # Dynamo reads gradients of inputs, which warns, and gives advice how to write models.
             warnings.simplefilter("ignore")
-            return self._compile_frame(*args, **kwargs)
+            try:
+                return self._compile_frame(*args, **kwargs)
+            except Exception as error:  # Dynamo's own errors have many types
+                raise CannotCaptureError(str(error)) from error
 
 
 def _list_logging() -> set[Any]:

@@ -55,11 +55,11 @@ def _capture(
         placed.extend(rewrite(graph, FINDERS, left_out).placed)
         raise _EnoughError
 
-    kind = next((cls for cls in type(module).__mro__ if "weld_captures" in vars(cls)), None)
+    kind: Any = next((cls for cls in type(module).__mro__ if "weld_captures" in vars(cls)), None)
     forward = module.forward if kind is None else super(kind, module).forward
     try:
         capture.make(_name(module), tell, whole=True)(forward, args, kwargs)
-    except capture.Failed as error:
+    except capture.CannotCaptureError as error:
         if not _is_enough(error):
             return [], capture.explain(error)
     return placed, ""

@@ -180,10 +180,10 @@ class _Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         written = _list_written(func, args, kwargs) if func._schema.is_mutable else ()
-        normal = (func, args, kwargs) if written else normalize(func, args, kwargs)
+        name, given, named = (func, args, kwargs) if written else normalize(func, args, kwargs)
         out = func(*args, **kwargs)
         if func.namespace != "prim":  # questions about a tensor's device
-            self.record.add(*normal, out, written)
+            self.record.add(name, given, named, out, written)
         return out
 
 

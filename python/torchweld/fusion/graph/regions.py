@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import operator
 import threading
+import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -29,8 +30,8 @@ _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 class Region(Weld):
     """A module whose forward is captured at its first call, and welded.
 
-    Its class keeps the captures, so copies and pickles of the module have them too. Modules of
-    the same structure share a class, and so a graph.
+    Its class keeps the captures, so copies and pickles of the module have them too. Layers of a
+    model with the same structure share a class, and so a graph.
     """
 
     weld_structure: ClassVar[str]
@@ -75,8 +76,10 @@ class Captures:
         """Run a call by its graph, which is captured if it is not there; or run it as it is."""
         if has_global_hooks() or capture.is_impossible():
             return run(*args, **kwargs)
-        # Dynamo guards on all that a forward reads but on methods of classes.
-        if tuple(map(getattr, self._classes, self._names, _NONE)) != self._functions:
+        # Dynamo guards on all that a forward reads but on methods of classes, and on attributes of
+        # a base that a class hides later.
+        now = map(getattr, self._classes, self._names, _NONE)
+        if not all(map(operator.is_, now, self._functions)):
             self.slots = {}
             self._watch(module)
         key = torch.is_grad_enabled(), module.training, torch.is_inference_mode_enabled()
@@ -93,7 +96,7 @@ class Captures:
         graphs = slot.graphs
         try:
             return slot.run(run, args, kwargs)
-        except capture.Failed as error:
+        except capture.CannotCaptureError as error:
             failed = error
         finally:
             if slot.graphs != graphs:
@@ -111,7 +114,7 @@ class Captures:
         return (each for name, each in module.named_modules() if name and name in self.left_out)
 
     def _watch(self, module: torch.nn.Module) -> None:
-        """Note the methods of all classes inside."""
+        """Note the methods and attributes of all classes inside."""
         noted = dict(
             zip(zip(self._classes, self._names, strict=True), self._functions, strict=True)
         )
@@ -119,9 +122,12 @@ class Captures:
             for base in cls.__mro__:
                 if base in (torch.nn.Module, object):
                     continue
-                for name, value in vars(base).items():
-                    if isinstance(value, FunctionType) and (cls, name) not in noted:
-                        noted[cls, name] = getattr(cls, name)
+                for name in vars(base):
+                    if name.startswith("__") or (cls, name) in noted:
+                        continue
+                    value = getattr(cls, name, None)
+                    if value is getattr(cls, name, None):  # not a new object for each access
+                        noted[cls, name] = value
         self._classes = tuple(cls for cls, _ in noted)
         self._names = tuple(name for _, name in noted)
         self._functions = tuple(noted.values())
@@ -198,10 +204,17 @@ def weld(model: torch.nn.Module, filter_fn: Callable[[Any, str], bool] | None) -
     left_out = {
         name for name, part in model.named_modules() if filter_fn and not filter_fn(part, name)
     }
+    # Models that are fused by themselves have graphs of their own; copies and pickles share theirs.
+    key = _read_key(model) if isinstance(model, Region) else uuid.uuid4().hex[:8]
     changed = 0
     for name, part, structure in list(list_layers(model)):
-        changed += _make_region(part, Region, name, structure, left_out)
-    return changed + _make_region(model, Root, "", _describe(model), left_out)
+        changed += _make_region(part, Region, name, f"{key} {structure}", left_out)
+    return changed + _make_region(model, Root, "", f"{key} {_describe(model)}", left_out)
+
+
+def _read_key(module: Any) -> str:
+    """What names the model that a region was fused with."""
+    return str(type(module).weld_structure).split()[0]
 
 
 def list_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
@@ -252,7 +265,7 @@ def _name_class(cls: Any) -> tuple[str, str]:
 
 def divide(module: Any) -> None:
     """Make regions of the parts of a region that does not capture."""
-    left_out = set(type(module).weld_left_out)
+    left_out, key = set(type(module).weld_left_out), _read_key(module)
     for name, part in module.named_children():
         if isinstance(part, _CONTAINERS):
             pairs = [(f"{name}.{key}", each) for key, each in part.named_children()]
@@ -260,4 +273,4 @@ def divide(module: Any) -> None:
             pairs = [(name, part)]
         for path, each in pairs:
             if each._modules or not type(each).__module__.startswith("torch.nn."):
-                _make_region(each, Region, path, _describe(each), left_out)
+                _make_region(each, Region, path, f"{key} {_describe(each)}", left_out)

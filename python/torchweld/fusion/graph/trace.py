@@ -15,7 +15,16 @@ from torchweld.fusion.graph.record import Record, Ref, find_storage, read_casts,
 
 _AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
 _COUNTERS = (torch._C._log_api_usage_once,)  # they do nothing to what is computed
-_VALUES = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, int, float, complex, str)
+_VALUES: tuple[type, ...] = (
+    torch.Tensor,
+    torch.SymInt,
+    torch.SymFloat,
+    torch.SymBool,
+    int,
+    float,
+    complex,
+    str,
+)
 _VALUES += (torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), slice)
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
@@ -116,7 +125,7 @@ class Trace(torch.fx.Interpreter):
     def describe_results(self) -> list[Any]:
         """Sizes, strides and shared memory of what the graph returns."""
         owners: dict[int, str] = {}
-        described = []
+        described: list[Any] = []
         for node in self.nodes:
             if node.op == "placeholder" and isinstance(self.value[node], Ref):
                 storage = find_storage(self.record.values[self.value[node].at])

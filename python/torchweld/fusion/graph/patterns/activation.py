@@ -11,14 +11,15 @@ from torchweld import functional
 from torchweld.fusion.graph.normal import aten
 from torchweld.fusion.graph.prove import Proposal
 from torchweld.fusion.graph.record import Record, Ref
+from torchweld.names import ActivationName, Approximation
 
 
 class Activation(NamedTuple):
     """An activation: how it is written, and the names that torchweld has for it."""
 
     written: str
-    name: str
-    approximate: str = "none"
+    name: ActivationName
+    approximate: Approximation = "none"
 
 
 _TANH = Activation("gelu by tanh in parts", "gelu", "tanh")

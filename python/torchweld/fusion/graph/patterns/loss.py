@@ -14,6 +14,7 @@ from torchweld.fusion.graph.normal import aten
 from torchweld.fusion.graph.prove import Late, Proposal
 from torchweld.fusion.graph.record import Record, Ref, Step, as_float
 from torchweld.fusion.patterns.logits import Deferred
+from torchweld.names import Reduction
 
 _REDUCTIONS = ("none", "mean", "sum")
 _CAST, _VIEW = aten._to_copy.default, aten.view.default
@@ -29,7 +30,7 @@ def _flatten(logits: Any) -> Any:
 
 
 def _reference(
-    h: Any, weight: Any, bias: Any, target: Any, steps: _Steps, ignored: int, reduction: str
+    h: Any, weight: Any, bias: Any, target: Any, steps: _Steps, ignored: int, reduction: Reduction
 ) -> Any:
     z = torch.nn.functional.linear(h, weight, bias)
     for function, *given in steps:
@@ -38,7 +39,7 @@ def _reference(
 
 
 def _run(
-    h: Any, weight: Any, bias: Any, target: Any, steps: _Steps, ignored: int, reduction: str
+    h: Any, weight: Any, bias: Any, target: Any, steps: _Steps, ignored: int, reduction: Reduction
 ) -> Any:
     scale, cap = Deferred(h, 0, steps).read_scale_and_cap()
     is_wide, device = (torch.Tensor.float,) in steps, h.device.type
@@ -94,10 +95,11 @@ def find_loss(record: Record, at: int) -> Iterator[Proposal]:
         if not all(isinstance(each, Ref) for each in given):
             return
         numbers = [each.at for each in given]
-        run = (_reference, _run) if bias else (_without_bias, _run_without_bias)
-        late = Late(results, *numbers) if bias else Late(results, *numbers, None)
+        reference, run = (_reference, _run) if bias else (_without_bias, _run_without_bias)
+        h, weight, *biases = numbers
+        late = Late(results, h, weight, biases[0] if bias else None)
         inputs, out = [*numbers, target.at], step.outs[0]
-        yield Proposal("linear_cross_entropy", inputs, [out], *run, constants, late)
+        yield Proposal("linear_cross_entropy", inputs, [out], reference, run, constants, late)
 
 
 def _climb(record: Record, value: Any) -> tuple[Step, list[tuple[int, Any]]] | None:

@@ -72,7 +72,7 @@ def find_rms_norm(record: Record, at: int) -> Iterator[Proposal]:
         if isinstance(weight, Ref) and record.shape(weight) == record.shape(x)[-1:]:
             number = as_float(eps)
             yield Proposal(
-                "rms_norm", [x.at, weight.at], step.outs[:1], _fused, _run_fused, (number,)
+                "rms_norm", [x.at, weight.at], [step.outs[0]], _fused, _run_fused, (number,)
             )
     for x, weight, out, eps, kind in _list_norms(record, at):
         if weight is None:

@@ -65,7 +65,7 @@ def _read(record: Record, step: Step) -> tuple[Ref, Ref, Ref] | None:
     for plain, turned in (products, products[::-1]):
         joined = turned and record.maker(turned.args[0], aten.cat.default)
         negative = joined and record.maker(joined.args[0][0], aten.neg.default)
-        x = negative and record.strip(negative.args[0], aten.slice.Tensor)
+        x: Any = negative and record.strip(negative.args[0], aten.slice.Tensor)
         if plain is None or turned is None or x is None or plain.args[0] != x:
             continue
         cos, sin = plain.args[1], turned.args[1]

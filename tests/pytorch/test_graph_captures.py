@@ -1,0 +1,211 @@
+"""Captures that break, what explain_fusion tells of them, and the backend of torch.compile."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import torchweld
+from torchweld.errors import ArgumentError
+from torchweld.fusion.graph import backend, regions
+from words import (
+    WIDTH,
+    WORDS,
+    Layer,
+    Words,
+    compare,
+    fuse_two,
+    list_ops,
+    make_ids,
+    make_words,
+    step,
+)
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Any:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+# --- Captures that break --------------------------------------------------------------------------
+
+
+class Breaking(Words):
+    """A model whose forward Dynamo cannot follow, around layers that it can."""
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if float(self.head.weight.detach().sum()) > 1e9:
+            raise ValueError
+        return super().forward(ids)
+
+
+class BreakingLayer(Layer):
+    """A layer that breaks in itself; its norm is captured."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        if x.detach().sum().item() > 1e9:
+            raise ValueError
+        return super().forward(x, scale)
+
+
+def test_a_forward_that_breaks_is_captured_in_pieces() -> None:
+    torch.manual_seed(0)
+    got, want = fuse_two(Breaking())
+    compare(step(got, make_ids()), step(want, make_ids()))
+    ops = list_ops(got)
+    assert ops.count("linear_cross_entropy") == 1
+    assert ops.count("gated_act") >= 1
+    (slot,) = type(got).weld_captures.slots.values()
+    assert "test_graph_captures.py" in slot.reason
+
+
+def test_a_layer_that_breaks_is_divided() -> None:
+    model = make_words()
+    model.layers = nn.ModuleList(BreakingLayer() for _ in range(3))
+    got, want = fuse_two(model)
+    for _ in range(3):
+        compare(step(got, make_ids()), step(want, make_ids()))
+    assert "rms_norm" in list_ops(got)
+
+
+def test_an_error_of_the_model_is_raised_as_it_is() -> None:
+    model = torchweld.fuse(make_words(), by="graph")
+    with pytest.raises(IndexError):
+        model(torch.full((2, 3), WORDS))
+    ids = make_ids()
+    compare(step(model, ids), step(make_words(), ids))
+
+
+def test_more_kinds_of_calls_than_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a number of graphs further kinds of calls run as they are; known ones keep theirs."""
+    monkeypatch.setattr(regions, "LIMIT", 3)
+    torch.manual_seed(0)
+    got, want = fuse_two(Layer())
+    x = torch.randn(2, 4, WIDTH)
+    results = []
+    with pytest.warns(UserWarning, match="has 3 graphs, for as many kinds of calls"):
+        results += [got(x, scale) for scale in (1.0, 2.0, 3.0, 4.0, 5.0)]
+    for scale, result in enumerate(results, 1):
+        torch.testing.assert_close(result, want(x, float(scale)), rtol=1e-5, atol=1e-5)
+    (slot,) = type(got).weld_captures.slots.values()
+    assert slot.graphs == 3
+    torch.testing.assert_close(got(x, 2.0), want(x, 2.0), rtol=1e-5, atol=1e-5)
+
+
+# --- Explanations ---------------------------------------------------------------------------------
+
+
+class Scaled(Layer):
+    """A norm that is scaled in its middle, and a gate that is read twice."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) * 0.5 + 1e-6) * self.norm.weight
+        gate = functional.silu(self.gate(y))
+        return x + self.down(gate * self.up(y) + gate)
+
+
+def test_an_explanation_is_the_same_before_and_after() -> None:
+    model, ids = make_words(), make_ids()
+    before = torchweld.explain_fusion(model, ids, by="graph")
+    torchweld.fuse(model, by="graph")
+    after = torchweld.explain_fusion(model, ids, by="graph")
+    assert [row.becomes for row in before] == [row.becomes for row in after]
+    assert all(row.becomes and not row.welded for row in before)
+    assert all(row.welded for row in after)
+    assert {(row.where, row.becomes) for row in after} >= {
+        ("", "linear_cross_entropy"),
+        ("layers.1.norm", "dropout_add_rms_norm"),
+    }
+    step(model, ids)
+    slot = type(model).weld_captures.slots[True, True, False]
+    assert [placed.op for placed in slot.placed] == [row.becomes for row in after]
+
+
+def test_an_explanation_names_the_operation_that_differs() -> None:
+    report = torchweld.explain_fusion(Scaled(), torch.randn(2, 3, WIDTH), by="graph")
+    reasons = [row.reason for row in report if row.reason]
+    assert any("no rms_norm: mul by 0.5 stands where mean" in reason for reason in reasons)
+    assert any("no gated_act: another operation reads an inner value" in r for r in reasons)
+    assert all("test_graph_captures.py:" in reason for reason in reasons)
+
+
+def test_an_explanation_says_where_a_capture_breaks() -> None:
+    model = make_words()
+    model.layers = nn.ModuleList((Layer(), BreakingLayer()))
+    state = torch.get_rng_state()
+    report = torchweld.explain_fusion(model, make_ids(), by="graph")
+    assert torch.equal(torch.get_rng_state(), state)
+    reasons = {row.where: row.reason for row in report if row.reason}
+    assert "captured in parts" in reasons[""]
+    assert "test_graph_captures.py:" in reasons["layers.1"]
+    assert {row.becomes for row in report if row.where.startswith("layers.0")} >= {"gated_act"}
+
+
+def test_an_explanation_without_an_example() -> None:
+    with pytest.raises(ArgumentError, match="example is empty; accepted: the arguments of a call"):
+        torchweld.explain_fusion(make_words(), by="graph")
+
+
+# --- The backend of torch.compile -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_the_backend(compiler: str) -> None:
+    model = make_words(layers=2)
+    compiled = torch.compile(
+        copy.deepcopy(model), backend=backend.torchweld, options={"compiler": compiler}
+    )
+    results = []
+    for each in (compiled, model):
+        each.zero_grad()
+        loss, logits = each(make_ids())
+        loss.backward()
+        grads = {n.removeprefix("_orig_mod."): p.grad for n, p in each.named_parameters()}
+        results.append({"loss": loss.detach(), "logits": (logits + 0).detach(), **grads})
+    compare(*results)
+
+
+def test_the_backend_is_found_by_its_name(tmp_path: Path) -> None:
+    """torch finds it in the metadata of the installed package, before anybody imports torchweld."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    start = text.index("[project.entry-points.torch_dynamo_backends]")
+    section = text[start : text.index("[", start + 1)]
+    line = section.splitlines()[1].replace('"', "")
+    info = tmp_path / "torchweld_backend-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchweld-backend\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[torch_dynamo_backends]\n{line}\n")
+    program = (
+        "import sys, torch\n"
+        "assert 'torchweld' in torch.compiler.list_backends()\n"
+        "assert 'torchweld' not in sys.modules\n"
+        "norm = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())\n"
+        "run = torch.compile(norm, backend='torchweld', options={'compiler': 'eager'})\n"
+        "x = torch.randn(2, 8)\n"
+        "torch.testing.assert_close(run(x), norm(x), rtol=1e-5, atol=1e-5)\n"
+        "assert 'torchweld' in sys.modules\n"
+    )
+    source = Path(torchweld.__file__).parents[1]
+    path = os.pathsep.join((str(tmp_path), str(source)))
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_compiler_that_the_backend_lacks() -> None:
+    compiled = torch.compile(Layer(), backend=backend.torchweld, options={"compiler": "llvm"})
+    with pytest.raises(Exception, match=r"options\['compiler'\] is 'llvm'"):
+        compiled(torch.randn(2, 3, WIDTH))
