@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from torchweld.bench import evidence, gpu, jobs, limits, machine, own_model, plots, steps
+from torchweld.bench import evidence, gpu, jobs, launched, limits, machine, own_model, plots, steps
 from torchweld.bench.blocks import BLOCKS
 from torchweld.bench.cases import DTYPES, MIDDLE, name_dtype
 from torchweld.bench.contenders import COMPILE, PEERS, rivals
@@ -337,8 +338,14 @@ def _check_evidence() -> int:
     root = evidence.root()
     if root is None:
         raise Refusal("--check-evidence needs the repository's sources; they are not in a wheel")
+    records = evidence.read_records()
+    if importlib.util.find_spec("triton") is not None:
+        folder = root / "bench" / "evidence"
+        evidence.write_codes(folder / evidence.COMPILED, launched.renew(records, root))
+        for path in folder.glob("*.json"):
+            write_json(path, records[json.loads(path.read_text())["gpu"]])
     table = Table(["op", "backend", "GPU", "evidence"], numbers_from=4)
-    for line in evidence.list_states(root, evidence.read_records()):
+    for line in evidence.list_states(root, records):
         table.add(*line)
     table.show()
     return 0

@@ -1,4 +1,9 @@
-"""Evidence from GPUs, which `bench/gpu.py` records: times, and whether their sources changed."""
+"""Evidence from GPUs, which `bench/gpu.py` records: times, and whether they are still so.
+
+A row is current if its op's sources are what was measured, or if they compile to what was measured:
+`launched.py` has how. `--check-evidence` compiles, and keeps the present sources' code in
+evidence/compiled.tsv, so that nobody else need.
+"""
 
 from __future__ import annotations
 
@@ -164,6 +169,44 @@ def read_records() -> dict[str, dict[str, Any]]:
     return {record["gpu"]: record for record in loaded}
 
 
+# The code of present sources: op, sources, case, version of Triton, hash.
+COMPILED = "compiled.tsv"
+_HEAD = ("op", "sources", "case", "triton", "code")
+Codes = dict[tuple[str, str, str], dict[str, str]]  # by op, sources and case: by version of Triton
+
+
+@functools.cache
+def read_codes() -> Codes:
+    """What the sources of COMPILED compile to."""
+    path = resources.files("torchweld.bench") / "evidence" / COMPILED
+    found: Codes = {}
+    for line in path.read_text().splitlines()[1:] if path.is_file() else ():
+        op, sources, case, version, code = line.split("\t")
+        found.setdefault((op, sources, case), {})[version] = code
+    return found
+
+
+def write_codes(path: Path, codes: Codes) -> None:
+    """Write COMPILED."""
+    lines = [(*at, *one) for at, by in sorted(codes.items()) for one in sorted(by.items())]
+    path.write_text("".join("\t".join(line) + "\n" for line in [_HEAD, *lines]))
+    read_codes.cache_clear()
+
+
+def name_row(row: dict[str, Any]) -> str:
+    """The case and direction of a row, in words."""
+    return " ".join(filter(None, ("x".join(map(str, row["shape"])), *(row[k] for k in CASE[1:]))))
+
+
+def is_current(op: str, proof: dict[str, Any], row: dict[str, Any], now: str) -> bool:
+    """Whether sources with the hash `now` launch what a row measured.
+
+    It is so if a version of Triton compiles both to the same.
+    """
+    codes = read_codes().get((op, now, name_row(row)), {})
+    return proof["sources"] == now or bool(row.get("code", {}).items() & codes.items())
+
+
 def list_states(folder: Path, records: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     """Op, GPU backend, GPU, and the state of its evidence."""
     lines = list[tuple[str, ...]]()
@@ -172,14 +215,24 @@ def list_states(folder: Path, records: dict[str, dict[str, Any]]) -> list[tuple[
             now, found = sources_hash(op, backend, folder), False
             for gpu, record in records.items():
                 if proof := record["ops"].get(op.name, {}).get(backend):
-                    current = proof["sources"] == now
-                    state = "current" if current else "stale: its sources changed since"
-                    counts = describe_counts(proof)
-                    lines.append((op.name, backend, gpu, f"{state} ({counts})"))
+                    state = f"{_describe_state(op.name, proof, now)} ({describe_counts(proof)})"
+                    lines.append((op.name, backend, gpu, state))
                     found = True
             if not found:
                 lines.append((op.name, backend, "-", "never run on a GPU"))
     return lines
+
+
+def _describe_state(op: str, proof: dict[str, Any], now: str) -> str:
+    if proof["sources"] == now:
+        return "current"
+    stale = [name_row(row) for row in proof["results"] if not is_current(op, proof, row, now)]
+    count = len(proof["results"])
+    if count and not stale:
+        return "current: its sources changed since, and compile to the same"
+    if len(stale) == count:
+        return "stale: its sources changed since"
+    return f"stale in {len(stale)} of {count} cases: {'; '.join(stale)}"
 
 
 def describe_counts(proof: dict[str, Any]) -> str:
@@ -196,9 +249,10 @@ def list_results(record: dict[str, Any], folder: Path | None) -> list[Result]:
         for backend, proof in proofs.items() if op in PROVEN else ():
             if backend not in files_of(PROVEN[op]):  # a kernel that left
                 continue
-            now = folder and sources_hash(PROVEN[op], backend, folder)
-            contender = backend if now in (None, proof["sources"]) else f"{backend} (stale)"
+            now = "" if folder is None else sources_hash(PROVEN[op], backend, folder)
             for kept in proof["results"]:
+                is_so = not now or is_current(op, proof, kept, now)
+                contender = backend if is_so else f"{backend} (stale)"
                 eager = kept["eager_ms"]  # None: eager did not fit
                 speed_up = None if eager is None else eager / kept["ms"]
                 figures = {name: kept[name] for name in KEPT}

@@ -153,6 +153,7 @@ def modules() -> str:
 
 CPU = Path(__file__).parent / "measured" / "cpu.json"
 ROOT = CPU.parents[2]
+STALE = " (stale)"
 NO_GPU = "No GPU has run this yet. `make gpu` writes `bench/evidence/` on one."
 
 
@@ -181,11 +182,22 @@ def measured() -> str:
         results = _select_middle(evidence.list_results(record, ROOT))
         timed = [result for result in results if result.direction in ("full", "step")]
         about = f"On a GPU: {gpu}, torch {record['versions']['torch']}, {record['date']}."
-        shown = _select([*timed, *evidence.list_rivals(record)], SHOWN_ON_GPU)
-        parts += [about, _without_marks(shown)]
+        current = [result for result in timed if STALE not in result.contender]
+        if shown := _select([*current, *_list_rivals(record, current)], SHOWN_ON_GPU):
+            parts += [about, report.markdown(shown)]
     if not evidence.read_records():
         parts.append(NO_GPU + "\n")
     return "\n" + "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def _list_rivals(record: dict[str, Any], shown: list[Result]) -> list[Result]:
+    """The rivals of the rows that are shown."""
+    rows = {(r.op, tuple(r.shape), r.variant, r.dtype, r.direction) for r in shown}
+    return [
+        r
+        for r in evidence.list_rivals(record)
+        if (r.op, tuple(r.shape), r.variant, r.dtype, r.direction) in rows
+    ]
 
 
 def _select(results: list[Result], shown: tuple[tuple[str, str, str], ...]) -> list[Result]:
@@ -215,11 +227,11 @@ def _without_marks(results: list[Result]) -> str:
     """Return a table, and below it how many of its rows are stale."""
     marked = report.markdown(results).rstrip("\n")
     rows = [line for line in marked.splitlines() if line.startswith("| `")]
-    stale = sum(" (stale)" in row for row in rows)
+    stale = sum(STALE in row for row in rows)
     if not stale:
         return marked
     about = f"The sources of {stale} of these {len(rows)} rows have changed since."
-    return f"{marked.replace(' (stale)', '')}\n\n{about}"
+    return f"{marked.replace(STALE, '')}\n\n{about}"
 
 
 def _select_middle(results: list[Result]) -> list[Result]:
@@ -243,7 +255,20 @@ def gpu_times() -> str:
         results = evidence.list_results(record, ROOT)
         parts.append(f"{about} A large copy reaches {copies:.1f} TB/s, reads and writes counted.")
         parts.append(report.markdown([*results, *evidence.list_rivals(record)]))
+        parts.append(_list_stale(results))
     return "\n" + "\n\n".join(part.rstrip("\n") for part in parts or [NO_GPU]) + "\n"
+
+
+def _list_stale(results: list[Result]) -> str:
+    """Return what must be measured again, by op."""
+    stale: dict[str, list[str]] = {}
+    for r in results:
+        if STALE in r.contender:
+            stale.setdefault(r.op, []).append(f"{r.label} {r.dtype} {r.direction}")
+    count = sum(map(len, stale.values()))
+    about = f"{len(results) - count} of {len(results)} rows are current."
+    lines = [f"- `{op}`: {', '.join(rows)}" for op, rows in stale.items()]
+    return "\n".join([about, *["To be measured again:\n"] * bool(lines), *lines])
 
 
 def gpu() -> str:

@@ -20,6 +20,7 @@ STAND_INS = (
     "emulator",
     "ops/test_seeds.py::test_kernels_compile_with_a_seed_by_value",
     "tools/test_gpu.py",
+    "tools/test_launched.py",
     "tools/test_triton_aot.py",
     "tools/test_triton_slots.py",
 )
@@ -88,6 +89,7 @@ OF_TORCH = (
     "optim/test_optim_conformance.py",
     "optim/test_optim_gradients.py",
     "pytorch",
+    "tools/test_launchers.py",
     "tools/test_native.py",
     "tools/test_triton_aot.py",
 )

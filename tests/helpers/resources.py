@@ -72,43 +72,16 @@ def launches(capability: int) -> Iterator[tuple[str, Any]]:
                 yield case, launch
 
 
-def signature_of(
-    launch: Any, aligned: bool = True
-) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
-    """Types, constants and alignments of a launch, by the rules of Triton's JIT.
-
-    `aligned=False`: of views, of whose addresses and strides Triton knows nothing. Widths stay what
-    they are, since they choose the tile.
-    """
-    import torch
-    from triton.runtime.jit import mangle_type
-
-    types, constants, attributes = {}, {}, {}
-    compiler = {"num_warps", "num_stages", "maxnreg", "enable_fp_fusion"}
-    given = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
-    given |= {name: value for name, value in launch.options.items() if name not in compiler}
-    for parameter in launch.kernel.params:
-        name, value = parameter.name, given[parameter.name]
-        is_integer = isinstance(value, int) and not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or (is_integer and value == 1):
-            types[name], constants[name] = "constexpr", value
-            continue
-        types[name] = mangle_type(value)
-        is_multiple = is_integer and not parameter.do_not_specialize_on_alignment and not value % 16
-        of_a_view = isinstance(value, torch.Tensor) or name.endswith("_stride")
-        if (isinstance(value, torch.Tensor) or is_multiple) and (aligned or not of_a_view):
-            attributes[(parameter.num,)] = [["tt.divisibility", 16]]
-    return types, constants, attributes
-
-
 class Compile:
     """A launch, for tensors that Triton knows to be aligned or for any."""
 
     def __init__(self, case: str, launch: Any, aligned: bool) -> None:
+        from torchweld.bench import launched
+
         self.case, self.launch, self.aligned = case, launch, aligned
         self._file = Path(launch.kernel.fn.__code__.co_filename).resolve()
         self.kernel = f"{self._file.stem}.{launch.kernel.fn.__name__}"
-        self.signature = signature_of(launch, aligned)
+        self.signature = launched.sign(launch, aligned)
         given = launch.options if aligned else launch.unaligned_options()
         self.options = {k: v for k, v in given.items() if k not in self.signature[0]}
         self.key = hashlib.sha256(self._text().encode()).hexdigest()[:16]
@@ -117,19 +90,15 @@ class Compile:
         """All that the machine code depends on, but for the versions of Triton and of the GPU."""
         from torchweld.bench import evidence
 
-        code = evidence.hash_of(evidence.find_used([self._file], ROOT), ROOT)
+        # launch.py starts kernels, and is no part of one.
+        used = [p for p in evidence.find_used([self._file], ROOT) if p.name != "launch.py"]
+        code = evidence.hash_of(used, ROOT)
         return f"{code} {self.kernel} {self.signature} {self.options}"
 
     def compile(self, capability: int) -> Any:
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-        from triton.experimental.gluon._runtime import GluonASTSource
+        from torchweld.bench import launched
 
-        target = GPUTarget("cuda", capability, 32)
-        kernel = self.launch.kernel
-        source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, *self.signature)
-        return triton.compile(source, target=target, options=self.options)
+        return launched.compile_launch(self.launch.kernel, self.signature, self.options, capability)
 
     def run(self, capability: int) -> dict[str, int]:
         compiled = self.compile(capability)

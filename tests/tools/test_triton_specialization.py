@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import fresh
-from resources import CAPABILITIES, launches, signature_of
+from resources import CAPABILITIES, launches
+from torchweld.bench.launched import sign
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -80,7 +81,7 @@ def _specialised_integers() -> list[str]:
 
 def _signatures(every: Iterator[Any]) -> int:
     """How often Triton compiles for these launches."""
-    return len({f"{each.kernel.fn} {signature_of(each)} {each.options}" for each in every})
+    return len({f"{each.kernel.fn} {sign(each)} {each.options}" for each in every})
 
 
 def _softmaxes(causal: bool) -> Iterator[Any]:

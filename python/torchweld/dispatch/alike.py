@@ -53,7 +53,7 @@ def is_plain(t: torch.Tensor) -> bool:
     return (
         type(t) in PLAIN
         and t.layout is torch.strided
-        and not (t.is_nested or t.is_meta or state.is_batched(t))
+        and not (t.is_nested or t.is_meta or state.is_legacy_batchedtensor(t))
     )
 
 

@@ -1,0 +1,70 @@
+"""Evidence by what is compiled: what makes a row stale, and what does not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import fresh
+import planted
+from torchweld.bench import evidence, launched
+from torchweld.bench.cases import CASES, Case
+from torchweld.registry import OPS, Composite
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+
+def test_what_runs_otherwise_has_another_code() -> None:
+    """One instruction, option, size or grid counts; comments, places and names do not.
+
+    A hash of sources called 144 of 147 rows stale, most of which compiled to the same.
+    """
+    codes = json.loads(fresh.run_file(planted.__file__, TRITON_INTERPRET="0"))
+    stale = {name for name, code in codes.items() if code != codes[""]}
+    assert stale == {"an instruction", *planted.OPTIONS}
+
+
+@pytest.mark.parametrize("direction", ["fwd", "full"])
+@pytest.mark.parametrize(
+    "name",
+    [n for n, op in OPS.items() if "triton" in op.sources and not isinstance(op, Composite)],
+)
+def test_launches_are_found_without_a_gpu(name: str, direction: str) -> None:
+    case = Case(OPS[name], CASES[name].benchmarks_on_gpu[0], torch.bfloat16, "cuda")
+    kernels = [each.kernel for each, _ in launched.list_launches(case, direction)]
+    assert kernels
+    if direction == "full":
+        forward = [each.kernel for each, _ in launched.list_launches(case, "fwd")]
+        assert len(kernels) > len(forward)
+
+
+def test_a_row_is_current_by_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal under any version of Triton that both have is enough, and none in common is stale."""
+    row: dict[str, Any] = {"shape": [4, 8], "variant": "p 0.1", "dtype": "bfloat16"}
+    row |= {"direction": "fwd", "code": {"3.6.0": "a", "3.7.1": "b"}}
+    at = ("softmax_dropout", "now", "4x8 p 0.1 bfloat16 fwd")
+    assert evidence.name_row(row) == at[2]
+
+    def is_current(codes: dict[str, str], sources: str = "then") -> bool:
+        monkeypatch.setattr(evidence, "read_codes", lambda: {at: codes})
+        return evidence.is_current("softmax_dropout", {"sources": sources}, row, "now")
+
+    assert is_current({"3.7.1": "b"})
+    assert is_current({"3.6.0": "x", "3.7.1": "b"})
+    assert not is_current({"3.7.1": "a"})
+    assert not is_current({"3.8.0": "b"})
+    assert not is_current({})
+    assert is_current({}, "now")
+
+
+def test_codes_are_kept_by_sources(tmp_path: Any) -> None:
+    codes = {("norm", "a", "4x8 fwd"): {"3.6.0": "x", "3.7.1": "y"}}
+    evidence.write_codes(tmp_path / "kept.tsv", codes)
+    assert (tmp_path / "kept.tsv").read_text().splitlines() == [
+        "op\tsources\tcase\ttriton\tcode",
+        "norm\ta\t4x8 fwd\t3.6.0\tx",
+        "norm\ta\t4x8 fwd\t3.7.1\ty",
+    ]
