@@ -62,6 +62,8 @@ class Kept:
     @classmethod
     def make(cls, groups: Sequence[Group], work: Work, states: Mapping[Any, State]) -> Kept | None:
         """Keep the batches, if they hold plain parameters and states themselves."""
+        if state.is_dynamo_compiling():  # it traces this by itself behind a break of its graph
+            return None
         every = ({**group, "params": None, "lr": None}.values() for group in groups)
         constant = all(isinstance(value, _CONSTANTS) for values in every for value in values)
         if state.has_modes() or not constant:
