@@ -93,7 +93,7 @@ class Block:
     name: str
     build: Callable[[int], nn.Module]
     whole: bool = False
-    fuse: Callable[[nn.Module], nn.Module] = torchweld.fuse
+    fuse: Callable[[nn.Module], nn.Module] = lambda model: torchweld.fuse(model)
     widths: int = 1  # of the others
 
 
