@@ -32,7 +32,7 @@ from torchweld.optim._codecs import (
 )
 from torchweld.optim._gather import Gathering, to_dense_part
 from torchweld.optim._kept import Kept
-from torchweld.optim._numbers import check_numbers
+from torchweld.optim._numbers import check_numbers, checking_numbers
 from torchweld.optim._options import StorageOptions, TorchOptions, with_defaults
 from torchweld.optim._params import Group, check_apart, drop_duplicates
 from torchweld.optim._shards import exchange, local_part, sharing_key
@@ -106,14 +106,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._codec = codec
         self._codecs_of: dict[torch.Tensor, Codec] = {}  # for groups with a codec of their own
         self._is_made = False
-        numbers = options | {"ema_decay": decay}
-        try:
+        with checking_numbers(name, options | {"ema_decay": decay}):
             super().__init__(params, **options)
-        except (TypeError, ValueError, RuntimeError) as error:
-            if not isinstance(error, ArgumentError):
-                check_numbers(name, numbers, f" ({error})")  # with torch's own text
-            raise
-        check_numbers(name, numbers)
         check_apart(type(self).__name__, self.param_groups)
         self._is_made = True
 

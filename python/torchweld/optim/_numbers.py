@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +50,18 @@ def check_numbers(function: str, settings: Mapping[str, Any], told: str = "") ->
             fits_pair = fits_pair and all(isinstance(value, checks.NUMBER) for value in clip)
             fits_pair = fits_pair and 0 <= clip[0] <= clip[1] and math.isfinite(clip[0])
             checks.fits(function, name, clip, fits_pair, "two numbers, 0 <= least <= largest")
+
+
+@contextlib.contextmanager
+def checking_numbers(function: str, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Check after torch has; an error of torch's about a number becomes ours, with its text."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        if not isinstance(error, ArgumentError):
+            check_numbers(function, settings, f" ({error})")
+        raise
+    check_numbers(function, settings)
 
 
 def _read(function: str, name: str, value: Any, told: str) -> Any:
