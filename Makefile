@@ -85,12 +85,20 @@ check: env ## Run the tests for every change: each op, optimizer and tool once, 
 test-matrix: export TORCHWELD_MATRIX := 1
 test-matrix: test ## Run `make test` with all combinations of tests that otherwise run a covering part
 
+# What a lane is of: `.ci/run` takes a thin one of these tests, `make nightly` all of them.
+NUMBERS := numbers
+SANITIZED_TESTS := numbers kernels
+
+.PHONY: nightly
+nightly: test-isa sanitize test-peers test-lane-all ## Run what `.ci/run` leaves out, and its lanes whole
+	@$(PYTEST) -n 2 -m nightly tests || [ $$? = 5 ]
+
 .PHONY: test-isa
 test-isa: export TORCHWELD_ISA := all
 test-isa: env ## Test kernels on every CPU instruction set except the best, which `make test` uses
 	@for isa in $$($(PY) -c 'from torchweld.dispatch import native; print(*native.list_supported_isas()[1:])'); do \
 	  printf '== %s\n' $$isa; \
-	  TORCHWELD_CPU_ISA=$$isa $(PYTEST) -n 2 $(call lanes,numbers) -m "native and not emulated" || exit 1; \
+	  TORCHWELD_CPU_ISA=$$isa $(PYTEST) -n 2 $(call lanes,$(NUMBERS)) -m "native and not emulated" || exit 1; \
 	done
 
 # What depends on the source of transformers, with its oldest release that pyproject.toml accepts.
@@ -233,6 +241,12 @@ cuda-check: env ## Compile changed CUDA kernels for sm_80, sm_90 and sm_100; a r
 # Without memory, malloc returns null as it does elsewhere, and torch raises its error.
 SANITIZED := ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:allocator_may_return_null=1 \
 	UBSAN_OPTIONS=print_stacktrace=1 LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)"
+.PHONY: sanitize-cpu
+sanitize-cpu: env ## Run the CPU kernels under ASan and UBSan
+	@$(PY) csrc/build.py --no-cuda --sanitize address,undefined --isa here --out $(ASAN)
+	@$(SANITIZED) TORCHWELD_LIB=$(CURDIR)/$(ASAN) \
+	  $(PYTEST) -n 2 $(call lanes,$(SANITIZED_TESTS)) -m "native and not emulated" -k "not inductor and not resident" $(ARGS)
+
 .PHONY: sanitize
 sanitize: env ## Run the contract on the CPU kernels and the emulated CUDA kernels under ASan and UBSan
 	@$(PY) csrc/build.py --no-cuda --sanitize address,undefined --isa here --out $(ASAN)

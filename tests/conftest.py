@@ -6,7 +6,6 @@ import fcntl
 import gc
 import os
 import tempfile
-import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,10 +63,6 @@ settings.load_profile("torchweld")
 # Thresholds of the garbage collector: a tenth of the collections that Python does by default.
 COLLECT = 10_000, 10, 10
 
-# CI's last moment, in seconds since the epoch. Later tests fail: a run without them is not green.
-LAST_MOMENT = float(os.environ.get("TORCHWELD_TESTS_UNTIL", "inf"))
-
-
 TESTS = Path(__file__).parent
 
 
@@ -84,11 +79,6 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECT)
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if time.time() > LAST_MOMENT:
-        pytest.fail("no time was left (TORCHWELD_TESTS_UNTIL)", pytrace=False)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

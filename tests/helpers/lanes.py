@@ -101,8 +101,19 @@ OF_EACH_KIND = (
     "distributed/test_stack.py",
 )
 
+# The thin lanes of `.ci/run`: every kernel once, and what handles memory.
+ORACLE = ("contract/test_oracle.py", "ops/test_product.py")
+MEMORY = (
+    "contract/test_freed_memory.py",
+    "contract/test_shapes.py",
+    "ops/test_product.py",
+    "ops/test_small_kernels.py",
+)
+
 MARKS = {"processes": PROCESSES, "stand_in": STAND_INS, "nightly": (*NIGHTLY,)}
 LANES = {
+    "oracle": ORACLE,
+    "memory": MEMORY,
     "numbers": NUMBERS,
     "kernels": KERNELS,
     "of_torch": OF_TORCH,
