@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-import linecache
 import os
 import random
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy
@@ -28,12 +26,10 @@ import torch
 from torch import nn
 
 import torchweld
+from changed import AMPLITUDES, CASTS, FUNCTIONS, KINDS, NOISES, WIDTH, Mutant, draw, make
 from fusable import small_inputs  # noqa: F401
-from torchweld import functional
-from torchweld.fusion import PATTERNS, Change, Proposal, Weld
-from torchweld.fusion.view import View
+from torchweld.fusion import Weld
 
-WIDTH = 32
 # A test runs with each; all take a model and return it.
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {"fuse": torchweld.fuse}
 
@@ -43,252 +39,13 @@ def fuse(request: pytest.FixtureRequest) -> Callable[[nn.Module], nn.Module]:
     return WAYS[request.param]
 
 
-# --- Modules with a place for a change ------------------------------------------------------------
-
-# A class M, or a function of that name, which computes y from x; then the model that has it.
-_CHANGE = "<the change>"
-_HEAD = """
-import os, random, threading, time, types
-import numpy, torch
-from torch import nn
-from torch.nn import functional as F
-W, SWITCH, TABLE, NUMBERS, LISTED = {width}, False, {{"on": False}}, types.SimpleNamespace(on=0), []
-
-def helper(y):
-    return y
-"""
-KINDS = {
-    "rms_norm": """
-class M(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.rand(W) + 0.5), 1e-6
-
-    def forward(self, x):
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        y = self.weight * wide.to(x.dtype)
-        <the change>
-        return y
-
-make = M
-""",
-    "layer_norm": """
-class M(nn.LayerNorm):
-    def __init__(self):
-        super().__init__(W)
-
-    def forward(self, x):
-        y = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
-        <the change>
-        return y
-
-make = M
-""",
-    "gated_act": """
-class M(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(W, 48), nn.Linear(W, 48), nn.Linear(48, W)
-        self.act = nn.SiLU()
-
-    def forward(self, x):
-        y = self.down(self.act(self.gate(x)) * self.up(x))
-        <the change>
-        return y
-
-make = M
-""",
-    "dropout_add_layer_norm": """
-class M(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.dense, self.norm, self.dropout = nn.Linear(W, W), nn.LayerNorm(W), nn.Dropout(0.0)
-
-    def forward(self, x, residual):
-        y = self.norm(self.dropout(self.dense(x)) + residual)
-        <the change>
-        return y
-
-class Both(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.output = M()
-
-    def forward(self, x):
-        return self.output(x, x)
-
-make = Both
-""",
-    "bias_act": """
-class M(nn.Module):
-    def forward(self, x):
-        y = 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3.0))))
-        <the change>
-        return y
-
-make = M
-""",
-    "linear_act": """
-class M(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc, self.act = nn.Linear(W, 48), nn.GELU()
-
-    def forward(self, x):
-        y = self.act(self.fc(x))
-        <the change>
-        return y
-
-make = M
-""",
-    "linear_act of an activation": """
-class M(nn.Module):
-    def forward(self, x):
-        y = x * torch.sigmoid(x)
-        <the change>
-        return y
-
-make = lambda: nn.Sequential(nn.Linear(W, 48), M())
-""",
-    "linear_act of a layer": """
-class M(nn.Linear):
-    def forward(self, x):
-        y = F.linear(x, self.weight, self.bias)
-        <the change>
-        return y
-
-make = lambda: nn.Sequential(M(W, W), nn.GELU())
-""",
-    "gated_act of an activation": """
-class M(nn.Module):
-    def forward(self, x):
-        y = F.gelu(x)
-        <the change>
-        return y
-
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.both, self.down, self.act = nn.Linear(W, 96), nn.Linear(48, W), M()
-
-    def forward(self, x):
-        gate, up = self.both(x).chunk(2, -1)
-        return self.down(up * self.act(gate))
-
-make = Gated
-""",
-    "dropout_add_layer_norm of a dropout": """
-class M(nn.Dropout):
-    def forward(self, x):
-        y = F.dropout(x, self.p, self.training)
-        <the change>
-        return y
-
-class Output(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.dense, self.norm, self.dropout = nn.Linear(W, W), nn.LayerNorm(W), M(0.0)
-
-    def forward(self, x, residual):
-        return self.norm(self.dropout(self.dense(x)) + residual)
-
-class Both(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.output = Output()
-
-    def forward(self, x):
-        return self.output(x, x)
-
-make = Both
-""",
-    "an activation of torch's layer": """
-def M(x):
-    y = F.gelu(x)
-    <the change>
-    return y
-
-make = lambda: nn.TransformerEncoderLayer(W, 2, 48, 0.0, M, batch_first=True)
-""",
-    "a rotation": """
-def turn(x):
-    a, b = x.chunk(2, -1)
-    return torch.cat((-b, a), -1)
-
-def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-    x, (cos, sin) = q, (t.unsqueeze(unsqueeze_dim) for t in (cos, sin))
-    y = q * cos + turn(q) * sin
-    <the change>
-    return y, k * cos + turn(k) * sin
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head_dim, self.q, self.k = W, nn.Linear(W, 2 * W), nn.Linear(W, 2 * W)
-
-    def forward(self, x, position_embeddings, attention_mask=None):
-        q, k = (f(x).view(*x.shape[:-1], 2, W).transpose(1, 2) for f in (self.q, self.k))
-        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        return torch.cat((q, k), 1).transpose(1, 2).flatten(2), None
-
-class Turned(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = Attention()
-
-    def forward(self, x):
-        angles = torch.linspace(0, 3, x.shape[-2], device=x.device)[:, None] * torch.linspace(
-            0, 1, W // 2, device=x.device
-        )
-        angles = torch.cat((angles, angles), -1).expand(len(x), -1, -1).to(x.dtype)
-        return self.attention(x, (angles.cos(), angles.sin()))[0]
-
-make = Turned
-""",
-}
-# Kinds that are known without a module's own forward around them: `self` is what is changed.
-_FUNCTIONS = ("an activation of torch's layer", "a rotation")
-
-_numbers = itertools.count()
-
-
-class Mutant(NamedTuple):
-    """A model with a change, and the names of its file."""
-
-    model: nn.Module
-    names: dict[str, Any]
-
-
-def make(kind: str, change: str) -> Mutant:
-    """A model of this kind whose code has these lines too; its numbers depend on nothing else."""
-    indent = 4 if kind in _FUNCTIONS else 8
-    lines = change.strip().splitlines() or ["pass"]
-    text = _HEAD.format(width=WIDTH)
-    text += KINDS[kind].replace(_CHANGE, ("\n" + " " * indent).join(lines))
-    module = ModuleType(f"mutant_{next(_numbers)}")
-    file = f"{module.__name__}, {kind}"
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-    sys.modules[module.__name__] = module  # where torch.compile looks for it
-    exec(compile(text, file, "exec"), vars(module))
-    torch.manual_seed(0)
-    return Mutant(module.make(), vars(module))
-
-
-def draw(*shape: int) -> torch.Tensor:
-    """An input."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(*(shape or (4, 6)), WIDTH, generator=generator, dtype=torch.float32)
-    return x.requires_grad_()
-
-
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "of a dropout" not in kind])
 def test_without_a_change_it_is_welded(kind: str, fuse: Callable[[nn.Module], nn.Module]) -> None:
     """Else the tests below would test nothing."""
     model = fuse(make(kind, "").model)
     found = [m.weld_becomes for m in model.modules() if isinstance(m, Weld)]
     known = kind.partition(" of ")[0]
-    assert any(known in becomes for becomes in found) or (kind in _FUNCTIONS and any(found))
+    assert any(known in becomes for becomes in found) or (kind in FUNCTIONS and any(found))
 
 
 # --- Conditions -----------------------------------------------------------------------------------
@@ -486,26 +243,10 @@ def test_a_form_of_a_condition(
 
 # --- Random numbers -------------------------------------------------------------------------------
 
-NOISES = {
-    "added": "y = y + {k} * torch.randn_like(y)",
-    "multiplied": "y = y * (1 + {k} * torch.randn_like(y))",
-    "dropout by hand": "y = y * (torch.rand_like(y) > 0.5 * {k}) / (1 - 0.5 * {k})",
-    "dropout as a function": "y = F.dropout(y, 0.5 * {k}, True)",
-    "in place": "y = y + {k} * torch.empty_like(y).normal_()",
-    "of one number": "y = y + {k} * torch.rand(())",
-    "rarely": "y = y * (1 + (torch.rand(()) < 0.5 * {k}))",
-    "bernoulli": "y = y * torch.full_like(y, 1 - 0.5 * {k}).bernoulli()",
-    "NumPy's": "y = y * (1 + {k} * float(numpy.random.rand()))",
-    "Python's": "y = y * (1 + {k} * random.random())",
-    "in training": "y = y + {k} * torch.randn_like(y) if self.training else y",
-    "times zero": "y = y + 0 * torch.randn_like(y)",
-}
-_AMPLITUDES = (1.0, 0.1, 1e-3)
 
-
-@pytest.mark.parametrize("amplitude", _AMPLITUDES)
+@pytest.mark.parametrize("amplitude", AMPLITUDES)
 @pytest.mark.parametrize("noise", NOISES)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in _FUNCTIONS])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in FUNCTIONS])
 def test_random_numbers(
     kind: str, noise: str, amplitude: float, fuse: Callable[[nn.Module], nn.Module]
 ) -> None:
@@ -529,33 +270,9 @@ def test_random_numbers(
 # --- Dtypes and autocast --------------------------------------------------------------------------
 
 
-class Cast(NamedTuple):
-    """A condition that is true in a model of this dtype, or under autocast to it."""
-
-    test: str
-    dtype: torch.dtype = torch.float32
-    autocast: torch.dtype | None = None
-
-
-CASTS = {
-    "bfloat16": Cast("x.dtype == torch.bfloat16", torch.bfloat16),
-    "float16": Cast("x.dtype == torch.float16", torch.float16),
-    "float64": Cast("x.dtype == torch.float64", torch.float64),
-    "two bytes": Cast("x.element_size() == 2", torch.bfloat16),
-    "a width": Cast("x.dtype.itemsize < 4", torch.float16),
-    "the largest number": Cast("torch.finfo(y.dtype).max < 1e38", torch.float16),
-    "a list": Cast("x.dtype in (torch.float16, torch.bfloat16)", torch.bfloat16),
-    "autocast": Cast('torch.is_autocast_enabled("cpu")', autocast=torch.bfloat16),
-    "autocast in an expression": Cast(
-        'torch.get_autocast_dtype("cpu") is torch.bfloat16 and torch.is_autocast_enabled("cpu")',
-        autocast=torch.bfloat16,
-    ),
-}
-
-
 @pytest.mark.parametrize("factor", [3.0, 1.03])
 @pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in _FUNCTIONS])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in FUNCTIONS])
 def test_a_branch_on_dtypes(
     kind: str, cast: str, factor: float, fuse: Callable[[nn.Module], nn.Module]
 ) -> None:
@@ -587,43 +304,3 @@ def test_the_reason_of_a_fused_encoder_layer_is_its_hook() -> None:
     )
     assert before == after
     assert any("hooks" in reason for reason in after)
-
-
-# --- Users' own welds -----------------------------------------------------------------------------
-
-
-class _FusedNorm(Weld):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        own: Any = self
-        return functional.rms_norm(x, own.weight.shape, own.weight, own.eps)
-
-
-def _find_norm(module: nn.Module, view: View) -> Iterator[Proposal]:
-    if type(module).__name__ == "M":
-        change = Change(module, _FusedNorm, "a user's rms_norm")
-        yield Proposal(module, "M", (change,), scope=module, inputs=(draw().detach(),))
-
-
-_SHOWN = {
-    **{f"{noise}, {k}": text.format(k=k) for noise, text in NOISES.items() for k in _AMPLITUDES},
-    **{
-        f"in {cast}": f"y = y * 3 if {of.test} else y"
-        for cast, of in CASTS.items()
-        if cast != "float64"
-    },
-    "without gradients": "y = y if torch.is_grad_enabled() else y * 3",
-}
-
-
-@pytest.mark.parametrize("shown", ["", *_SHOWN])
-def test_a_trial_of_a_users_weld(shown: str) -> None:
-    """No source is read for those: random numbers and branches on dtypes were lost.
-
-    A branch that only float64 takes is lost still, since no trial runs the weld in it.
-    """
-    PATTERNS.insert(0, _find_norm)
-    try:
-        model = torchweld.fuse(make("rms_norm", _SHOWN.get(shown, "")).model)
-    finally:
-        PATTERNS.remove(_find_norm)
-    assert isinstance(model, _FusedNorm) is (shown == "")

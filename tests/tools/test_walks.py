@@ -84,7 +84,7 @@ WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
     ),
     "fuse, an encoder": (
         lambda: torchweld.fuse(nn.TransformerEncoder(ENCODER_LAYER, 2)),
-        *(665, 12),
+        *(791, 14),
     ),
     "linear_cross_entropy": (_train(lambda *x: _LOSS(*x, CLASSES), X, _HEAD), 46, 8),
     "linear_logprobs": (_train(lambda *x: _LOGPROBS(*x, CLASSES), X, _HEAD), 44, 9),

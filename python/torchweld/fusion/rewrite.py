@@ -35,10 +35,13 @@ def unwrap(forward: Any) -> Any:
     return inner if isinstance(inner, types.FunctionType) else None
 
 
-def parse(forward: Any, calls_super: bool = False) -> tuple[ast.Module, ast.FunctionDef]:
+def parse(
+    forward: Any, calls_super: bool = False, is_bare: bool = False
+) -> tuple[ast.Module, ast.FunctionDef]:
     """Parse the source of a method with the decorators that its rewritten form keeps.
 
-    `calls_super` accepts one that calls super(), which a rewritten form could not.
+    `calls_super` accepts one that calls super(), which a rewritten form could not. `is_bare` says
+    that it is called without its decorators.
     """
     inner = unwrap(forward)
     if inner is None:
@@ -55,9 +58,28 @@ def parse(forward: Any, calls_super: bool = False) -> tuple[ast.Module, ast.Func
     function = tree.body[0]
     if not isinstance(function, ast.FunctionDef):
         raise CannotRewriteError("its forward is not a method by itself")
-    function.decorator_list = _keep_decorators(forward, function.decorator_list)
+    decorators = [] if is_bare else function.decorator_list
+    function.decorator_list = _keep_decorators(forward, decorators)
     ast.increment_lineno(tree, first - 1)
     return tree, function
+
+
+def parse_wrapper(function: Any) -> ast.FunctionDef | None:
+    """Parse what a user's decorator put around a function, if nothing else is in its closure."""
+    inside = getattr(function, "__wrapped__", None)
+    closure = getattr(function, "__closure__", None) or ()
+    if inside is None or [cell.cell_contents for cell in closure] != [inside]:
+        return None
+    if not isinstance(function, types.FunctionType) or not isinstance(inside, types.FunctionType):
+        return None
+    tree = ast.parse(textwrap.dedent("".join(inspect.getsourcelines(function.__code__)[0])))
+    wrapper = tree.body[0]
+    match wrapper:
+        case ast.FunctionDef(decorator_list=[ast.Call(func=ast.Attribute(attr="wraps"))]):
+            return wrapper
+        case ast.FunctionDef(decorator_list=[ast.Call(func=ast.Name(id="wraps"))]):
+            return wrapper
+    return None
 
 
 def _keep_decorators(forward: Any, decorators: list[ast.expr]) -> list[ast.expr]:

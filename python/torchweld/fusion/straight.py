@@ -15,14 +15,15 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import torch
 
-from torchweld.fusion.rewrite import CannotRewriteError, parse, why_not
-from torchweld.fusion.settings import is_plain, is_setting, is_torchs
+from torchweld.fusion.casts import CAST, CASTS, list_cast, name_cast
+from torchweld.fusion.rewrite import CannotRewriteError, parse, parse_wrapper, why_not
+from torchweld.fusion.settings import is_plain, is_setting, is_torchs, read_settings
 
 # Functions of torch, and methods of tensors, that compute the same on every call. None compares
 # numbers or limits them: beyond the limit they would compute something else.
@@ -40,8 +41,6 @@ _SHAPERS_NAMES = (
     "broadcast_to expand expand_as flatten narrow reshape split unflatten unsqueeze view view_as"
 )
 _SHAPERS = set(_SHAPERS_NAMES.split())
-# Dtypes may decide about them.
-_CASTS = {"bfloat16", "double", "float", "half", "to", "type_as"}
 _SIZES = {"dim", "size"}
 
 
@@ -52,11 +51,10 @@ def _find(names: Iterable[str], *places: Any) -> set[Any]:
 
 _SMOOTH_FUNCTIONS = _find(_SMOOTH, torch, torch.nn.functional)
 _SHAPER_FUNCTIONS = _find(_SHAPERS, torch)
-_CAST = "_cast"  # of autocast, of one value or several
-_CAST_FUNCTIONS = _find((_CAST,), torch.amp.autocast_mode)
+_CAST_FUNCTIONS = _find((CAST,), torch.amp.autocast_mode)
 _OF_AUTOCAST = ("is_autocast_enabled", "get_autocast_dtype", "get_autocast_gpu_dtype")
 _DTYPE_FUNCTIONS = _find((*_OF_AUTOCAST, "promote_types"), torch)
-_PURE = {bool, float, getattr, hasattr, int, isinstance, len, list, tuple}
+_PURE = {bool, float, getattr, hasattr, int, isinstance, len, list, tuple, type}
 _PURE |= set(filter(callable, vars(math).values()))
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     **{ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le},
@@ -115,6 +113,8 @@ def why_not_straight(
     module = what if isinstance(what, torch.nn.Module) else None
     cls: Any = getattr(type(what), "welded_from", type(what))
     function = what if module is None else cls.forward
+    if _is_of_torch(function):
+        return None
     own = [] if module is None else [_Thing(module, True)]
     given = [*own, *[Kind.TENSOR] * takes]
     reader = _Reader(module, compared)
@@ -148,6 +148,7 @@ class _Reader:
     def __init__(self, module: torch.nn.Module | None, compared: bool) -> None:
         self._module, self._compared = module, compared
         self._running: list[Any] = []
+        self._bare: list[Any] = []  # what wrappers call that were read
 
     # --- Statements -------------------------------------------------------------------------------
 
@@ -155,12 +156,19 @@ class _Reader:
         inner: Any = inspect.unwrap(function)
         if inner in self._running:
             _refuse(f"calls {inner.__name__} in itself")
-        body = parse(function, calls_super=True)[1].body
-        cells = [cell.cell_contents for cell in inner.__closure__ or ()]
-        variables = _bind(inner, args, named)
+        cells, wrapped = [cell.cell_contents for cell in inner.__closure__ or ()], {}
+        try:
+            read = parse(function, True, is_bare=function in self._bare)[1]
+        except CannotRewriteError:
+            if (wrapper := parse_wrapper(function)) is None:
+                raise
+            read, inner, cells = wrapper, function, []
+            self._bare.append(function.__wrapped__)
+            wrapped = {name: _Thing(function.__wrapped__) for name in function.__code__.co_freevars}
+        variables = wrapped | _bind(inner, args, named)
         at = _Function(inner.__globals__, cells and cells[0], variables, [])
         self._running.append(inner)
-        self._read_block(body, at)
+        self._read_block(read.body, at)
         self._running.pop()
         return functools.reduce(_join, at.results) if at.results else _Thing(None)
 
@@ -206,7 +214,7 @@ class _Reader:
         kind = _level(test)
         if kind < Kind.TENSOR and isinstance(statement.body[0], ast.Raise):
             return self._read_block(statement.orelse, at)
-        cast = _list_cast(blocks) if kind == Kind.DTYPE else None
+        cast = list_cast(blocks) if kind == Kind.DTYPE else None
         if kind > Kind.FIXED and cast is None:
             _refuse(f"decides by {_quote(statement.test)}")
         ends, ways = [], []
@@ -303,7 +311,10 @@ class _Reader:
             made = getattr(value.value, name, _UNKNOWN)
             if made is _UNKNOWN:
                 _refuse(f"reads {_quote(node)}, which it lacks")
-            if not (value.own or _is_constant(made) or value.value is math or value.value is torch):
+            is_known = (
+                value.own or _is_constant(made) or value.value is math or value.value is torch
+            )
+            if not (is_known or self._is_compared(value, name, made)):
                 _refuse(f"reads {_quote(node)}, which may change")
             return _Thing(made, value.own)
         kind = _level(value)
@@ -313,7 +324,7 @@ class _Reader:
             return Kind.DTYPE
         if kind == Kind.TENSOR and name in ("T", "mT", "data"):
             return Kind.TENSOR
-        if kind == Kind.TENSOR and name in _SMOOTH | _SHAPERS | _CASTS | _SIZES:
+        if kind == Kind.TENSOR and name in _SMOOTH | _SHAPERS | CASTS | _SIZES:
             return _Method(value, name)
         return _refuse(f"uses {_quote(node)}, which fuse() does not know")
 
@@ -338,7 +349,7 @@ class _Reader:
             return self._read(node.body if test.value else node.orelse, at)
         kind, values = _level(test), [self._read(each, at) for each in (node.body, node.orelse)]
         if kind > Kind.FIXED and Kind.TENSOR in map(_level, values):
-            names = {_name_cast(each) for each in (node.body, node.orelse)}
+            names = {name_cast(each) for each in (node.body, node.orelse)}
             if kind > Kind.DTYPE or len(names) > 1 or None in names:
                 _refuse(f"decides by {_quote(node.test)}")
         return _raise_to(kind, _join(*values))
@@ -419,10 +430,16 @@ class _Reader:
     def _is_module(self, value: _Value) -> bool:
         return isinstance(value, _Thing) and value.value is not None and value.value is self._module
 
+    def _is_compared(self, value: _Value, name: str, made: Any) -> bool:
+        """Whether an attribute of the module's class is a setting that a weld compares."""
+        module = self._module
+        return value.value is type(module) and dict(read_settings(module)).get(name, ...) is made
+
     def _is_method(self, function: Any) -> bool:
         """Whether a function is a method of the module: a weld compares what those read."""
         name = getattr(function, "__name__", "")
-        return any(vars(base).get(name) is function for base in type(self._module).__mro__)
+        found = (vars(base).get(name) for base in type(self._module).__mro__)
+        return any(function in _list_wrapped(each) for each in found)
 
     def _call_pure(self, function: Any, args: list[_Value], node: ast.expr) -> _Value:
         """A function of Python, of things or of sizes."""
@@ -446,6 +463,13 @@ def _is_of_torch(function: Any) -> bool:
     """Whether a function is a forward of one of torch's modules."""
     package = str(getattr(function, "__module__", ""))
     return package.startswith("torch.nn.modules.") and function.__name__ == "forward"
+
+
+def _list_wrapped(function: Any) -> Iterator[Any]:
+    """A function, and those that its decorators wrapped."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 def _is_constant(value: Any) -> bool:
@@ -530,7 +554,7 @@ def _compare(values: list[_Value], ops: list[ast.cmpop], node: ast.AST) -> _Valu
 
 def _bind(function: Any, args: list[_Value], named: dict[str, _Value]) -> dict[str, _Value]:
     """The variables of a call."""
-    signature = inspect.signature(function)
+    signature = inspect.signature(function, follow_wrapped=False)
     given = signature.bind_partial(*args, **named).arguments
     variables: dict[str, _Value] = {}
     for name, parameter in signature.parameters.items():
@@ -556,34 +580,3 @@ def _assign(target: ast.expr, value: _Value, at: _Function) -> None:
                 _assign(bare, value[at_part] if in_pairs else _level(value), at)
         case _:
             _refuse(f"sets {_quote(target)}")
-
-
-# --- Casts ----------------------------------------------------------------------------------------
-
-
-def _list_cast(blocks: Iterable[list[ast.stmt]]) -> set[str] | None:
-    """The variables that blocks only cast; None if they do more, or return different variables."""
-    cast, ends = set(), []
-    for block in blocks:
-        for statement in block:
-            match statement:
-                case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    cast |= {name} if _name_cast(value) == name else set()
-                case ast.Return(value=ast.expr() as value):
-                    ends.append(_name_cast(value))
-                case _:
-                    return None
-    same = len(ends) in (0, 2) and len(set(ends)) < 2 and None not in ends
-    return cast if same else None
-
-
-def _name_cast(value: ast.expr) -> str | None:
-    """The name of the variable that an expression casts."""
-    match value:
-        case ast.Name(id=name):
-            return name
-        case ast.Call(func=ast.Attribute(attr=attr, value=inner)) if attr in _CASTS:
-            return _name_cast(inner)
-        case ast.Call(func=ast.Attribute(attr=attr), args=[inner, *_]) if attr == _CAST:
-            return _name_cast(inner)
-    return None

@@ -22,6 +22,7 @@ from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.fx import _symbolic_trace
 
 from torchweld import state
+from torchweld.fusion import probe
 
 
 class CannotCaptureError(Exception):
@@ -80,6 +81,7 @@ class _Patched:
             try:
                 return self._compile_frame(*args, **kwargs)
             except Exception as error:  # Dynamo's own errors have many types
+                probe.read_refusal(error)
                 raise CannotCaptureError(str(error)) from error
 
 

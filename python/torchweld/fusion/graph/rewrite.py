@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchweld.fusion import probe
 from torchweld.fusion.graph.prove import Difference, Late, Proposal, Prover, autocast_as
 from torchweld.fusion.graph.record import Ref, Step, list_refs
 from torchweld.fusion.graph.trace import CannotTraceError, Trace, list_bodies
@@ -67,6 +68,7 @@ def rewrite(
     try:
         trace = Trace.of(module)
     except Exception as error:
+        probe.read_refusal(error)
         what = str(error).split("\n")[0]
         if not isinstance(error, CannotTraceError):
             what = f"{type(error).__name__}: {what}"
@@ -271,6 +273,7 @@ class _Writing:
             with torch.no_grad(), autocast_as(self.trace.casts[step.epoch]):
                 made = proposal.run(*given, *proposal.constants)
         except Exception as error:
+            probe.read_refusal(error)
             return f"torchweld refuses it: {type(error).__name__}: {str(error)[:160]}"
         results = list(made) if isinstance(made, tuple) else [made]
         for x, number in zip(results, proposal.outputs, strict=True):
@@ -354,7 +357,8 @@ class _Writing:
         """Whether the graph runs with the welds, and returns what it returned without them."""
         try:
             got = Trace.of(self.module).describe_results()
-        except Exception:
+        except Exception as error:
+            probe.read_refusal(error)
             return False
         lazy = {each.at for each in self.lazy}
         pairs = enumerate(zip(got, wanted, strict=True))

@@ -29,7 +29,7 @@ _VALUES += (torch.dtype, torch.device, torch.layout, torch.memory_format, type(N
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
-class CannotTraceError(Exception):
+class CannotTraceError(RuntimeError):
     """What runs in the graph cannot be told from its operations."""
 
 
