@@ -65,7 +65,8 @@ def test_explain() -> None:
     with torchweld.use_backend(None):
         for rows in (x, x[:1]):
             assert torchweld.explain(functional.linear_act, rows, weight, bias).chosen == "cpu"
-        small = torchweld.explain(functional.mlp, x[:1], weight, bias, weight.t(), None)
+        few, wide, narrow = x[:1].float(), weight.float(), bias.float()
+        small = torchweld.explain(functional.mlp, few, wide, narrow, wide.t(), None)
         assert "too small" in small.reasons["cpu"]
 
 

@@ -14,7 +14,7 @@ import torch
 import selection
 from optimizers import ScheduleFreeAdamW, same, snapshot
 from refusing import refuses
-from torchweld import optim
+from torchweld import optim, state
 from torchweld.dispatch import choice
 from torchweld.dispatch.bare import BareOp
 from torchweld.ops.optimizer import rule as rules
@@ -212,7 +212,7 @@ def test_where_torch_has_no_such_adafactor(what: str, monkeypatch: pytest.Monkey
     params = _params("masters" if what == "masters" else what)
     make = optim.TransformersAdafactor if what == "transformers" else optim.Adafactor
     if what == "compiled":
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        monkeypatch.setattr(state, "is_compiling", lambda: True)
     optimizer = make(
         params[-1:] if what == "empty" else params[:1], master_weights=what == "masters"
     )

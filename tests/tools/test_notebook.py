@@ -11,7 +11,6 @@ import pytest
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "two_minutes.ipynb"
 
 
-@pytest.mark.slow
 def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Both models learn, and the fused one as fast; no output is stored."""
     cells = json.loads(NOTEBOOK.read_text())["cells"]

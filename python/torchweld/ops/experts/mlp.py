@@ -228,7 +228,7 @@ def _check(*inputs: Any) -> None:
     x, limit, up_offset = given["input"], given["limit"], given["up_offset"]
     if limit is not None and not (isinstance(limit, checks.NUMBER) and limit > 0):
         raise ArgumentError(name, "limit", repr(limit), "a number > 0 or None")
-    if not isinstance(up_offset, checks.NUMBER) or not math.isfinite(up_offset):
+    if not isinstance(up_offset, checks.NUMBER) or not abs(up_offset) < math.inf:
         raise ArgumentError(name, "up_offset", repr(up_offset), "a finite number")
     for of_gates in ("interleaved", "limit", "up_offset"):
         if given[of_gates] and not given["gated"]:

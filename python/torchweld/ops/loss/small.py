@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
 from torchweld import checks, state
 from torchweld.dispatch import choice
 from torchweld.dispatch.alike import PLAIN
 from torchweld.dispatch.recorder import RECORDER
+from torchweld.ops.gemm.gemm import linear
 from torchweld.ops.loss.arguments import FLOATS, Settings
 from torchweld.registry import why_not_now
 
