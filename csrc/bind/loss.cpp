@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "bind/loss_rows.h"
+#include "bind/old_math.h"
 
 namespace torchweld {
 namespace {
