@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "bind/loss_rows.h"
+#include "bind/old_math.h"
 
 namespace torchweld {
 namespace {
@@ -193,8 +194,8 @@ std::tuple<Tensor, Tensor> backward(Tensor grad_in, Tensor logits, Tensor target
 }  // namespace
 
 TW_IMPLEMENT(m) {
-  m.impl(TW_OVERLOAD("loss_of_logits"), TORCH_BOX(&forward));
-  m.impl(TW_OVERLOAD("loss_of_logits_backward"), TORCH_BOX(&backward));
+  m.impl(TW_OVERLOAD("loss_of_logits"), TW_BOX(&forward));
+  m.impl(TW_OVERLOAD("loss_of_logits_backward"), TW_BOX(&backward));
 }
 
 }  // namespace torchweld

@@ -6,14 +6,9 @@
 
 #include "bind/dropout.h"
 #include "bind/launch.h"
+#include "bind/old_math.h"
 #include "bind/packing.h"
 #include "core/optim.h"
-
-// The newer versions, of glibc 2.29, differ only in how they set errno.
-#if defined(__x86_64__) && defined(__GLIBC__)
-__asm__(".symver pow,pow@GLIBC_2.2.5");
-__asm__(".symver log,log@GLIBC_2.2.5");
-#endif
 
 namespace torchweld {
 

@@ -185,8 +185,8 @@ Tensor product(Tensor left, Tensor right, OptionalTensor start, double alpha, do
 }  // namespace
 
 TW_IMPLEMENT(m) {
-  m.impl(TW_OVERLOAD("multiply_"), TORCH_BOX(&multiply));
-  m.impl(TW_OVERLOAD("product"), TORCH_BOX(&product));
+  m.impl(TW_OVERLOAD("multiply_"), TW_BOX(&multiply));
+  m.impl(TW_OVERLOAD("product"), TW_BOX(&product));
 }
 
 }  // namespace torchweld

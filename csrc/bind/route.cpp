@@ -138,8 +138,8 @@ Tensor backward(Tensor grad_weights_in, Tensor grad_balance, Tensor grad_z, Tens
 }  // namespace
 
 TW_IMPLEMENT(m) {
-  m.impl(TW_OVERLOAD("route"), TORCH_BOX(&forward));
-  m.impl(TW_OVERLOAD("route_backward"), TORCH_BOX(&backward));
+  m.impl(TW_OVERLOAD("route"), TW_BOX(&forward));
+  m.impl(TW_OVERLOAD("route_backward"), TW_BOX(&backward));
 }
 
 }  // namespace torchweld

@@ -52,6 +52,7 @@ def _record() -> dict[str, tuple[Any, Any]]:
     logits = torch.randn(300, 400, requires_grad=True)
     with torchweld.use_backend("cpu"), recording:
         functional.cross_entropy(logits, torch.arange(300)).backward()
+        functional.cross_entropy(logits, torch.randn(300, 400).softmax(-1)).backward()
         for kind in (torchweld.optim.AdamW, torchweld.optim.Lion, torchweld.optim.Adafactor):
             p = torch.nn.Parameter(torch.randn(64, 64))
             p.grad = torch.randn(64, 64)
@@ -84,7 +85,8 @@ def test_every_kernel_says_so() -> None:
     """
     calls = _record()
     names = {name.split(".")[1] for name in calls}
-    assert {"rms_norm_backward", "experts_multiply_", "loss_rows", "adam", "adafactor"} <= names
+    expected = ("rms_norm_backward", "experts_multiply_", "loss_of_logits", "loss_rows", "adam")
+    assert {*expected, "adafactor"} <= names
     for name, (function, arguments) in calls.items():
         ways = [function]
         if direct._load() is not None:

@@ -106,8 +106,6 @@ def _by_torch(
 ) -> Tensor:
     """Eager torch on [rows, width]; training updates the running statistics."""
     running_mean, running_var, weight, bias = columns
-    if training and isinstance(momentum, float) and not math.isfinite(momentum):
-        raise ArgumentError(op.name, "momentum", repr(momentum), "a finite number")
     if x.numel() == 0:  # torch has no batch_norm without columns
         z = _normalize(x, present(running_mean), present(running_var), weight, bias, eps)
         return activations.activate(op, z, *kind)
@@ -280,7 +278,7 @@ def batch_norm_act(
         training: normalise with the statistics of input.
         momentum: the weight of this batch in the running statistics; a tensor of one element if it
             changes from step to step.
-        eps: added to the variance, >= 0.
+        eps: added to the variance, >= 0; > 0 in training.
         process_group: in training, statistics cover the rows of all its processes, which may differ
             in number; None: only this process's. Gradients of weight and bias are this process's
             share of the sum, as in torch.nn.SyncBatchNorm.
@@ -466,6 +464,7 @@ def _train(
 def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
     *columns, training, momentum, eps, group, activation, approximate = rest
     kind = (activation, approximate)
+    check_numbers(BATCH_NORM_ACT, training, momentum, eps)
     if not training:
         return run_on(NORMALIZE_ACT, backend, x, *columns, eps, *kind)
     if not is_training(x, columns, group):
@@ -485,8 +484,9 @@ def is_training(x: Tensor, columns: Sequence[Tensor | None], group: Any) -> bool
 
 
 def _reference(x: Tensor, *rest: Any) -> Tensor:
-    *columns, training, _, eps, group, _, _ = rest
-    wrong = not eps >= 0 or (training and not is_training(x, columns, group))
+    *columns, training, momentum, eps, group, _, _ = rest
+    check_numbers(BATCH_NORM_ACT, training, momentum, eps)
+    wrong = training and not is_training(x, columns, group)
     if wrong or unlike(x, *columns):
         _check_all(x, *rest)
     return reference(BATCH_NORM_ACT, x, *rest)
@@ -535,6 +535,14 @@ def _check_all(x: Any, *rest: Any) -> None:
     running = {"running_mean": running_mean, "running_var": running_var}
     _check(BATCH_NORM_ACT, x, eps, kind, running, {"weight": weight, "bias": bias})
     check_training(BATCH_NORM_ACT, x, running, training, momentum, group)
+
+
+def check_numbers(op: Op, training: bool, momentum: float | Tensor, eps: float) -> None:
+    """Check numbers that kernels would compute with in silence; torch trains with no eps=0."""
+    if not (eps > 0 if training else eps >= 0):
+        raise ArgumentError(op.name, "eps", repr(eps), f"a number {'>' if training else '>='} 0")
+    if training and isinstance(momentum, float) and not math.isfinite(momentum):
+        raise ArgumentError(op.name, "momentum", repr(momentum), "a finite number")
 
 
 def check_training(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchweld import state
+from torchweld.dispatch.alike import is_lazy
 
 if torch.distributed.is_available():
     from torch.distributed import _functional_collectives as collectives
@@ -56,7 +57,9 @@ def track(
         return
     unbiased = var * (count / (count - 1))
     alike = running_mean.dtype is running_var.dtype is mean.dtype
-    if alike and not isinstance(momentum, Tensor) and not torch.compiler.is_compiling():
+    apart = isinstance(momentum, Tensor) or torch.compiler.is_compiling()
+    # torch's foreach ops update no lazy negations.
+    if alike and not apart and not (is_lazy(running_mean) or is_lazy(running_var)):
         torch._foreach_lerp_([running_mean, running_var], [mean, unbiased], momentum)
         return
     for running, to in ((running_mean, mean), (running_var, unbiased)):

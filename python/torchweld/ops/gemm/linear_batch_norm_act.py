@@ -59,7 +59,7 @@ def linear_batch_norm_act(
         training: normalise with the statistics of this batch.
         momentum: the weight of this batch in the running statistics; a tensor of one element if it
             changes from step to step.
-        eps: added to the variance, >= 0.
+        eps: added to the variance, >= 0; > 0 in training.
         process_group: in training, statistics cover the rows of all its processes, see
             batch_norm_act; None: only this process's.
         activation: "gelu", "relu", "silu" or another of bias_act's.
@@ -94,6 +94,7 @@ def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
     weight, bias, *columns, training, momentum, eps, group, activation, approximate = rest
     kind = (activation, approximate)
     running_mean, running_var, bn_weight, bn_bias = columns
+    batch_norms.check_numbers(OP, training, momentum, eps)
     if not layers.fits(x, weight, bias) or not checks.all_dense(x, *columns):
         _check(x, *rest)
     if checks.autocasts(x.device.type):
@@ -178,8 +179,9 @@ def _evaluate(
 
 
 def _reference(x: Tensor, *rest: Any) -> Tensor:
-    weight, bias, *columns, training, _, eps, group, _, _ = rest
-    if not layers.fits(x, weight, bias) or not eps >= 0:
+    weight, bias, *columns, training, momentum, eps, group, _, _ = rest
+    batch_norms.check_numbers(OP, training, momentum, eps)
+    if not layers.fits(x, weight, bias):
         _check(x, *rest)
     z = linear(x, weight, bias)
     wrong = training and not batch_norms.is_training(z, columns, group)

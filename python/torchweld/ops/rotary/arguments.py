@@ -55,7 +55,10 @@ def plan(
         raise ArgumentError(NAME, name, "of no dimensions", "at least one")
     angles, width = cos.shape[-1], x.shape[-1]
     if rotary_dim is None:
-        rotary_dim = width if angles == width else 2 * angles
+        rotary_dim = width if angles == width else 2 * angles  # a tensor while torch.jit traces
+    elif not (isinstance(rotary_dim, torch.Tensor) and torch.jit.is_tracing()):
+        is_int = isinstance(rotary_dim, checks.INTEGER)
+        checks.fits(NAME, "rotary_dim", rotary_dim, is_int, "an even int")
     heads_at = -1 if seq_dim == -3 else -2  # among x's dimensions but the last
     if cu_seqlens is not None:
         if position_ids is not None:
@@ -74,9 +77,6 @@ def plan(
     checks.flag(NAME, "norm_across_heads", norm_across_heads)
     heads = heads_at - 1 if norm_across_heads else None
     eps = float(norm_eps) if isinstance(norm_eps, checks.NUMBER) else norm_eps
-    checks.fits(
-        NAME, "rotary_dim", rotary_dim, isinstance(rotary_dim, checks.INTEGER), "an even int"
-    )
     layout = (int(rotary_dim), interleaved, proportional)
     norm = (eps, norm_plus_one, norm_rounding, heads)
     given = (x, k, cos, sin, position_ids, cu_seqlens, norm_weight, k_norm_weight)
