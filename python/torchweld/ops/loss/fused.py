@@ -12,12 +12,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import linear
 
 from torchweld import checks
 from torchweld.dispatch import choice
 from torchweld.dispatch.alike import is_lazy
 from torchweld.dispatch.autograd import differentiate, find_apply, make_views, wants_gradient
+from torchweld.ops.gemm import product
+from torchweld.ops.gemm.gemm import linear
 from torchweld.ops.loss import arguments, nodes, results, rows
 from torchweld.ops.loss.arguments import Settings
 from torchweld.ops.loss.chunks import NO_GRADIENT, Gemms, Layer, Needs, Plan
@@ -137,8 +138,8 @@ class _Call(NamedTuple):
         needs, plan = self.needs, self.plan
         if plan is None:
             return (
-                of_logits @ layer.weight if needs.input else None,
-                of_logits.t() @ x if needs.weight else None,
+                product.multiply(of_logits, layer.weight) if needs.input else None,
+                product.multiply(of_logits.t(), x) if needs.weight else None,
                 of_logits.sum(0) if needs.bias else None,
             )
         gemms = Gemms(layer, plan, logits=of_logits)
