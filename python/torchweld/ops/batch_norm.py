@@ -464,7 +464,7 @@ def _train(
 def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
     *columns, training, momentum, eps, group, activation, approximate = rest
     kind = (activation, approximate)
-    check_numbers(BATCH_NORM_ACT, training, momentum, eps)
+    statistics.check_numbers(BATCH_NORM_ACT, training, momentum, eps)
     if not training:
         return run_on(NORMALIZE_ACT, backend, x, *columns, eps, *kind)
     if not is_training(x, columns, group):
@@ -485,7 +485,7 @@ def is_training(x: Tensor, columns: Sequence[Tensor | None], group: Any) -> bool
 
 def _reference(x: Tensor, *rest: Any) -> Tensor:
     *columns, training, momentum, eps, group, _, _ = rest
-    check_numbers(BATCH_NORM_ACT, training, momentum, eps)
+    statistics.check_numbers(BATCH_NORM_ACT, training, momentum, eps)
     wrong = training and not is_training(x, columns, group)
     if wrong or unlike(x, *columns):
         _check_all(x, *rest)
@@ -537,14 +537,6 @@ def _check_all(x: Any, *rest: Any) -> None:
     check_training(BATCH_NORM_ACT, x, running, training, momentum, group)
 
 
-def check_numbers(op: Op, training: bool, momentum: float | Tensor, eps: float) -> None:
-    """Check numbers that kernels would compute with in silence; torch trains with no eps=0."""
-    if not (eps > 0 if training else eps >= 0):
-        raise ArgumentError(op.name, "eps", repr(eps), f"a number {'>' if training else '>='} 0")
-    if training and isinstance(momentum, float) and not math.isfinite(momentum):
-        raise ArgumentError(op.name, "momentum", repr(momentum), "a finite number")
-
-
 def check_training(
     op: Op, x: Any, running: dict[str, Any], training: Any, momentum: Any, group: Any
 ) -> None:
@@ -554,7 +546,7 @@ def check_training(
             accepted = "a tensor: only both are left out, and only where training is True"
             raise ArgumentError(op.name, name, "None", accepted)
     if not (
-        (isinstance(momentum, checks.NUMBER) and math.isfinite(momentum))
+        (isinstance(momentum, checks.NUMBER) and abs(momentum) < math.inf)
         or (isinstance(momentum, Tensor) and momentum.numel() == 1)
     ):
         actual = repr(momentum)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +11,22 @@ from torch import Tensor
 
 from torchweld import state
 from torchweld.dispatch.alike import is_lazy
+from torchweld.errors import ArgumentError
+from torchweld.registry import Op
 
 if torch.distributed.is_available():
     from torch.distributed import _functional_collectives as collectives
 
     # Its old name, which torch 2.13 warns of.
     _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+
+
+def check_numbers(op: Op, training: bool, momentum: float | Tensor, eps: float) -> None:
+    """Check numbers that kernels would compute with in silence; torch trains with no eps=0."""
+    if not (eps > 0 if training else eps >= 0):
+        raise ArgumentError(op.name, "eps", repr(eps), f"a number {'>' if training else '>='} 0")
+    if training and isinstance(momentum, float) and not abs(momentum) < math.inf:
+        raise ArgumentError(op.name, "momentum", repr(momentum), "a finite number")
 
 
 def finish(
@@ -60,7 +71,7 @@ def track(
     apart = isinstance(momentum, Tensor) or torch.compiler.is_compiling()
     # torch's foreach ops update no lazy negations.
     if alike and not apart and not (is_lazy(running_mean) or is_lazy(running_var)):
-        torch._foreach_lerp_([running_mean, running_var], [mean, unbiased], momentum)
+        torch._foreach_lerp_([running_mean, running_var], [mean, unbiased], momentum)  # type: ignore[arg-type]
         return
     for running, to in ((running_mean, mean), (running_var, unbiased)):
         share = momentum.to(to.dtype) if isinstance(momentum, Tensor) else momentum

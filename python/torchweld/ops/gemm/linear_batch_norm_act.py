@@ -17,6 +17,7 @@ from torchweld.dispatch.call import call, run_checkpointed, run_on
 from torchweld.dispatch.way import short
 from torchweld.names import ActivationName, Approximation
 from torchweld.ops import batch_norm as batch_norms
+from torchweld.ops import column_statistics
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import gemm
 from torchweld.registry import ROWS, Composite, constant, parameter, variance
@@ -94,7 +95,7 @@ def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
     weight, bias, *columns, training, momentum, eps, group, activation, approximate = rest
     kind = (activation, approximate)
     running_mean, running_var, bn_weight, bn_bias = columns
-    batch_norms.check_numbers(OP, training, momentum, eps)
+    column_statistics.check_numbers(OP, training, momentum, eps)
     if not layers.fits(x, weight, bias) or not checks.all_dense(x, *columns):
         _check(x, *rest)
     if checks.autocasts(x.device.type):
@@ -180,7 +181,7 @@ def _evaluate(
 
 def _reference(x: Tensor, *rest: Any) -> Tensor:
     weight, bias, *columns, training, momentum, eps, group, _, _ = rest
-    batch_norms.check_numbers(OP, training, momentum, eps)
+    column_statistics.check_numbers(OP, training, momentum, eps)
     if not layers.fits(x, weight, bias):
         _check(x, *rest)
     z = linear(x, weight, bias)
