@@ -134,7 +134,7 @@ def linear_cross_entropy(
     whole: small.Run = partial(_compute_loss, _plan_loss(kind, parts, token_weights))
     if kind.is_plain and small.may_serve(_FEW, kind.settings, *given):
         again = partial(_compute_any, kind._replace(settings=kind.settings._replace(leading=())))
-        whole = small.linear_cross_entropy(kind.settings, any(kind.needs), again)
+        whole = small.linear_cross_entropy(kind.settings, any(kind.needs), given[0].dtype, again)
     elif (run := _fuse(kind, parts, token_weights, target, weight, temperature)) is not None:
         whole = run
     return place.wrap(run_final(whole, *given, **_find_span(kind, parts, kind.is_plain)))
@@ -212,7 +212,7 @@ def linear_logprobs(
         again = partial(
             _compute_any_logprobs, kind._replace(settings=kind.settings._replace(leading=()))
         )
-        whole = small.linear_logprobs(kind.settings, again)
+        whole = small.linear_logprobs(kind.settings, given[0].dtype, again)
     elif not any(wanted) and (run := _fuse(kind, parts, None, target, temperature)) is not None:
         whole = partial(_negate, run)
     return place.wrap(run_final(whole, *given, **_find_span(kind, parts, is_plain)))

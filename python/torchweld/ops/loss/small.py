@@ -16,7 +16,7 @@ from torchweld import checks, state
 from torchweld.dispatch import choice
 from torchweld.dispatch.alike import PLAIN
 from torchweld.dispatch.recorder import RECORDER
-from torchweld.ops.gemm.gemm import linear
+from torchweld.ops.gemm import gemm
 from torchweld.ops.loss.arguments import FLOATS, Settings
 from torchweld.registry import why_not_now
 
@@ -84,17 +84,24 @@ def _compute(
     return whole(input, target, weight, *others)
 
 
-def linear_cross_entropy(settings: Settings, trains: bool, whole: Run) -> Run:
+def linear_cross_entropy(settings: Settings, trains: bool, dtype: torch.dtype, whole: Run) -> Run:
     """torch's loss of a linear layer's logits."""
-    find = cross_entropy(settings, trains, _refuse)
-    return partial(_compute_layer, find, len(settings.leading) == 1, settings.classes, whole)
+    find, is_flat = cross_entropy(settings, trains, _refuse), len(settings.leading) == 1
+    return partial(_compute_layer, _find_linear(dtype), find, is_flat, settings.classes, whole)
+
+
+def _find_linear(dtype: torch.dtype) -> Run:
+    """torch's linear layer, or in 16 bits what this processor computes fast."""
+    return gemm.linear if dtype.itemsize == 2 else torch.nn.functional.linear
 
 
 def _refuse(*_: Any) -> None:
     """The result of a call that torch's op refused."""
 
 
-def _compute_layer(find: Run, is_flat: bool, classes: int, whole: Run, *given: Any) -> Any:
+def _compute_layer(
+    linear: Run, find: Run, is_flat: bool, classes: int, whole: Run, *given: Any
+) -> Any:
     *layer, target, weight, _, _ = given
     logits, picked = linear(*layer), target
     if not is_flat:
@@ -105,12 +112,12 @@ def _compute_layer(find: Run, is_flat: bool, classes: int, whole: Run, *given: A
     return made.view(target.shape) if made.ndim else made
 
 
-def linear_logprobs(settings: Settings, whole: Run) -> Run:
+def linear_logprobs(settings: Settings, dtype: torch.dtype, whole: Run) -> Run:
     """The log-probabilities of classes [*], or [*, K]."""
-    return partial(_find_logprobs, whole) if settings.ignored < 0 else whole
+    return partial(_find_logprobs, _find_linear(dtype), whole) if settings.ignored < 0 else whole
 
 
-def _find_logprobs(whole: Run, *given: Any) -> Any:
+def _find_logprobs(linear: Run, whole: Run, *given: Any) -> Any:
     *layer, target, _ = given
     try:
         logits = linear(*layer)
