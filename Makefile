@@ -118,7 +118,7 @@ test-peers: env ## Test against other packages; installs them
 	@[ "$(VENV)" = none ] || DS_BUILD_OPS=0 $(PY) -m pip install -q --no-build-isolation "deepspeed==0.19.8"
 	@$(PYTEST) -n 2 --dist loadfile tests/peers/peer_*.py $(ARGS)
 	@[ -d $(OLDEST) ] || $(PY) -m pip install -q --no-deps --target $(OLDEST) "transformers==4.56.0" \
-	  "huggingface-hub==0.36.2" "tokenizers==0.22.2" requests urllib3 idna certifi charset-normalizer
+	  "huggingface-hub==0.36.2" "kernels==0.9.0" "tokenizers==0.22.2" requests urllib3 idna certifi charset-normalizer
 	@PYTHONPATH=$(OLDEST) $(PYTEST) -n 2 --dist loadfile $(RECOGNISED) $(ARGS)
 	@[ -d $(NAMING) ] || $(PY) -m pip install -q --no-deps --target $(NAMING) "transformers==5.21.1"
 	@PYTHONPATH=$(NAMING) $(PYTEST) -n 2 --dist loadfile tests/peers/peer_kernels.py $(ARGS)
