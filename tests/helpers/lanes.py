@@ -86,6 +86,7 @@ OF_TORCH = (
     "ops/test_linear_act_roles.py",
     "ops/test_losses_of_torch.py",
     "ops/test_losses_recorded.py",
+    "ops/test_product.py",
     "ops/test_residual.py",
     "ops/test_route.py",
     "ops/test_seams.py",
