@@ -207,3 +207,18 @@ def test_every_environment_variable_is_documented() -> None:
     page = (ROOT / "docs" / "stability.md").read_text()
     documented = set(re.findall(r"^\| `(TORCHWELD_[A-Z_]+)` \|", page, re.MULTILINE))
     assert read - built == documented == set(doctor.VARIABLES)
+
+
+def test_the_docs_of_each_release_are_kept(tmp_path: Path) -> None:
+    """The newest number is first, not the last name. A release built again replaces its own."""
+    add_version = runpy.run_path(str(ROOT / "docs" / "versions.py"))["add_version"]
+    built, site = tmp_path / "built", tmp_path / "site"
+    built.mkdir()
+    site.mkdir()
+    for version in ("0.9.0", "0.10.0", "0.2.1", "0.10.0"):
+        (built / "index.html").write_text(version)
+        add_version(built, site, version)
+    assert (site / "0.9.0/index.html").read_text() == "0.9.0"
+    listed = re.findall(r'href="([\d.]+)/"', (site / "versions.html").read_text())
+    assert listed == ["0.10.0", "0.9.0", "0.2.1"]
+    assert "url=0.10.0/" in (site / "index.html").read_text()
