@@ -214,7 +214,7 @@ wheel: env ## Build one wheel for every torch >= 2.10, in dist/
 	@$(call build-wheel,$$(uname -m))
 
 define build-wheel
-	rm -rf build/lib build/bdist* dist/torchweld-*$(1).whl && \
+	rm -rf build/lib build/lib.* build/bdist* dist/torchweld-*$(1).whl && \
 	  $(PY) -m pip wheel -q --no-build-isolation --no-deps -w dist . && \
 	  $(PY) .ci/check_wheel.py dist/torchweld-*$(1).whl
 endef
