@@ -54,11 +54,11 @@ def _leaf(*shape: int) -> torch.Tensor:
     return torch.randn(*shape).requires_grad_()
 
 
-def _make_step() -> Callable[[], Any]:
+def _make_step(**options: Any) -> Callable[[], Any]:
     params = [torch.nn.Parameter(torch.randn(64, 64)) for _ in range(3)]
     for p in params:
         p.grad = torch.randn_like(p)
-    return optim.AdamW(params, lr=1e-3).step
+    return optim.AdamW(params, lr=1e-3, **options).step
 
 
 X, WEIGHT, COLUMNS = _leaf(256, 512), _leaf(512, 512), _leaf(512)
@@ -78,6 +78,7 @@ WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
     "block_sparse_attention": (_train(lambda *q: _ATTEND(*q, LAYOUT), *_QKV), 5, 4),
     "dropout_add_layer_norm": (_train(lambda *x: _ADD_NORM(*x, p=0.1), *_STREAM), 5, 4),
     "AdamW.step": (_make_step(), 17, 4),
+    "AdamW.step, clipped": (_make_step(max_grad_norm=1.0), 20, 5),
     "fuse, two layers": (
         lambda: torchweld.fuse(nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64))),
         *(145, 11),
