@@ -72,6 +72,9 @@ LAYOUT = BlockLayout.sliding_window(128, 3, block=32)
 _QKV = [_leaf(2, 2, 128, 32) for _ in range(3)]
 _STREAM = [_leaf(1024, 1024), _leaf(1024, 1024), _leaf(1024), _leaf(1024)]
 _HEAD = _leaf(2048, 512)
+_EXPERTS: Any = functional.experts_mlp
+_ROUTE = functional.route(torch.randn(64, 8), 2)
+_MIXTURE = [_leaf(64, 32), _leaf(8, 64, 32), _leaf(8, 32, 32), _ROUTE.indices, _ROUTE.weights]
 # What is called, and the most calls and files.
 WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
     "rms_norm": (_train(lambda x, w: functional.rms_norm(x, (512,), w), X, COLUMNS), 4, 3),
@@ -89,6 +92,7 @@ WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
     ),
     "linear_cross_entropy": (_train(lambda *x: _LOSS(*x, CLASSES), X, _HEAD), 46, 8),
     "linear_logprobs": (_train(lambda *x: _LOGPROBS(*x, CLASSES), X, _HEAD), 44, 9),
+    "experts_mlp": (lambda: _EXPERTS(*_MIXTURE), 20, 6),
     "linear_gelu": (_train(functional.linear_gelu, X, WEIGHT, COLUMNS), 5, 4),
 }
 
