@@ -12,8 +12,8 @@ import torch
 from torchweld import functional
 from torchweld.dispatch import choice
 from torchweld.dispatch.call import choose_automatically, is_too_small
-from torchweld.dispatch.generate import show_code
-from torchweld.dispatch.way import list_generated
+from torchweld.dispatch.warm.cache import list_generated
+from torchweld.dispatch.warm.generate import show_code
 from torchweld.errors import ArgumentError
 from torchweld.registry import BACKENDS, EAGER, OPS, Composite, Op
 

@@ -182,10 +182,10 @@ HOMES = {
     r"torch\._C\._(functorch|are_functorch|get_tracing|len_torch|get_dispatch_mode|current_graph_task)"
     r"|_TorchDispatchModeKey|_keep_graph\(|_will_engine|_is_exporting_flag"
     r"|is_current_stream_capturing|import FakeTensor$": {"state"},
-    r"\b_current_level\b": {"state", "dispatch.alike"},
+    r"\b_current_level\b": {"state", "dispatch.warm.guards"},
     r"_disable_current_modes|temporarily_clear_interpreter_stack|DisableTorchFunction": {"isolate"},
-    r"(?<![\w.`])(?<!def )(exec|eval)\((?!\))": {"dispatch.generate", "fusion.rewrite"},
-    r"\bTensorGuards\b": {"dispatch.alike"},
+    r"(?<![\w.`])(?<!def )(exec|eval)\((?!\))": {"dispatch.warm.generate", "fusion.rewrite"},
+    r"\bTensorGuards\b": {"dispatch.warm.guards"},
     r"\b(allclose|assert_close)\(|\b[ar]tol\b|\bfinfo\(.*\)\.eps\b": {
         "numerics",
         *("ops.residual", "optim.adafactor"),  # epsilons that torch's formulas have

@@ -81,7 +81,7 @@ WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
     "block_sparse_attention": (_train(lambda *q: _ATTEND(*q, LAYOUT), *_QKV), 5, 4),
     "dropout_add_layer_norm": (_train(lambda *x: _ADD_NORM(*x, p=0.1), *_STREAM), 5, 4),
     "AdamW.step": (_make_step(), 17, 4),
-    "AdamW.step, clipped": (_make_step(max_grad_norm=1.0), 20, 5),
+    "AdamW.step, clipped": (_make_step(max_grad_norm=1.0), 20, 4),
     "fuse, two layers": (
         lambda: torchweld.fuse(nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64))),
         *(145, 11),
@@ -90,9 +90,9 @@ WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
         lambda: torchweld.fuse(nn.TransformerEncoder(ENCODER_LAYER, 2)),
         *(791, 14),
     ),
-    "linear_cross_entropy": (_train(lambda *x: _LOSS(*x, CLASSES), X, _HEAD), 46, 8),
-    "linear_logprobs": (_train(lambda *x: _LOGPROBS(*x, CLASSES), X, _HEAD), 44, 9),
-    "experts_mlp": (lambda: _EXPERTS(*_MIXTURE), 20, 6),
+    "linear_cross_entropy": (_train(lambda *x: _LOSS(*x, CLASSES), X, _HEAD), 16, 5),
+    "linear_logprobs": (_train(lambda *x: _LOGPROBS(*x, CLASSES), X, _HEAD), 17, 6),
+    "experts_mlp": (lambda: _EXPERTS(*_MIXTURE), 18, 4),
     "linear_gelu": (_train(functional.linear_gelu, X, WEIGHT, COLUMNS), 5, 4),
 }
 

@@ -16,11 +16,11 @@ from torchweld import state
 from torchweld.dispatch import choice
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.choice import choose
-from torchweld.dispatch.direct import make_direct
 from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.question import Question, Results
 from torchweld.dispatch.library import define_overload, make_step
-from torchweld.dispatch.replay import Planned
+from torchweld.dispatch.warm.direct import make_direct
+from torchweld.dispatch.warm.plans import Planned
 from torchweld.numerics import REORDERED
 from torchweld.registry import BACKENDS, EAGER
 from torchweld.registry.constant import assume_constant_result

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from torchweld import state
-from torchweld.dispatch.alike import INCOMPARABLE, is_plain, make_guards
+from torchweld.dispatch.warm.guards import INCOMPARABLE, is_plain, make_guards
 from torchweld.ops.optimizer.batch import Batch
 from torchweld.optim._codecs import State
 from torchweld.optim._params import Group

@@ -278,8 +278,8 @@ def run_forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
             hidden = _ACTIVATE(z, *experts.how)
             bias = None if factors.down_bias is None else experts.take("down_bias", wave)
             made = experts.multiply(wave, hidden, experts.take("down", wave).mT, bias)
-            scale = None if form.weights_first else scale
-            _ADD_ROWS(y, made, rows.places, scale, wave.rows.start)
+            factor = None if form.weights_first else scale
+            _ADD_ROWS(y, made, rows.places, factor, wave.rows.start)
     return y.to(x.dtype).view(*x.shape[:-1], width), rows.order, kept
 
 

@@ -23,7 +23,7 @@ from torchweld.dispatch.autograd import (
 )
 from torchweld.dispatch.call import call
 from torchweld.dispatch.dtensor import is_dtensor
-from torchweld.dispatch.way import short
+from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
 from torchweld.names import ActivationName, Approximation
 from torchweld.ops import activation as activations

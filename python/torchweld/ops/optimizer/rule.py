@@ -12,7 +12,7 @@ import torch
 
 from torchweld.dispatch import choice
 from torchweld.dispatch.bare import BareOp, find_agreed
-from torchweld.dispatch.direct import make_direct
+from torchweld.dispatch.warm.direct import make_direct
 from torchweld.ops.optimizer import question
 from torchweld.ops.optimizer.batch import (
     Batch,

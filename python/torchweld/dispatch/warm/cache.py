@@ -22,7 +22,9 @@ import torch
 
 from torchweld import state
 from torchweld.dispatch import choice, seeds
-from torchweld.dispatch.alike import (
+from torchweld.dispatch.kernels import Casting, Kernel
+from torchweld.dispatch.warm.generate import compile_function
+from torchweld.dispatch.warm.guards import (
     INCOMPARABLE,
     PLAIN,
     IsLike,
@@ -30,10 +32,8 @@ from torchweld.dispatch.alike import (
     is_constant,
     make_comparison,
 )
-from torchweld.dispatch.generate import compile_function
-from torchweld.dispatch.kernels import Casting, Kernel
-from torchweld.dispatch.recorder import RECORDER, Note
-from torchweld.dispatch.sizes import Extents, find_varying, measure
+from torchweld.dispatch.warm.recorder import RECORDER, Note
+from torchweld.dispatch.warm.sizes import Extents, find_varying, measure
 from torchweld.registry import OPS, Composite
 
 P = ParamSpec("P")
