@@ -67,7 +67,7 @@ def _modulation(ptr, row, column, stride, inside):
 @triton.jit
 def _stream(x_ptr, branch_ptr, gate_ptr, row, column, of, sizes, inside):
     """z of a tile; `of` are the rows of its modulations."""
-    width, x_stride, branch_stride, gate_stride, scale_stride, shift_stride = sizes
+    x_stride, branch_stride, gate_stride = sizes
     z = load(x_ptr, row, column, x_stride, inside)
     if branch_ptr is not None:
         gate = _modulation(gate_ptr, of, column, gate_stride, inside)
@@ -77,7 +77,7 @@ def _stream(x_ptr, branch_ptr, gate_ptr, row, column, of, sizes, inside):
 
 @triton.jit
 def _modulate(x_hat, scale_ptr, shift_ptr, of, column, sizes, inside):
-    width, x_stride, branch_stride, gate_stride, scale_stride, shift_stride = sizes
+    scale_stride, shift_stride = sizes
     scale = _modulation(scale_ptr, of, column, scale_stride, inside)
     shift = _modulation(shift_ptr, of, column, shift_stride, inside)
     return x_hat * (1 + scale) + shift
@@ -110,11 +110,12 @@ def _forward(
     at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row, column, of = at[:, None], tl.arange(0, BLOCK)[None, :], (at // period)[:, None]
     inside = (row < rows) & (column < width)
-    sizes = (width, x_stride, branch_stride, gate_stride, scale_stride, shift_stride)
+    sizes = (x_stride, branch_stride, gate_stride)
     z = _stream(x_ptr, branch_ptr, gate_ptr, row, column, of, sizes, inside)
     mean, rstd, centered = _statistics(z, inside, width, eps, CENTERED)
     x_hat = centered * rstd[:, None]
-    y = _modulate(x_hat, scale_ptr, shift_ptr, of, column, sizes, inside)
+    strides = (scale_stride, shift_stride)
+    y = _modulate(x_hat, scale_ptr, shift_ptr, of, column, strides, inside)
     store(y_ptr, row, column, width, y, inside)
     if z_ptr is not None:
         store(z_ptr, row, column, width, z, inside)
@@ -150,7 +151,7 @@ def _forward_wide(
 ):
     row = tl.program_id(0).to(tl.int64)
     of, lane = row // period, tl.arange(0, BLOCK)
-    sizes = (width, x_stride, branch_stride, gate_stride, scale_stride, shift_stride)
+    sizes = (x_stride, branch_stride, gate_stride)
     tensors = (x_ptr, branch_ptr, gate_ptr, row)
     SAVED: tl.constexpr = x_ptr.dtype.element_ty if z_ptr is None else z_ptr.dtype.element_ty
     mean, saved_mean = 0.0, 0.0
@@ -179,7 +180,8 @@ def _forward_wide(
         column = start + lane
         inside = column < width
         z = _stream(*tensors, column, of, sizes, inside)
-        y = _modulate((z - mean) * rstd, scale_ptr, shift_ptr, of, column, sizes, inside)
+        strides = (scale_stride, shift_stride)
+        y = _modulate((z - mean) * rstd, scale_ptr, shift_ptr, of, column, strides, inside)
         store(y_ptr, row, column, width, y, inside)
         if z_ptr is not None:
             store(z_ptr, row, column, width, z, inside)
@@ -204,7 +206,7 @@ def _add(
     at = (tl.program_id(0) // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(0) % column_tiles * BLOCK + tl.arange(0, BLOCK))[None, :]
     row, inside = at[:, None], (at < rows)[:, None] & (column < width)
-    sizes = (width, x_stride, branch_stride, gate_stride, 0, 0)
+    sizes = (x_stride, branch_stride, gate_stride)
     of = (at // period)[:, None]
     z = _stream(x_ptr, branch_ptr, gate_ptr, row, column, of, sizes, inside)
     store(z_ptr, row, column, width, z, inside)
@@ -544,9 +546,9 @@ def _modulations(
 
 
 def _check_branch(x: torch.Tensor, branch: torch.Tensor) -> None:
+    """x has branch's dtype, or float32 beside 16 bits."""
     check_beside(branch, branch.shape, x)
-    if branch.shape != x.shape:
-        raise ValueError("branch does not fit x")
+    check_beside(x, x.shape, branch, narrow=True)
 
 
 def _modulate_forward(

@@ -50,7 +50,7 @@ def _terms(
     centered: bool,
     size: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """For each result the sum of its terms' magnitudes; `size` has x's, which may have cancelled."""
+    """For each result the sum of its terms' magnitudes; `size` has x's before cancellation."""
     x, grad_y = x.double(), grad_y.double().abs()
     size = x.abs() if size is None else size
     mean = x.mean(-1, keepdim=True) if centered else x.new_zeros(())

@@ -6,7 +6,6 @@ call have the same shape; often they are parts of one projection.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -187,12 +186,14 @@ def _fits(x: Tensor, modulation: Tensor) -> bool:
     return all(size == 1 for size in its[at:-1])
 
 
-def _is_plain(x: Tensor, *modulations: Tensor | None) -> bool:
+def _is_plain(x: Tensor, first: Tensor, *modulations: Tensor | None) -> bool:
     """Whether eager torch computes what the kernels do; it would accept more."""
+    if not (first.dtype is x.dtype and _fits(x, first)):
+        return False
     for value in modulations:
-        if value is not None and not (value.dtype is x.dtype and _fits(x, value)):
+        if value is not None and not (value.dtype is x.dtype and value.shape == first.shape):
             return False
-    return checks.all_dense(x, *modulations)
+    return checks.all_dense(x, first, *modulations)
 
 
 def _check_modulations(op: Op, x: Any, branch: Any = None, **modulations: Any) -> None:
@@ -257,7 +258,7 @@ def _gate(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
 
 
 def _gated_residual(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
-    if not (_is_plain(x, gate, branch) and branch.shape == x.shape):
+    if not (_is_plain(x, gate) and branch.shape == x.shape and branch.dtype is x.dtype):
         _check_gated(x, gate, branch)
     return _gate(x, gate, branch)
 

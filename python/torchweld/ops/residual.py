@@ -18,7 +18,6 @@ from torchweld.random import Shard, draw_seed, drop, split_shard
 from torchweld.registry import ELEMENTS, SEED, Op, Rows, activation, parameter, residual
 from torchweld.registry.cost import count_per_element
 
-
 # --- bias_dropout_add -----------------------------------------------------------------------------
 
 
