@@ -24,6 +24,8 @@ BOTH = "gated_residual_layer_norm"
 
 
 class Case(NamedTuple):
+    """A small model, the arguments of a call, and the welds that it must get."""
+
     make: Callable[[], torch.nn.Module]
     arguments: dict[str, Any]
     welds: dict[str, int]  # of the ops of this family

@@ -226,9 +226,9 @@ def _check_modulations(op: Op, x: Any, branch: Any = None, **modulations: Any) -
 
 
 def _size(leading: tuple[int, ...], row: tuple[int, ...], *kinds: str) -> list[Any]:
-    """A tensor for each letter: an activation x, a residual stream s, or a modulation m."""
-    samples = tuple(n if len(leading) > 1 and not at else 1 for at, n in enumerate(leading))
-    makers = {"x": (activation, leading), "s": (residual, leading), "m": (residual, samples)}
+    """A tensor for each letter: an activation x, or a modulation m with a row for each sample."""
+    samples = tuple(1 if at else n for at, n in enumerate(leading))
+    makers = {"x": (activation, leading), "m": (residual, samples)}
     return [make(*sizes, *row) for make, sizes in (makers[kind] for kind in kinds)]
 
 
@@ -287,7 +287,7 @@ GATED_RESIDUAL = Op(
     same_gradient={"input": ("grad_y", lambda *_: True)},
     check=_check_gated,
     sharding=ROWS,
-    sized=lambda leading, row: tuple(_size(leading, row, *"smx")),
+    sized=lambda leading, row: tuple(_size(leading, row, *"xmx")),
     flops=count_per_element(2, 4),
     sources=_SOURCES,
     eager_rounds=True,
@@ -334,7 +334,7 @@ class _AdaptiveNorm:
             reference=self._gated_reference,
             backward_reference=self._gated_backward,
             check=self._check_gated,
-            sized=lambda leading, row: (*_size(leading, row, *"smxmm"), self.epsilon),
+            sized=lambda leading, row: (*_size(leading, row, *"xmxmm"), self.epsilon),
             flops=count_per_element(flops[0] + 2, flops[1] + 5),
             **common,
         )
