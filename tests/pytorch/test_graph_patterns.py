@@ -14,6 +14,7 @@ from torchweld.fusion.graph.patterns import (
     layer_norm,
     linear_act,
     loss,
+    modulation,
     rms_norm,
     rotary,
     softmax,
@@ -69,6 +70,25 @@ CASES: dict[str, Case] = {
     ),
     "layer_norm of a sum": Case(
         layer_norm._norm_of_sum, layer_norm._run_norm_of_sum, (_X, _X, _W, _W), (1e-5, 0.0)
+    ),
+    **{
+        f"adaptive norm {kind} {its}": Case(
+            modulation._norm, modulation._run_norm, (_X, its, its), (1e-5, kind)
+        )
+        for kind in ("plain", "wide")
+        for its in ((3, 16), (3, 1, 16), _X)
+    },
+    **{
+        f"gated residual {kind}": Case(
+            modulation._gate, modulation._run_gate, (_X, (3, 16), _X), (kind,)
+        )
+        for kind in ("plain", "wide")
+    },
+    "gated residual and norm": Case(
+        modulation._gate_and_norm,
+        modulation._run_gate_and_norm,
+        (_X, (3, 16), _X, (3, 16), (3, 16)),
+        (1e-5, ("plain", "plain")),
     ),
     "dropout and add": Case(dropout_add._reference, dropout_add._run, (_X, _X), (0.0,)),
     **{
