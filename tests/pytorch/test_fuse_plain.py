@@ -111,6 +111,28 @@ def test_16_bits(dtype: torch.dtype, casts: bool) -> None:
     assert not names & {"aten::mm", "aten::addmm", "aten::bmm"}
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_parameters_that_others_replace(bias: bool) -> None:
+    """The layer reads them where torch keeps them, unless they are elsewhere."""
+    plain = nn.Linear(WIDTH, 8, bias)
+    fused = torchweld.fuse(copy.deepcopy(plain))
+    other = {name: p.detach() + 1 for name, p in plain.named_parameters()}
+    call = torch.func.functional_call
+    assert torch.equal(call(fused, other, (X,)), call(plain, other, (X,)))
+    for change in (
+        lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", nn.Tanh()),
+        lambda layer: nn.utils.parametrizations.weight_norm(layer, "weight"),
+        lambda layer: setattr(layer, "bias", None),
+    ):
+        mine, its = copy.deepcopy(fused), copy.deepcopy(plain)
+        change(mine), change(its)
+        for ours, torchs in zip(_run(mine, X), _run(its, X), strict=True):
+            assert torch.equal(ours, torchs)
+    replica = fused._replicate_for_data_parallel()  # its parameters are plain attributes
+    replica.weight, replica.bias = fused.weight * 2, fused.bias
+    assert torch.equal(replica(X), nn.functional.linear(X, plain.weight * 2, plain.bias))
+
+
 def test_use_backend() -> None:
     """Eager by name is torch's."""
     plain = _make().bfloat16()
