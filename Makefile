@@ -107,10 +107,16 @@ OLDEST := build/transformers-4.56
 NAMING := build/transformers-5.21
 RECOGNISED := $(addprefix tests/peers/peer_,welds.py fuse.py generate.py)
 
+TRANSFORMERS := transformers==5.24.0
+.PHONY: test-transformers
+test-transformers: env ## Test fuse on models of the newest transformers; installs it
+	@[ "$(VENV)" = none ] || $(PY) -m pip install -q "$(TRANSFORMERS)"
+	@$(PYTEST) -n 2 --dist worksteal tests/peers/peer_fuse.py tests/peers/peer_generate.py $(ARGS)
+
 .PHONY: test-peers
 test-peers: env ## Test against other packages; installs them
 	$(call say,testing against peers)
-	@[ "$(VENV)" = none ] || $(PY) -m pip install -q "transformers==5.24.0" "bitsandbytes==0.50.2" \
+	@[ "$(VENV)" = none ] || $(PY) -m pip install -q "$(TRANSFORMERS)" "bitsandbytes==0.50.2" \
 	  "peft==0.21.2" "accelerate==1.15.0" "torchao==0.18.0" "kernels==0.17.2" "trl==1.16.0"
 	@[ "$(VENV)" = none ] || $(PY) -m pip install -q --no-deps "liger-kernel==0.8.5" "torchtitan==0.3.0" \
 	  "spmd_types==0.2.3" "torchdata==0.11.0" "torch_checkpointing==0.1.1"
@@ -118,7 +124,7 @@ test-peers: env ## Test against other packages; installs them
 	@[ "$(VENV)" = none ] || DS_BUILD_OPS=0 $(PY) -m pip install -q --no-build-isolation "deepspeed==0.19.8"
 	@$(PYTEST) -n 2 --dist loadfile tests/peers/peer_*.py $(ARGS)
 	@[ -d $(OLDEST) ] || $(PY) -m pip install -q --no-deps --target $(OLDEST) "transformers==4.56.0" \
-	  "huggingface-hub==0.36.2" "tokenizers==0.22.2" requests urllib3 idna certifi charset-normalizer
+	  "huggingface-hub==0.36.2" "kernels==0.9.0" "tokenizers==0.22.2" requests urllib3 idna certifi charset-normalizer
 	@PYTHONPATH=$(OLDEST) $(PYTEST) -n 2 --dist loadfile $(RECOGNISED) $(ARGS)
 	@[ -d $(NAMING) ] || $(PY) -m pip install -q --no-deps --target $(NAMING) "transformers==5.21.1"
 	@PYTHONPATH=$(NAMING) $(PYTEST) -n 2 --dist loadfile tests/peers/peer_kernels.py $(ARGS)
