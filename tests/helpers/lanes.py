@@ -69,7 +69,7 @@ KERNELS = (
     "ops/test_rotary.py",
     "ops/test_rotary_triton.py",
     "ops/test_route_triton.py",
-    "tools/test_replay.py::test_samples_have_the_bits_of_their_calls",
+    "tools/test_plans.py::test_samples_have_the_bits_of_their_calls",
 )
 
 # What depends on torch's version: run under the oldest torch too.

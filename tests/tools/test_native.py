@@ -21,7 +21,8 @@ import torch
 
 import fresh
 from conftest import EMULATED
-from torchweld.dispatch import direct, native
+from torchweld.dispatch import native
+from torchweld.dispatch.warm import direct
 from torchweld.ops.quantize_8bit import _QUANTIZE as BARE
 from torchweld.registry import BACKENDS, OPS, backends
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from torchweld import state
-from torchweld.dispatch.alike import PLAIN
 from torchweld.dispatch.autograd import list_reached, make_unaliased, wants_gradient
 from torchweld.dispatch.bare import BareOp
+from torchweld.dispatch.warm.guards import PLAIN
 from torchweld.registry import BACKENDS, why_not_now
 from torchweld.registry.processor import has_units
 
