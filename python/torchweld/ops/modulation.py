@@ -14,7 +14,7 @@ from torch import Tensor
 from torchweld import checks
 from torchweld.dispatch.call import call_arranged
 from torchweld.dispatch.kernels import define
-from torchweld.dispatch.way import short
+from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
 from torchweld.ops import norm as norms
 from torchweld.registry import ROWS, Op, activation, residual
