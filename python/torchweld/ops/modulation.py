@@ -203,7 +203,9 @@ def _check_modulations(op: Op, x: Any, branch: Any = None, **modulations: Any) -
         raise ArgumentError(op.name, "input", "0-dimensional", "at least one dimension")
     narrowest = ("input", x)
     if "gate" in modulations:
-        checks.dense(op.name, "branch", branch, checks.parameters_beside(x), "input")
+        wide = x.dtype is torch.float32  # a narrower input was promoted before
+        kinds = checks.parameters_beside(x) if wide else [x.dtype]
+        checks.dense(op.name, "branch", branch, kinds, "input")
         checks.like(op.name, "branch", branch, x, "input")
         checks.shaped(op.name, "branch", branch, x.shape, "input's shape")
         narrowest = ("branch", branch)
