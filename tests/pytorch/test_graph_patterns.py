@@ -45,6 +45,7 @@ _STEPS = {
     "capped": ((loss.operator.truediv, 3.0), (torch.tanh,), (loss.operator.mul, 3.0)),
     "flat": ((loss._flatten,),),
 }
+_SHIFTED = (loss._ADD, (loss._shift,), (loss._flatten,))
 
 
 def _qk(*angles: int) -> tuple[Any, ...]:
@@ -126,16 +127,29 @@ CASES: dict[str, Case] = {
     ),
     **{
         f"loss, {name}, {reduction}": Case(
-            loss._without_bias,
-            loss._run_without_bias,
+            loss._reference,
+            loss._run,
             ((12, 16), (30, 16), 12),
-            (steps, -100, reduction),
+            (loss._Options((), steps, -100, reduction),),
         )
         for name, steps in _STEPS.items()
         for reduction in ("mean", "sum", "none")
     },
     "loss with a bias": Case(
-        loss._reference, loss._run, ((12, 16), (30, 16), (30,), 12), ((), 7, "mean")
+        loss._reference,
+        loss._run,
+        ((12, 16), (30, 16), (30,), 12),
+        (loss._Options(("bias",), (), -100, "mean"),),
+    ),
+    "loss with a bias, a row and a shift": Case(
+        loss._reference,
+        loss._run,
+        ((3, 5, 16), (30, 16), (30,), (1, 30), 12),
+        (
+            loss._Options(
+                ("bias", "row"), (loss._ADD, (loss._shift,), (loss._flatten,)), -100, "mean"
+            ),
+        ),
     ),
 }
 
@@ -168,8 +182,6 @@ def _run(function: Any, inputs: list[torch.Tensor], constants: Any) -> list[torc
 @pytest.mark.parametrize("name", CASES)
 def test_a_pattern_runs_its_reference(name: str, dtype: torch.dtype) -> None:
     reference, run, shapes, constants = CASES[name]
-    if "loss with" in name:
-        constants = (constants[0], -100, constants[2])
     exact = _run(reference, _make(shapes, torch.float64), constants)
     got = _run(run, _make(shapes, dtype), constants)
     eager = _run(reference, _make(shapes, dtype), constants)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchweld import checks
 from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
-from torchweld.dispatch.way import short
+from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
 from torchweld.registry import Op, Rows, activation, parameter
 from torchweld.registry.cost import count_per_element

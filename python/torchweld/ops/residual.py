@@ -11,7 +11,7 @@ from torch import Tensor
 from torchweld import checks
 from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
-from torchweld.dispatch.way import short
+from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
 from torchweld.ops import norm as norms
 from torchweld.random import Shard, draw_seed, drop, split_shard

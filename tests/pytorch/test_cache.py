@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import torchweld
 from torchweld import functional
-from torchweld.dispatch import way
 from torchweld.dispatch.autograd import as_tuple
+from torchweld.dispatch.warm import cache
 from torchweld.errors import ArgumentError
 from torchweld.random import Shard
 from torchweld.sparse import BlockLayout
@@ -147,10 +147,10 @@ class Call:
 @pytest.fixture
 def call(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
     """A call that counts how often it found no short way."""
-    way.forget()
+    cache.forget()
     name, dtype = request.param if isinstance(request.param, tuple) else (request.param, None)
     made = Call(name, dtype or torch.float32)
-    scope, find = made.function.__globals__, way._find
+    scope, find = made.function.__globals__, cache._find
 
     def count(*given: Any) -> Any:
         made.missed += 1
@@ -158,16 +158,16 @@ def call(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
     monkeypatch.setitem(scope, "_find", count)
     yield made
-    way.forget()
+    cache.forget()
 
 
 @contextmanager
 def _whole_path() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        way.forget()
-        patch.setattr(way, "make_comparison", lambda *_, **__: None)
+        cache.forget()
+        patch.setattr(cache, "make_comparison", lambda *_, **__: None)
         yield
-    way.forget()
+    cache.forget()
 
 
 def _assert_equal(found: Any, wanted: Any) -> None:
@@ -483,7 +483,7 @@ def test_each_call_draws(call: Call) -> None:
 
 @pytest.mark.parametrize("call", ["rms_norm"], indirect=True)
 def test_few_are_kept(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(way, "_SIZES", 3)
+    monkeypatch.setattr(cache, "_SIZES", 3)
     weight = call.leaves[1]
     for rows in range(200, 210):
         call(_x(rows, WIDTH), weight)
@@ -491,7 +491,7 @@ def test_few_are_kept(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
         call(eps=float(eps))
     ways = call.function.__globals__["_ways"]
     assert all(len(sizes) <= 3 for sizes in ways.values())
-    assert all(len(kept) <= way._ALIKE for sizes in ways.values() for kept in sizes.values())
+    assert all(len(kept) <= cache._ALIKE for sizes in ways.values() for kept in sizes.values())
     call.warm(eps=9.0)
 
 
