@@ -14,7 +14,7 @@ from torch import Tensor
 from torchweld import checks
 from torchweld.dispatch.call import call_arranged
 from torchweld.dispatch.kernels import define
-from torchweld.dispatch.way import short
+from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
 from torchweld.ops import norm as norms
 from torchweld.registry import ROWS, Op, activation, residual
@@ -150,8 +150,8 @@ def _arrange(x: Any, *modulations: Any) -> tuple[Any, ...]:
 
 def _arrange_gated(x: Any, gate: Any, branch: Any, *modulations: Any) -> tuple[Any, ...]:
     x = norms.promote_residual(x, branch)
-    _, gate, *modulations = _arrange(x, gate, *modulations)
-    return x, gate, branch, *modulations
+    _, gate, *rest = _arrange(x, gate, *modulations)
+    return x, gate, branch, *rest
 
 
 def _inputs(input: Any, scale: Any, shift: Any = None, *, eps: Any) -> tuple[Any, ...]:
