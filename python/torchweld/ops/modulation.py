@@ -32,7 +32,7 @@ def adaptive_layer_norm(
     Args:
         input: [*, width]; float32, bfloat16, float16 (or float64).
         scale, shift: [width], [batch, width], or of input's rank with sizes of 1 after the leading
-            ones that it shares with input: [batch, 1, width] for each sample, [batch, tokens,
+            ones shared with it, as [batch, 1, width] for each sample, [batch, tokens,
             width] for each token. In input's dtype, or float32 and 16 bits in either order. They
             may be parts of one projection, as `chunk` returns them.
         eps: added to the variance, >= 0.
@@ -392,7 +392,8 @@ class _AdaptiveNorm:
             wide, grad = z.to(kind), grad_y.to(kind)
             if self.centered:
                 wide = wide - wide.mean(-1, keepdim=True)
-            eps = torch.finfo(kind).eps if eps is None else eps
+            if eps is None:
+                eps = 2.0**-52 if kind is torch.float64 else 2.0**-23
             rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
             x_hat = wide * rstd
             g = grad * (1 + scale.to(kind))
