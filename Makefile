@@ -119,6 +119,7 @@ test-peers: env ## Test against other packages; installs them
 	@[ "$(VENV)" = none ] || $(PY) -m pip install -q "$(TRANSFORMERS)" "bitsandbytes==0.50.2" \
 	  "peft==0.21.2" "accelerate==1.15.0" "torchao==0.18.0" "kernels==0.17.2" "trl==1.16.0"
 	@[ "$(VENV)" = none ] || $(PY) -m pip install -q --no-deps "liger-kernel==0.8.5" "torchtitan==0.3.0" \
+	  "diffusers==0.42.1" \
 	  "spmd_types==0.2.3" "torchdata==0.11.0" "torch_checkpointing==0.1.1"
 	@[ "$(VENV)" = none ] || $(PY) -m pip install -q "tyro==1.0.17" "tensorboard==2.21.0" "einops==0.8.2" "lightning==2.6.6"
 	@[ "$(VENV)" = none ] || DS_BUILD_OPS=0 $(PY) -m pip install -q --no-build-isolation "deepspeed==0.19.8"

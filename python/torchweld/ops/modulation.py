@@ -32,7 +32,7 @@ def adaptive_layer_norm(
     Args:
         input: [*, width]; float32, bfloat16, float16 (or float64).
         scale, shift: [width], [batch, width], or of input's rank with sizes of 1 after the leading
-            ones that it shares with input: [batch, 1, width] for each sample, [batch, tokens,
+            ones shared with it, as [batch, 1, width] for each sample, [batch, tokens,
             width] for each token. In input's dtype, or float32 and 16 bits in either order. They
             may be parts of one projection, as `chunk` returns them.
         eps: added to the variance, >= 0.
@@ -150,8 +150,8 @@ def _arrange(x: Any, *modulations: Any) -> tuple[Any, ...]:
 
 def _arrange_gated(x: Any, gate: Any, branch: Any, *modulations: Any) -> tuple[Any, ...]:
     x = norms.promote_residual(x, branch)
-    _, gate, *modulations = _arrange(x, gate, *modulations)
-    return x, gate, branch, *modulations
+    _, gate, *rest = _arrange(x, gate, *modulations)
+    return x, gate, branch, *rest
 
 
 def _inputs(input: Any, scale: Any, shift: Any = None, *, eps: Any) -> tuple[Any, ...]:
@@ -203,7 +203,9 @@ def _check_modulations(op: Op, x: Any, branch: Any = None, **modulations: Any) -
         raise ArgumentError(op.name, "input", "0-dimensional", "at least one dimension")
     narrowest = ("input", x)
     if "gate" in modulations:
-        checks.dense(op.name, "branch", branch, checks.parameters_beside(x), "input")
+        wide = x.dtype is torch.float32  # a narrower input was promoted before
+        kinds = checks.parameters_beside(x) if wide else [x.dtype]
+        checks.dense(op.name, "branch", branch, kinds, "input")
         checks.like(op.name, "branch", branch, x, "input")
         checks.shaped(op.name, "branch", branch, x.shape, "input's shape")
         narrowest = ("branch", branch)
@@ -390,7 +392,8 @@ class _AdaptiveNorm:
             wide, grad = z.to(kind), grad_y.to(kind)
             if self.centered:
                 wide = wide - wide.mean(-1, keepdim=True)
-            eps = torch.finfo(kind).eps if eps is None else eps
+            if eps is None:
+                eps = 2.0**-52 if kind is torch.float64 else 2.0**-23
             rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
             x_hat = wide * rstd
             g = grad * (1 + scale.to(kind))

@@ -81,8 +81,8 @@ def find_modulated_norm(record: Record, at: int) -> Iterator[Proposal]:
                 name = "gated_residual_layer_norm"
                 yield Proposal(name, inputs, outputs, _gate_and_norm, _run_gate_and_norm, constants)
         given = [_before(record, each) for each in (norm.scale, norm.shift)]
-        inputs, constants = [norm.x.at, *(each.at for each in given)], (norm.eps, norm.kind)
-        yield Proposal("adaptive_layer_norm", inputs, [norm.y], _norm, _run_norm, constants)
+        inputs, how = [norm.x.at, *(each.at for each in given)], (norm.eps, norm.kind)
+        yield Proposal("adaptive_layer_norm", inputs, [norm.y], _norm, _run_norm, how)
 
 
 def find_gated_residual(record: Record, at: int) -> Iterator[Proposal]:
