@@ -55,8 +55,9 @@ settings.register_profile(
     deadline=None,
     max_examples=25,
     derandomize=True,
-    # `target` only determines where to run, which is the same for every example.
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    # `target` only determines where to run, which is the same for every example. An emulated
+    # processor draws slowly.
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("torchweld")
 

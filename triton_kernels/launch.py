@@ -179,12 +179,27 @@ def run(on: torch.Tensor, *launches: Launch) -> None:
         for each in launches:
             if not each.grid:
                 continue
+            for value in each.args:
+                check_allocated(getattr(value, "base", value))  # of a descriptor: its tensor
             unaligned = each.spreads and not are_aligned(*each.args)
             options = each.unaligned_options() if unaligned else each.options
             if _watched.by is not None:
                 _watched.by.start(each, options)
             else:
                 start(each, options)
+
+
+# Addresses of a storage that was freed are offsets in it, and lower; most GPUs' memory is higher.
+FAR = 2**44
+
+
+def check_allocated(value: Any) -> None:
+    """Refuse a tensor whose storage was freed: a kernel that reads it ends CUDA's context."""
+    if isinstance(value, torch.Tensor) and value.numel() and not value.untyped_storage().nbytes():
+        raise RuntimeError(
+            "The tensor has a non-zero number of elements, but its data is not allocated: its "
+            "storage was freed"
+        )
 
 
 @functools.cache

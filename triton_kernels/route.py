@@ -23,6 +23,7 @@ from .tensors import contiguous, empty_like
 
 # Keeps a sum of zeros from dividing by zero; too small to change another sum's bits.
 _TINY = tl.constexpr(1e-20)
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit
@@ -46,9 +47,12 @@ def _find_scores(logits, column, experts, SOFTMAX: tl.constexpr):
 
 
 @triton.jit
-def _put_nan_first(choice):
-    """NaN counts as infinite: a maximum's place would be any column at it, past the last too."""
-    return tl.where(choice == choice, choice, float("inf"))
+def _order(choice):
+    """Numbers of which none is NaN or -inf, in the same order, and NaN as infinite.
+
+    A maximum's place would be any column at NaN, past the last too. -inf is left to what was taken.
+    """
+    return tl.where(choice == choice, tl.maximum(choice, _LOWEST), float("inf"))
 
 
 @triton.jit
@@ -66,14 +70,14 @@ def _mask_groups(
         best = tl.argmax(rest, 2)
         counts += tl.max(rest, 2)
         rest = tl.where(member == best[:, :, None], float("-inf"), rest)
-    counts = _put_nan_first(counts)  # of a sum of both infinities
+    counts = _order(counts)  # of a sum of both infinities
     group = tl.arange(0, GROUPS)[None, :]
     is_best = tl.zeros([rows, GROUPS], tl.int32)
     for _ in tl.static_range(TOP_GROUPS):
         best = group == tl.argmax(counts, 1)[:, None]
         is_best = tl.where(best, 1, is_best)
         counts = tl.where(best, float("-inf"), counts)
-    each = tl.where(is_best[:, :, None] != 0, each, float("-inf"))
+    each = tl.where(is_best[:, :, None] != 0, each, _LOWEST)
     return each.reshape(rows, GROUPS * size)
 
 
@@ -114,7 +118,7 @@ def _route(
         choice = own
         if bias_ptr is not None:
             choice += tl.load(bias_ptr + column, mask=column < experts, other=0).to(tl.float32)
-        choice = tl.where(known, _put_nan_first(choice), float("-inf"))
+        choice = tl.where(known, _order(choice), float("-inf"))
         if GROUPS > 1:
             choice = _mask_groups(choice, GROUPS, TOP_GROUPS, BEST_OF_GROUP)
         counted = inside.to(tl.float32)

@@ -103,6 +103,25 @@ def test_nan_is_chosen_first(experts: int, k: int, how: dict[str, Any], scores: 
         torch.testing.assert_close(found.weights, expected.weights, equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    ("experts", "k", "how"),
+    [(5, 4, {}), (8, 8, {}), (64, 6, DEEPSEEK), (16, 5, {"groups": 4, "top_groups": 2})],
+)
+def test_more_are_chosen_than_a_bias_leaves(experts: int, k: int, how: dict[str, Any]) -> None:
+    """Experts that a bias of -inf switches off are chosen in their order, each once.
+
+    The kernel marked those that it had chosen by -inf, too, so that it took expert 0 again. Tests
+    had no infinite bias.
+    """
+    logits = _draw(experts, torch.float32, 7)
+    bias = torch.full((experts,), float("-inf"), device=DEVICE)
+    bias[experts // 2] = 0.0
+    found = _run(logits, k, choice_bias=bias, **how)
+    with torchweld.use_backend("eager"):
+        expected = _run(logits.double(), k, choice_bias=bias, **how)
+    assert torch.equal(found["indices"], expected["indices"])
+
+
 def test_the_same_bits_at_every_run() -> None:
     logits = _draw(60, torch.float32, 300)
     found, again = (_run(logits, 4, renormalize=True) for _ in range(2))

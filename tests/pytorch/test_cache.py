@@ -38,6 +38,10 @@ def _columns(count: int) -> list[torch.Tensor]:
     return [torch.rand(WIDTH) + 0.5 for _ in range(count)]
 
 
+def _samples(count: int) -> list[torch.Tensor]:
+    return list(torch.randn(8, count * WIDTH).chunk(count, dim=-1))
+
+
 def _angles() -> list[torch.Tensor]:
     angles = torch.rand(48, 32)
     return [_x(4, 2, 48, 64), angles.cos(), angles.sin()]
@@ -60,6 +64,14 @@ MAKE: dict[str, Callable[[], Made]] = {
         [_x(), _x(), *_columns(1)],
         [],
         {"p": 0.0, "return_residual": True},
+    ),
+    "adaptive_layer_norm": lambda: ([_x(8, 128, WIDTH), *_samples(2)], [], {"eps": 1e-6}),
+    "adaptive_rms_norm": lambda: ([_x(8, 128, WIDTH), *_samples(2)], [], {}),
+    "gated_residual": lambda: ([_x(8, 128, WIDTH), *_samples(1), _x(8, 128, WIDTH)], [], {}),
+    "gated_residual_layer_norm": lambda: (
+        [_x(8, 128, WIDTH), *_samples(1), _x(8, 128, WIDTH), *_samples(2)],
+        [],
+        {"return_residual": True},
     ),
     "bias_dropout_add": lambda: ([_x(), *_columns(1), _x()], [], {"p": 0.2}),
     "bias_act": lambda: ([_x(), *_columns(1)], [], {"activation": "silu"}),

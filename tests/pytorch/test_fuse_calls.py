@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -305,19 +306,67 @@ class GatedByTanh(LlamasFeedForward):
         return self.w2(self.w1(x) * functional.gelu(self.w3(x), approximate="tanh"))
 
 
+HAS_NPU = False  # as diffusers keeps it: another device's kernel
+
+
+def has_npu() -> bool:
+    return HAS_NPU
+
+
+@functools.lru_cache(maxsize=128)
+def is_torch_version(operation: str, version: str) -> bool:
+    return {"<": torch.__version__ < version}[operation]
+
+
 class DiffusersGEGLU(nn.Module):
-    """One layer computes both halves, a method activates the second."""
+    """One layer computes both halves, a method activates the second.
+
+    Its `**kwargs`, the question for another device and a function with a cache cost it its weld:
+    the copy of before in this file had none of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.proj = nn.Linear(64, 256)
 
     def gelu(self, gate: torch.Tensor) -> torch.Tensor:
+        if gate.device.type == "mps" and is_torch_version("<", "2.0.0"):
+            return functional.gelu(gate.to(dtype=torch.float32)).to(dtype=gate.dtype)
         return functional.gelu(gate)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x, gate = self.proj(x).chunk(2, -1)
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(args) > 0 or kwargs.get("scale") is not None:
+            warnings.warn("scale is ignored", stacklevel=1)
+        x = self.proj(x)
+        if has_npu():
+            return torch.neg(x)
+        x, gate = x.chunk(2, dim=-1)
         return x * self.gelu(gate)
+
+
+class SaysScale(DiffusersGEGLU):
+    """An argument that was not tried changes the result."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        x, gate = self.proj(x).chunk(2, dim=-1)
+        return x * self.gelu(gate) * (1.0 if kwargs.get("scale") is None else kwargs["scale"])
+
+
+def test_named_arguments_that_no_trial_gave() -> None:
+    """Such calls run the class's own forward, and so do all once a flag of its file changes."""
+    module = torchweld.fuse(DiffusersGEGLU())
+    assert isinstance(module, Weld)
+    x = torch.randn(5, 64)
+    with pytest.warns(UserWarning, match="scale is ignored"):
+        module(x, scale=2.0)
+    globals()["HAS_NPU"] = True
+    try:
+        assert torch.equal(module(x), -module.proj(x))
+    finally:
+        globals()["HAS_NPU"] = False
+    scales = torchweld.fuse(SaysScale())
+    assert isinstance(scales, Weld)
+    assert torch.equal(scales(x, scale=3.0), SaysScale.forward(scales, x) * 3.0)
 
 
 class XTransformersGLU(nn.Module):

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 import torchweld
 from torchweld.fusion import Weld
@@ -111,6 +114,28 @@ def test_16_bits(dtype: torch.dtype, casts: bool) -> None:
     assert not names & {"aten::mm", "aten::addmm", "aten::bmm"}
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_parameters_that_others_replace(bias: bool) -> None:
+    """The layer reads them where torch keeps them, unless they are elsewhere."""
+    plain = nn.Linear(WIDTH, 8, bias)
+    fused = torchweld.fuse(copy.deepcopy(plain))
+    other = {name: p.detach() + 1 for name, p in plain.named_parameters()}
+    call = torch.func.functional_call
+    assert torch.equal(call(fused, other, (X,)), call(plain, other, (X,)))
+    for change in (
+        lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", nn.Tanh()),
+        lambda layer: nn.utils.parametrizations.weight_norm(layer, "weight"),
+        lambda layer: setattr(layer, "bias", None),
+    ):
+        mine, its = copy.deepcopy(fused), copy.deepcopy(plain)
+        change(mine), change(its)
+        for ours, torchs in zip(_run(mine, X), _run(its, X), strict=True):
+            assert torch.equal(ours, torchs)
+    replica = fused._replicate_for_data_parallel()  # its parameters are plain attributes
+    replica.weight, replica.bias = fused.weight * 2, fused.bias
+    assert torch.equal(replica(X), nn.functional.linear(X, plain.weight * 2, plain.bias))
+
+
 def test_use_backend() -> None:
     """Eager by name is torch's."""
     plain = _make().bfloat16()
@@ -137,3 +162,56 @@ def test_copies_and_checkpoints() -> None:
     torchweld.unfuse(fused)
     assert type(fused[0]) is nn.Linear
     assert type(fused[1]) is Attention
+
+
+def test_export() -> None:
+    """A program has torch's ops, whose numbers are ours up to rounding; any batch fits it."""
+    fused, x = torchweld.fuse(_make().bfloat16()), X.bfloat16()
+    for trains in (False, True):
+        with torch.set_grad_enabled(trains):
+            sizes = [{0: torch.export.Dim.DYNAMIC}]
+            program = torch.export.export(fused, (x,), dynamic_shapes=sizes)
+        names = {str(node.target) for node in program.graph.nodes}
+        assert {"aten.linear.default", "aten.scaled_dot_product_attention.default"} <= names
+        more = torch.cat([x, x.flip(0), x])
+        torch.testing.assert_close(program.module()(more), fused(more), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpoints(reentrant: bool) -> None:
+    """What is computed again has the same bits, and is by float32 GEMMs too."""
+    fused = torchweld.fuse(_make())
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return fused(x)
+
+    found = []
+
+    def step(keeps: bool) -> None:
+        x = X.clone().requires_grad_()
+        y = run(x) if keeps else checkpoint(run, x, use_reentrant=reentrant)
+        fused.zero_grad()
+        y.float().square().sum().backward()
+        found.append([y, x.grad, *(p.grad for p in fused.parameters())])
+
+    step(True)
+    assert not _list_products(lambda: step(False)) & {"aten::mm", "aten::addmm", "aten::bmm"}
+    assert all(map(torch.equal, *found))
+
+
+def test_compiled_attention_is_torchs() -> None:
+    """docs/fuse.md says so: Dynamo follows no mode, and linear layers are a custom op."""
+    fused = torchweld.fuse(_make().bfloat16())
+    ops: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        ops.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    x = X.bfloat16()
+    compiled = torch.compile(fused, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+    torch.testing.assert_close(compiled(x), fused(x), rtol=2e-2, atol=2e-2)
+    assert ops.count("torchweld.product.cpu") == 4
+    assert any("scaled_dot_product" in name for name in ops)
+    assert not {"aten.mm.default", "aten.addmm.default"} & {*ops}

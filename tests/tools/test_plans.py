@@ -129,6 +129,35 @@ def _beside(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
+@kernels
+@pytest.mark.parametrize("freed", [0, 2, 3])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_freed_storage(name: str, freed: int, plans: list[Any]) -> None:
+    """The first launch and a plan refuse it, also of a view with an offset, and no other calls.
+
+    A launch read the address, which on a GPU ends the context. Tests freed what the CPU reads.
+    """
+    op = OPS[name]
+    if name == "rms_norm":
+        freed = min(freed, 2)
+
+    def make() -> list[Any]:
+        x, shape, weight, bias, eps = _norm()
+        x, weight, bias = (torch.cat([t, t])[len(t) :] for t in (x, weight, bias))
+        return [x, shape, weight, bias, eps] if op.name == "layer_norm" else [x, shape, weight, eps]
+
+    for count in range(3):
+        inputs = make()
+        inputs[freed].untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match="data is not allocated"):
+            _forward(op, inputs)
+        before = len(plans)
+        _forward(op, make())
+        assert len(plans) > before or count == 0
+    empty = _norm(0)
+    _forward(op, empty if name == "layer_norm" else [*empty[:3], 1e-5])
+
+
 OTHERS: dict[str, Callable[[], list[Any]]] = {
     "another epsilon": lambda: _change(4, lambda _: 0.5),
     "no bias": lambda: _change(3, lambda _: None),

@@ -16,7 +16,7 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import torch
@@ -95,6 +95,7 @@ class _Context:
 
 _NONE: Mapping[str, Kind] = {}
 _UNKNOWN = object()  # an argument that no trial gave
+_NO_NAMED: Mapping[str, Any] = MappingProxyType({})  # **kwargs of a call that names no others
 # A Kind, one of these classes, or a tuple of values.
 _Value = Any
 
@@ -246,6 +247,7 @@ class _Reader:
             case ast.Call(func=function, args=args, keywords=keywords):
                 called, given = self._read(function, at), self._read_each(args, at)
                 named = {str(each.arg): self._read(each.value, at) for each in keywords}
+                named = {name: each for name, each in named.items() if each != _Thing(_NO_NAMED)}
                 return self.call(called, given, named, function)
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
                 return tuple(self._read_each(parts, at))
@@ -333,11 +335,13 @@ class _Reader:
     ) -> _Value:
         kind, value = Kind.FIXED, None
         symbolic = False
-        for part in parts:
+        for place, part in enumerate(parts):
             value = self._read(part, at)
             if not isinstance(value, _Thing):
                 kind, symbolic = max(kind, _level(value)), True
             elif bool(value.value) is is_or:
+                if all(isinstance(before, ast.Compare) for before in parts[:place]):
+                    return value  # whatever they compare
                 break
         if kind == Kind.TENSOR:
             _refuse(f"decides by {_quote(node)}")
@@ -402,6 +406,8 @@ class _Reader:
             return self._run(function.__self__.forward, [context, *args], named)
         if function is _Context.save_for_backward:
             return _Thing(None)
+        if getattr(function, "__self__", None) is _NO_NAMED and function.__name__ == "get":
+            return args[1] if len(args) > 1 else _Thing(None)
         if isinstance(function, torch.nn.Module):
             if not called.own and (reason := why_not_straight(function)):
                 raise CannotRewriteError(reason)
@@ -418,6 +424,9 @@ class _Reader:
             return args[0]
         if function in _PURE:
             return self._call_pure(function, args, node)
+        is_cached = isinstance(function, functools._lru_cache_wrapper)
+        if is_cached and all(isinstance(e, _Thing) and is_setting(e.value) for e in args):
+            return _Thing(function(*(each.value for each in args)))  # the same from now on
         hands_itself = any(map(self._is_module, args)) and not self._is_method(function)
         if not isinstance(function, FunctionType) or hands_itself or is_torchs(function):
             _refuse(f"uses {_quote(node)}, which fuse() does not know")
@@ -448,6 +457,8 @@ class _Reader:
             if len(args) > 2 and not hasattr(args[0].value, name):
                 return args[2]
             return self._read_attribute(args[0], name, node)
+        if function is len and type(args[0]) is tuple:
+            return _Thing(len(args[0]))
         if all(isinstance(each, _Thing) for each in args):
             return _Thing(function(*(each.value for each in args)))
         kind = _level(tuple(args))
@@ -564,7 +575,7 @@ def _bind(function: Any, args: list[_Value], named: dict[str, _Value]) -> dict[s
         if parameter.kind == parameter.VAR_POSITIONAL:
             variables[name] = tuple(given.get(name, ()))
         elif parameter.kind == parameter.VAR_KEYWORD:
-            variables[name] = _UNKNOWN
+            variables[name] = _UNKNOWN if name in given else _Thing(_NO_NAMED)
     return variables
 
 

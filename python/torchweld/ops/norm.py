@@ -66,6 +66,14 @@ def result(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def promote_residual(residual: Any, x: Any) -> Any:
+    """Promote a 16-bit residual to float32 if x is float32, as plain addition does."""
+    dtype = getattr(residual, "dtype", None)
+    if dtype is torch.bfloat16 or dtype is torch.float16:
+        return residual.float() if getattr(x, "dtype", None) is torch.float32 else residual
+    return residual
+
+
 def _size(leading: tuple[int, ...], row: tuple[int, ...], parameters: int) -> tuple[Any, ...]:
     return (activation(*leading, *row), list(row), *[parameter(*row)] * parameters, 1e-5)
 

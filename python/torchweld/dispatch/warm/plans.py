@@ -95,10 +95,14 @@ def _write(
     steps: Sequence[_Step],
     results: Sequence[str],
     seed: int | None,
+    launching: Any,
 ) -> Callable[..., Any]:
     """Make a plan's function. Tensors are numbered: first the call's arguments, then those made."""
-    scope: dict[str, Any] = {"describe": _describe}
+    scope: dict[str, Any] = {"describe": _describe, "check": launching.check_allocated}
     lines = [f"def run({', '.join(f't{number}' for number in range(inputs))}):"]
+    read = {number for step in steps for _, number in (*step.places, *step.described)}
+    for number in sorted(number for number in read if number < inputs):
+        lines.append(f"if t{number}.data_ptr() < {launching.FAR}: check(t{number})")
     for number, tensor in enumerate(made, inputs):
         scope[f"make{number}"] = _allocation_of(tensor)
         lines.append(f"t{number} = make{number}()")
@@ -124,6 +128,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, launching: Any) -> None:
         super().__init__()
+        self._launching = launching
         self._start, self._repeat = launching.start, launching.repeat
         self.made: list[torch.Tensor] = []
         self.launches: list[tuple[Any, dict[str, Any], Any]] = []
@@ -182,7 +187,8 @@ class _Recorder(TorchDispatchMode):
         names = [f"t{number}" for number in numbers]
         if isinstance(result, tuple):
             names = [*names, ""]
-        return Plan(device, steps, seed, _write(len(inputs), made, steps, names, seed))
+        function = _write(len(inputs), made, steps, names, seed, self._launching)
+        return Plan(device, steps, seed, function)
 
     def _make_step(
         self,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from torchweld.fusion.rewrite import reads
@@ -35,11 +36,16 @@ class Linear(Weld):
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    _parameters: dict[str, Any]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        # Here and not by getattr, a Python function of torch's that takes longer than our checks.
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        if weight is None or bias is None:  # it has no bias, or they are computed or replaced
+            weight, bias = self.weight, self.bias
         if input.dtype is torch.float32 and not torch.is_autocast_enabled("cpu"):  # the usual case
-            return torch.nn.functional.linear(input, self.weight, self.bias)
-        return linear_as_torch(input, self.weight, self.bias)
+            return linear(input, weight, bias)
+        return linear_as_torch(input, weight, bias)
 
 
 class Conv1D(Weld):
@@ -94,7 +100,7 @@ class _Products(TorchFunctionMode):
 
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.scaled_dot_product_attention: attention,
-    torch.nn.functional.linear: linear_as_torch,
+    linear: linear_as_torch,
 }
 
 
