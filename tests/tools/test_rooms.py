@@ -188,7 +188,11 @@ HOMES = {
     r"\bTensorGuards\b": {"dispatch.warm.guards"},
     r"\b(allclose|assert_close)\(|\b[ar]tol\b|\bfinfo\(.*\)\.eps\b": {
         "numerics",
-        *("ops.residual", "optim.adafactor"),  # epsilons that torch's formulas have
+        *(
+            "ops.residual",
+            "ops.modulation",
+            "optim.adafactor",
+        ),  # epsilons that torch's formulas have
         "bench.machine",  # torch's own tolerances
     },
 }
