@@ -107,10 +107,16 @@ OLDEST := build/transformers-4.56
 NAMING := build/transformers-5.21
 RECOGNISED := $(addprefix tests/peers/peer_,welds.py fuse.py generate.py)
 
+TRANSFORMERS := transformers==5.24.0
+.PHONY: test-transformers
+test-transformers: env ## Test fuse on models of the newest transformers; installs it
+	@[ "$(VENV)" = none ] || $(PY) -m pip install -q "$(TRANSFORMERS)"
+	@$(PYTEST) -n 2 --dist worksteal tests/peers/peer_fuse.py tests/peers/peer_generate.py $(ARGS)
+
 .PHONY: test-peers
 test-peers: env ## Test against other packages; installs them
 	$(call say,testing against peers)
-	@[ "$(VENV)" = none ] || $(PY) -m pip install -q "transformers==5.24.0" "bitsandbytes==0.50.2" \
+	@[ "$(VENV)" = none ] || $(PY) -m pip install -q "$(TRANSFORMERS)" "bitsandbytes==0.50.2" \
 	  "peft==0.21.2" "accelerate==1.15.0" "torchao==0.18.0" "kernels==0.17.2" "trl==1.16.0"
 	@[ "$(VENV)" = none ] || $(PY) -m pip install -q --no-deps "liger-kernel==0.8.5" "torchtitan==0.3.0" \
 	  "spmd_types==0.2.3" "torchdata==0.11.0" "torch_checkpointing==0.1.1"
@@ -118,7 +124,7 @@ test-peers: env ## Test against other packages; installs them
 	@[ "$(VENV)" = none ] || DS_BUILD_OPS=0 $(PY) -m pip install -q --no-build-isolation "deepspeed==0.19.8"
 	@$(PYTEST) -n 2 --dist loadfile tests/peers/peer_*.py $(ARGS)
 	@[ -d $(OLDEST) ] || $(PY) -m pip install -q --no-deps --target $(OLDEST) "transformers==4.56.0" \
-	  "huggingface-hub==0.36.2" "tokenizers==0.22.2" requests urllib3 idna certifi charset-normalizer
+	  "huggingface-hub==0.36.2" "kernels==0.9.0" "tokenizers==0.22.2" requests urllib3 idna certifi charset-normalizer
 	@PYTHONPATH=$(OLDEST) $(PYTEST) -n 2 --dist loadfile $(RECOGNISED) $(ARGS)
 	@[ -d $(NAMING) ] || $(PY) -m pip install -q --no-deps --target $(NAMING) "transformers==5.21.1"
 	@PYTHONPATH=$(NAMING) $(PYTEST) -n 2 --dist loadfile tests/peers/peer_kernels.py $(ARGS)
@@ -189,21 +195,44 @@ docs: env .venv-docs/.ready ## Build the docs site in build/docs; a broken link 
 	  .venv-docs/bin/sphinx-build -q -W --keep-going -E -b html -d build/doctrees -c docs . $(DOCS)
 	@cp $(DOCS)/README.html $(DOCS)/index.html && echo "$(CURDIR)/$(DOCS)/index.html"
 
+# The docs of all releases, each in its folder.
+SITE := build/site
+.PHONY: docs-release
+docs-release: export TORCHWELD_VERSIONS := versions.html
+docs-release: docs ## Add this version's docs to those of other releases in SITE
+	@mkdir -p $(SITE) && $(PY) docs/versions.py $(DOCS) $(SITE) && echo "$(abspath $(SITE))/index.html"
+
 .venv-docs/.ready: requirements-docs.txt
 	$(call say,making .venv-docs)
 	@$(PYTHON) -m venv .venv-docs && .venv-docs/bin/python -m pip install -q -r $< && touch $@
 
 .PHONY: wheel
 # For all GPUs and processors, not only for those at hand.
-wheel wheel-try wheel-matrix: export TORCH_CUDA_ARCH_LIST ?= all
-wheel wheel-try wheel-matrix: export TORCHWELD_ISA ?= all
+wheel wheel-try wheel-matrix wheel-aarch64: export TORCH_CUDA_ARCH_LIST ?= all
+wheel wheel-try wheel-matrix wheel-aarch64: export TORCHWELD_ISA ?= all
 wheel: env ## Build one wheel for every torch >= 2.10, in dist/
-	@rm -rf build/lib build/bdist* dist && $(PY) -m pip wheel -q --no-build-isolation --no-deps -w dist . && ls -l dist
+	@$(call build-wheel,$$(uname -m))
+
+define build-wheel
+	rm -rf build/lib build/bdist* dist/torchweld-*$(1).whl && \
+	  $(PY) -m pip wheel -q --no-build-isolation --no-deps -w dist . && \
+	  $(PY) .ci/check_wheel.py dist/torchweld-*$(1).whl
+endef
+
+# Torch's headers are those of the environment: the ones that the libraries include are alike.
+.PHONY: wheel-aarch64
+wheel-aarch64: env ## Build the wheel for 64-bit ARM by a cross-compiler, in dist/
+	@command -v aarch64-linux-gnu-g++ >/dev/null || { echo "torchweld: no cross-compiler was found: apt-get install g++-aarch64-linux-gnu"; exit 1; }
+	@export CXX=aarch64-linux-gnu-g++; $(call build-wheel,aarch64)
+
+.PHONY: test-aarch64
+test-aarch64: wheel-aarch64 ## Test that wheel in an emulated ARM processor, under the oldest torch
+	@.ci/test_aarch64 $(ARGS)
 
 .PHONY: wheel-try
 wheel-try: wheel ## Install the wheel in an empty environment outside the checkout, and try it
 	$(call say,trying the wheel with torch $(TORCH))
-	@at=$$(mktemp -d) && trap 'rm -rf "$$at"' EXIT && cp dist/torchweld-*.whl "$$at" && \
+	@at=$$(mktemp -d) && trap 'rm -rf "$$at"' EXIT && cp dist/torchweld-*$$(uname -m).whl "$$at" && \
 	  $(PYTHON) -m venv "$$at/venv" && cd "$$at" && venv/bin/python -m pip install -q "torch==$(TORCH)" && \
 	  venv/bin/python -m pip install -q torchweld-*.whl && \
 	  venv/bin/python -I $(CURDIR)/.ci/try_wheel.py torchweld-*.whl
@@ -218,7 +247,7 @@ release-version: ## Check that TAG names the version, and that the changelog has
 # What the release workflow runs before it uploads.
 .PHONY: release-try
 release-try: wheel-try ## Build the source archive and the wheel in dist/, check them, and try the wheel
-	@cd csrc && $(abspath $(PY)) -c 'import os, backend; os.chdir(".."); backend.build_sdist("dist")' >/dev/null
+	@rm -f dist/*.tar.gz && cd csrc && $(abspath $(PY)) -c 'import os, backend; os.chdir(".."); backend.build_sdist("dist")' >/dev/null
 	$(call say,checking dist)
 	@[ -x .venv-twine/bin/twine ] || { $(PYTHON) -m venv .venv-twine && .venv-twine/bin/python -m pip install -q "twine==6.2.0"; }
 	@.venv-twine/bin/twine check --strict dist/*

@@ -25,67 +25,96 @@ from torchweld.bench.machine import describe_machine
 from torchweld.bench.training import Learner
 from torchweld.dispatch.engine.store import write_text
 
-WORDS, WIDTH, LAYERS, HEADS = 32000, 256, 2, 4
-BATCH, LENGTH = 4, 128
-_SIZES = {
-    "vocab_size": WORDS,
-    "hidden_size": WIDTH,
-    "intermediate_size": 2 * WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "max_position_embeddings": LENGTH,
-}
-_GROUPED = {**_SIZES, "num_key_value_heads": 2, "pad_token_id": 0}
-_HEAD = {**_GROUPED, "head_dim": WIDTH // HEADS}
-_T5: dict[str, Any] = {
-    "vocab_size": WORDS,
-    "d_model": WIDTH,
-    "d_kv": WIDTH // HEADS,
-    "d_ff": 2 * WIDTH,
-}
-_T5 |= {"num_layers": LAYERS, "num_heads": HEADS, "feed_forward_proj": "gated-gelu"}
-_OLD: dict[str, Any] = {
-    "vocab_size": WORDS,
-    "n_positions": LENGTH,
-    "n_embd": WIDTH,
-    "n_layer": LAYERS,
-}
-_OPT = {"ffn_dim": 2 * WIDTH, "word_embed_proj_dim": WIDTH}
-_IMAGES = {key: size for key, size in _SIZES.items() if "vocab" not in key and "max" not in key}
-_STATE = {"num_heads": 8, "head_dim": WIDTH // 4, "n_groups": 1, "state_size": 32}
-_STATE |= {"vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": LAYERS}
-_STATE |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "chunk_size": 32}
-_FINE = {"num_experts": 16, "num_experts_per_tok": 4}
-_MLA = {"q_lora_rank": 64, "kv_lora_rank": 64, "num_key_value_heads": HEADS, "v_head_dim": 32}
-_MLA |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "first_k_dense_replace": 1}
-_ROUTED = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
-_SMALL_EXPERTS = {"moe_intermediate_size": WIDTH // 2}
 
-# The name of a configuration, the end of the model's name, and the settings.
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "Llama": ("Llama", "ForCausalLM", _GROUPED),
-    "Qwen3": ("Qwen3", "ForCausalLM", _HEAD),
-    "Gemma3": ("Gemma3Text", "ForCausalLM", _HEAD),
-    "Mistral": ("Mistral", "ForCausalLM", _GROUPED),
-    "Phi3": ("Phi3", "ForCausalLM", _GROUPED),
-    "GPT-2": ("GPT2", "LMHeadModel", {**_OLD, "n_head": HEADS}),
-    "OPT": ("OPT", "ForCausalLM", {**_SIZES, **_OPT}),
-    "BERT": ("Bert", "ForMaskedLM", _SIZES),
-    "T5": ("T5", "ForConditionalGeneration", {**_T5, "decoder_start_token_id": 0}),
-    "ViT": ("ViT", "ForImageClassification", {**_IMAGES, "image_size": 64, "patch_size": 8}),
-    "Mixtral": ("Mixtral", "ForCausalLM", {**_GROUPED, "num_local_experts": 4}),
-    "Qwen3-MoE": ("Qwen3Moe", "ForCausalLM", {**_HEAD, **_FINE, **_SMALL_EXPERTS}),
-    "OLMoE": ("Olmoe", "ForCausalLM", {**_GROUPED, **_FINE, "intermediate_size": WIDTH // 2}),
-    "gpt-oss": ("GptOss", "ForCausalLM", {**_HEAD, "num_local_experts": 8, "sliding_window": 64}),
-    "DeepSeek-V3": ("DeepseekV3", "ForCausalLM", {**_GROUPED, **_MLA, **_ROUTED, **_SMALL_EXPERTS}),
-    "Mamba2": ("Mamba2", "ForCausalLM", _STATE),
-}
-_PAGE = """# Whole models
+class Size(NamedTuple):
+    """The sizes of all models of a page."""
+
+    words: int
+    width: int
+    layers: int
+    heads: int
+    batch: int
+    length: int
+
+
+SMALL = Size(words=32000, width=256, layers=2, heads=4, batch=4, length=128)
+# Few words, so that products of layers take most of a step.
+WIDE = Size(words=8000, width=512, layers=4, heads=8, batch=2, length=256)
+SIZES = {"small": SMALL, "wide": WIDE}
+LENGTH = SMALL.length
+
+
+def list_models(size: Size) -> dict[str, tuple[str, str, dict[str, Any]]]:
+    """The name of a configuration, the end of the model's name, and the settings."""
+    words, width, layers, heads, _, length = size
+    sizes = {
+        "vocab_size": words,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": length,
+    }
+    grouped = {**sizes, "num_key_value_heads": heads // 2, "pad_token_id": 0}
+    head = {**grouped, "head_dim": width // heads}
+    t5: dict[str, Any] = {
+        "vocab_size": words,
+        "d_model": width,
+        "d_kv": width // heads,
+        "d_ff": 2 * width,
+    }
+    t5 |= {"num_layers": layers, "num_heads": heads, "feed_forward_proj": "gated-gelu"}
+    old: dict[str, Any] = {
+        "vocab_size": words,
+        "n_positions": length,
+        "n_embd": width,
+        "n_layer": layers,
+    }
+    opt = {"ffn_dim": 2 * width, "word_embed_proj_dim": width}
+    images = {key: n for key, n in sizes.items() if "vocab" not in key and "max" not in key}
+    state = {"num_heads": 8, "head_dim": width // 4, "n_groups": 1, "state_size": 32}
+    state |= {"vocab_size": words, "hidden_size": width, "num_hidden_layers": layers}
+    state |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "chunk_size": 32}
+    fine = {"num_experts": 16, "num_experts_per_tok": 4}
+    mla = {"q_lora_rank": 64, "kv_lora_rank": 64, "num_key_value_heads": heads, "v_head_dim": 32}
+    mla |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "first_k_dense_replace": 1}
+    routed = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+    small_experts = {"moe_intermediate_size": width // 2}
+    return {
+        "Llama": ("Llama", "ForCausalLM", grouped),
+        "Qwen3": ("Qwen3", "ForCausalLM", head),
+        "Gemma3": ("Gemma3Text", "ForCausalLM", head),
+        "Mistral": ("Mistral", "ForCausalLM", grouped),
+        "Phi3": ("Phi3", "ForCausalLM", grouped),
+        "GPT-2": ("GPT2", "LMHeadModel", {**old, "n_head": heads}),
+        "OPT": ("OPT", "ForCausalLM", {**sizes, **opt}),
+        "BERT": ("Bert", "ForMaskedLM", sizes),
+        "T5": ("T5", "ForConditionalGeneration", {**t5, "decoder_start_token_id": 0}),
+        "ViT": ("ViT", "ForImageClassification", {**images, "image_size": 64, "patch_size": 8}),
+        "Mixtral": ("Mixtral", "ForCausalLM", {**grouped, "num_local_experts": 4}),
+        "Qwen3-MoE": ("Qwen3Moe", "ForCausalLM", {**head, **fine, **small_experts}),
+        "OLMoE": ("Olmoe", "ForCausalLM", {**grouped, **fine, "intermediate_size": width // 2}),
+        "gpt-oss": (
+            "GptOss",
+            "ForCausalLM",
+            {**head, "num_local_experts": 8, "sliding_window": length // 2},
+        ),
+        "DeepSeek-V3": (
+            "DeepseekV3",
+            "ForCausalLM",
+            {**grouped, **mla, **routed, **small_experts},
+        ),
+        "Mamba2": ("Mamba2", "ForCausalLM", state),
+    }
+
+
+MODELS = list_models(SMALL)
+_PAGE = """# Whole models{title}
 
 Training steps of architectures of transformers, made small: width {width}, {layers} layers,
 {words} words, {batch} x {length} tokens, float32, on {machine} ({isa}, {threads} threads), torch
 {torch}, transformers {transformers}. This page is measured by
-`python -m torchweld.bench.models --write docs/models.md`.
+`python -m torchweld.bench.models {command}`.
 "eager" is the model with torch's fused AdamW, "compiled" the same under torch.compile, "fused"
 after `torchweld.fuse` with `torchweld.optim.AdamW`. {times}
 The peak is what a step holds beyond parameters, gradients and states; that of compiled code cannot
@@ -97,6 +126,10 @@ be counted on a CPU.
 
 {reports}
 """
+_COMMANDS = {
+    SMALL: "--write docs/models.md",
+    WIDE: "--size wide --write docs/models-wide.md",
+}
 _TIMED = "The contenders take turns, and the times are medians."
 _NOT_TIMED = "This run took no times."
 
@@ -109,25 +142,25 @@ class Row(NamedTuple):
     report: torchweld.fusion.WeldReport
 
 
-def build(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+def build(name: str, size: Size = SMALL) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """A model and its batch."""
     import transformers
 
-    config, kind, settings = MODELS[name]
+    config, kind, settings = list_models(size)[name]
     torch.manual_seed(0)
     made = getattr(transformers, f"{config}Config")(**settings)
     model = getattr(transformers, f"{config.removesuffix('Text')}{kind}")(made)
     generator = torch.Generator().manual_seed(1)
     if name == "ViT":
-        pixels = torch.randn(BATCH, 3, 64, 64, generator=generator)
-        return model, {"pixel_values": pixels, "labels": torch.arange(BATCH) % 2}
-    ids = torch.randint(3, WORDS, (BATCH, LENGTH), generator=generator)
+        pixels = torch.randn(size.batch, 3, 64, 64, generator=generator)
+        return model, {"pixel_values": pixels, "labels": torch.arange(size.batch) % 2}
+    ids = torch.randint(3, size.words, (size.batch, size.length), generator=generator)
     return model, {"input_ids": ids, "labels": ids}
 
 
-def measure(name: str, seconds: float, compiles: bool) -> Row:
+def measure(name: str, seconds: float, compiles: bool, size: Size = SMALL) -> Row:
     """Step times and peaks of a model, and what fuse() does to it; with 0 seconds no times."""
-    model, batch = build(name)
+    model, batch = build(name, size)
     model.train()
     fused = torchweld.fuse(copy.deepcopy(model))
     report = torchweld.explain_fusion(fused)
@@ -150,7 +183,7 @@ def measure(name: str, seconds: float, compiles: bool) -> Row:
     return Row(name, steps, report)
 
 
-def write_page(rows: Sequence[Row], transformers: str, before: str = "") -> str:
+def write_page(rows: Sequence[Row], transformers: str, before: str = "", size: Size = SMALL) -> str:
     """The page of the documentation, with the version of transformers.
 
     The models that are not in `rows` keep their rows of the page before.
@@ -172,11 +205,9 @@ def write_page(rows: Sequence[Row], transformers: str, before: str = "") -> str:
     named = sorted(lines, key=[*MODELS, *lines].index)
     machine = describe_machine("cpu")
     page = _PAGE.format(
-        width=WIDTH,
-        layers=LAYERS,
-        words=WORDS,
-        batch=BATCH,
-        length=LENGTH,
+        title="" if size is SMALL else f" of width {size.width}",
+        command=_COMMANDS[size],
+        **size._asdict(),
         machine=machine["name"],
         isa=machine["isa"],
         threads=machine["threads"],
@@ -232,8 +263,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--seconds", type=float, default=8.0, help="of steps of each model; 0: no times"
     )
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--write", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
+    size = SIZES[options.size]
     unknown = {*options.names} - {*MODELS}
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(MODELS)}")
@@ -242,13 +275,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     before = options.write.read_text() if keeps else ""
     rows = []
     for name in options.names or MODELS:
-        rows.append(measure(name, options.seconds, not options.no_compile))
+        rows.append(measure(name, options.seconds, not options.no_compile, size))
         torch.compiler.reset()
         print(name, rows[-1].steps, flush=True)
         if options.seconds:
             training.table(rows[-1].steps).show()
         if options.write:  # after each, so that an interrupted run leaves what it has
-            write_text(options.write, write_page(rows, version("transformers"), before))
+            write_text(options.write, write_page(rows, version("transformers"), before, size))
 
 
 if __name__ == "__main__":

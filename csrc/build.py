@@ -2,6 +2,7 @@
 
     python csrc/build.py                                   the libraries, into python/torchweld/lib
     TORCHWELD_ISA=all python csrc/build.py                 for every processor, not only this one
+    CXX=aarch64-linux-gnu-g++ python csrc/build.py --out build/aarch64/lib   for another machine
     python csrc/build.py --sanitize address,undefined --out build/asan
     python csrc/build.py --emulator --out build/emulator   the CUDA kernels for tests/emulator
 
@@ -35,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from flags import (
     CXX_FLAGS,
     KERNEL_FLAGS,
+    MACHINE,
     NVCC_FLAGS,
     TORCH_FLAGS,
     VARIANTS,
@@ -50,6 +52,7 @@ EMULATOR = ROOT / "tests" / "emulator"
 ISA_VARIABLE, HERE = "TORCHWELD_ISA", "here"
 BASELINE = next(iter(VARIANTS))
 DEFAULT_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
+CROSS = platform.machine() != MACHINE
 # Measured on one core with nvcc 13.0.
 MINUTES_PER_ARCHITECTURE = 2
 
@@ -123,8 +126,11 @@ def ccache() -> str:
 
 
 def nvcc() -> str | None:
-    """nvcc from CUDA_HOME, as torch's extensions do; then from the PATH or the package index."""
-    if os.environ.get("TORCHWELD_CUDA") == "0":
+    """nvcc from CUDA_HOME, as torch's extensions do; then from the PATH or the package index.
+
+    None for another machine: its CUDA runtime is not here.
+    """
+    if os.environ.get("TORCHWELD_CUDA") == "0" or CROSS:
         return None
     homes = [os.environ[v] for v in ("CUDA_HOME", "CUDA_PATH") if v in os.environ]
     candidates = [f"{home}/bin/nvcc" for home in homes]
@@ -262,7 +268,7 @@ def cuda_library() -> Library:
 def _emulated(sources: list[Path], sanitize: str) -> list[Object]:
     """CUDA sources compiled for the host, with tests/emulator in place of CUDA."""
     # Compilers for GPUs fuse multiplications with additions.
-    fused = "-mfma" if platform.machine() == "x86_64" else ""
+    fused = "-mfma" if MACHINE == "x86_64" else ""
     flags = f"-I{EMULATOR / 'include'} -DTW_EMULATED {KERNEL_FLAGS} {fused} -g1"
     flags += " -Wno-unknown-pragmas"
     # Compile the scheduler without TSan: it switches between fibers, which TSan treats as threads.
@@ -374,12 +380,12 @@ def glibc_tag(platform_tag: str, tree: Path) -> str:
     libraries = [str(path) for path in tree.rglob("*.so")]
     if not libraries or not platform_tag.startswith("linux"):
         return platform_tag
-    symbols = subprocess.run(
-        ["objdump", "-T", *libraries], capture_output=True, text=True, check=True
-    )
+    # objdump reads its own machine's libraries only.
+    command = ["readelf", "--wide", "--version-info", *libraries]
+    symbols = subprocess.run(command, capture_output=True, text=True, check=True)
     versions = re.findall(r"GLIBC_(\d+)\.(\d+)", symbols.stdout)
     major, minor = max((2, 28), *((int(a), int(b)) for a, b in versions))
-    return f"manylinux_{major}_{minor}_{platform.machine()}"
+    return f"manylinux_{major}_{minor}_{MACHINE}"
 
 
 def ninja_command() -> list[str]:
@@ -468,7 +474,7 @@ def build(out: Path = LIB, *, sanitize: str = "", cuda: bool = True, isa: str = 
     if len(isas) < len(VARIANTS):
         told = f"{ISA_VARIABLE}=all compiles for all processors"
         print(f"torchweld: CPU kernels for {' and '.join(isas)}; {told}", flush=True)
-    run_ninja("native", out, libraries, sanitize)
+    run_ninja(f"native-{MACHINE}" if CROSS else "native", out, libraries, sanitize)
     # Kernels of other instruction sets may be older than the bindings that would call them.
     for name in set(cpu_names([*VARIANTS])) - set(cpu_names(isas)):
         (out / f"lib{name}.so").unlink(missing_ok=True)

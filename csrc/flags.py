@@ -1,8 +1,24 @@
 """The compilers' flags. They affect results, so a kernel's evidence records them."""
 
+import os
 import platform
 import re
+import subprocess
 from pathlib import Path
+
+_ARM = ("aarch64", "arm64")
+
+
+def find_machine() -> str:
+    """The kind of machine to compile for: a compiler named by CXX may be a cross-compiler."""
+    if cxx := os.environ.get("CXX"):
+        command = [*cxx.split(), "-dumpmachine"]
+        named = subprocess.run(command, capture_output=True, text=True, check=True)
+        return named.stdout.partition("-")[0]
+    return platform.machine()
+
+
+MACHINE = find_machine()
 
 # Instruction sets, the baseline first. Never -march=native: wheels also run on other machines.
 X86_VARIANTS = {
@@ -11,7 +27,7 @@ X86_VARIANTS = {
     "avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c -mbmi -mbmi2",
 }
 ARM_VARIANTS = {"neon": ""}
-VARIANTS = ARM_VARIANTS if platform.machine() in ("aarch64", "arm64") else X86_VARIANTS
+VARIANTS = ARM_VARIANTS if MACHINE in _ARM else X86_VARIANTS
 
 # gcc 12 warns inside its own AVX-512 headers.
 WARNINGS = "-Wall -Wextra -Wno-uninitialized -Wno-maybe-uninitialized"

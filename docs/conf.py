@@ -51,6 +51,15 @@ html_copy_source = False
 html_show_copyright = False
 html_static_path = ["site.css"]
 html_css_files = ["site.css"]
+# docs/versions.py puts releases into folders beside each other, with versions.html.
+templates_path = ["sidebar"]
+html_sidebars = {
+    "**": [
+        *("sidebar/brand.html", "sidebar/search.html", "sidebar/scroll-start.html"),
+        *("sidebar/navigation.html", "versions.html", "sidebar/scroll-end.html"),
+    ]
+}
+html_context = {"versions": os.environ.get("TORCHWELD_VERSIONS")}
 
 # Captions of the side bar, and their pages.
 _GROUPS = {

@@ -157,37 +157,89 @@ STALE = " (stale)"
 NO_GPU = "No GPU has run this yet. `make gpu` writes `bench/evidence/` on one."
 
 
-# The README's rows, by op, variant and dtype: what users ask for, and what does not win.
-SHOWN_ON_CPU = (
-    ("rms_norm", "", "float32"),
-    ("dropout_add_layer_norm", "p 0.1", "bfloat16"),
-    ("softmax_dropout", "scale 1, p 0.1", "float32"),
-    ("gated_act", "", "float32"),
-    ("adam", "", "float32"),
-)
-SHOWN_ON_GPU = (
-    ("layer_norm", "", "bfloat16"),
-    ("softmax_dropout", "mask, scale 0.125", "bfloat16"),
-    ("rotary_embedding", "", "bfloat16"),
-    ("linear_act", "", "bfloat16"),
-    ("adam", "8-bit states", "float32"),
+# The README's table: what a user calls, what it replaces, and the op and variant of its row.
+CALLED = (
+    ("`rms_norm`, `layer_norm`", "`torch.nn.functional`'s", ("rms_norm", "")),
+    (
+        "`dropout_add_layer_norm`, `dropout_add_rms_norm`",
+        "bias, dropout, residual and norm",
+        ("dropout_add_rms_norm", "p 0.1"),
+    ),
+    ("`bias_dropout_add`", "bias, dropout and residual", ("bias_dropout_add", "p 0.1")),
+    (
+        "`softmax_dropout`",
+        "scale, mask, softmax and dropout",
+        ("softmax_dropout", "scale 1, p 0.1"),
+    ),
+    ("`linear_act`, `linear_gelu`, `mlp`", "linear and activation", ("linear_act", "")),
+    (
+        "`gated_act`, `gated_mlp`",
+        "`act(gate) * up`, SwiGLU and GeGLU",
+        ("gated_act", ""),
+    ),
+    (
+        "`batch_norm_act`, `linear_batch_norm_act`",
+        "batch norm and activation",
+        ("batch_norm_act", ""),
+    ),
+    (
+        "[`rotary_embedding`, `rotary_embedding_qk`](docs/rotary.md)",
+        "rotation, with the norms of q and k",
+        ("rotary_embedding", ""),
+    ),
+    (
+        "[`linear_cross_entropy`, `cross_entropy`, `linear_logprobs`](docs/losses.md)",
+        "a head and its loss, without stored logits",
+        ("linear_cross_entropy", ""),
+    ),
+    (
+        "[`block_sparse_attention`](docs/block-sparse-attention.md)",
+        "FlexAttention, windows, documents, sinks",
+        ("block_sparse_attention", ""),
+    ),
+    (
+        "[`experts_mlp`, `route`](docs/experts.md)",
+        "a mixture's loop",
+        ("experts_mlp", ""),
+    ),
+    (
+        "[`optim.AdamW`](docs/optimizers.md) and nine others",
+        "torch's fused step with clipping",
+        ("adam", "max_grad_norm"),
+    ),
 )
 
 
 def measured() -> str:
-    """Return the README's tables of times: a few of the CPU's and of each GPU's."""
+    """Return the README's table: each call with its speed-up in training on the CPU and on GPUs."""
     about, results = _read_cpu()
-    parts = [f"On a CPU: {about}", _without_marks(_select(results, SHOWN_ON_CPU))]
+    columns = {"CPU": results}
+    notes = [f"CPU: {about}"]
     for gpu, record in evidence.read_records().items():
         results = _select_middle(evidence.list_results(record, ROOT))
-        timed = [result for result in results if result.direction in ("full", "step")]
-        about = f"On a GPU: {gpu}, torch {record['versions']['torch']}, {record['date']}."
-        current = [result for result in timed if STALE not in result.contender]
-        if shown := _select([*current, *_list_rivals(record, current)], SHOWN_ON_GPU):
-            parts += [about, report.markdown(shown)]
-    if not evidence.read_records():
-        parts.append(NO_GPU + "\n")
-    return "\n" + "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+        current = [result for result in results if STALE not in result.contender]
+        columns[gpu.removeprefix("NVIDIA ")] = [*current, *_list_rivals(record, current)]
+        notes.append(f"{gpu}: torch {record['versions']['torch']}, {record['date']}.")
+    lines = [
+        f"| you call | it replaces | {' | '.join(columns)} |",
+        f"|---|---|{'--:|' * len(columns)}",
+    ]
+    for call, replaces, row in CALLED:
+        ups = (_find_speedup(results, row) for results in columns.values())
+        lines.append(f"| {call} | {replaces} | {' | '.join(ups)} |")
+    if len(columns) == 1:
+        notes.append(NO_GPU)
+    return "\n" + "\n".join([*lines, "", *notes]) + "\n"
+
+
+def _find_speedup(results: list[Result], row: tuple[str, str]) -> str:
+    """The speed-up over torch of a forward and a backward pass, or of a step, where it is known."""
+    for dtype in ("bfloat16", "float32"):
+        shown = [r for r in results if (r.op, r.variant, r.dtype) == (*row, dtype)]
+        shown = [r for r in shown if r.direction in ("full", "step")]
+        if found := re.findall(r"\d+\.\d+x", report.markdown(shown) if shown else ""):
+            return str(found[0])
+    return ""
 
 
 def _list_rivals(record: dict[str, Any], shown: list[Result]) -> list[Result]:
@@ -198,11 +250,6 @@ def _list_rivals(record: dict[str, Any], shown: list[Result]) -> list[Result]:
         for r in evidence.list_rivals(record)
         if (r.op, tuple(r.shape), r.variant, r.dtype, r.direction) in rows
     ]
-
-
-def _select(results: list[Result], shown: tuple[tuple[str, str, str], ...]) -> list[Result]:
-    """Select rows, in the order in which they are shown."""
-    return [r for key in shown for r in results if (r.op, r.variant, r.dtype) == key]
 
 
 def _read_cpu() -> tuple[str, list[Result]]:
@@ -221,17 +268,6 @@ def performance() -> str:
     about, results = _read_cpu()
     table = report.markdown(results).rstrip("\n")
     return _filled("performance.md", "measured", f"\n{about}\n\n{table}\n")
-
-
-def _without_marks(results: list[Result]) -> str:
-    """Return a table, and below it how many of its rows are stale."""
-    marked = report.markdown(results).rstrip("\n")
-    rows = [line for line in marked.splitlines() if line.startswith("| `")]
-    stale = sum(STALE in row for row in rows)
-    if not stale:
-        return marked
-    about = f"The sources of {stale} of these {len(rows)} rows have changed since."
-    return f"{marked.replace(STALE, '')}\n\n{about}"
 
 
 def _select_middle(results: list[Result]) -> list[Result]:
@@ -281,7 +317,32 @@ def readme() -> str:
     return _filled("../README.md", "measured", measured())
 
 
+def plot_models(path: Path) -> None:
+    """Draw the steps of docs/models.md: eager torch, compiled, and fused."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "models", "font.size": 9}
+    from matplotlib import pyplot
+
+    text = (Path(__file__).parent / "models.md").read_text()
+    rows = re.findall(r"^\| (\S+) \| (\d+) \| (\d+) \| (\d+) \|", text, re.MULTILINE)
+    figure, axes = pyplot.subplots(figsize=(8, 3), layout="constrained")
+    drawn = (("eager", "#b9c0c9"), ("torch.compile", "#7d8da1"), ("torchweld.fuse", "#d9622b"))
+    for at, (label, color) in enumerate(drawn):
+        times = [int(row[1 + at]) for row in rows]
+        axes.bar(
+            [i + 0.27 * (at - 1) for i in range(len(rows))], times, 0.27, label=label, color=color
+        )
+    axes.set_xticks(range(len(rows)), [row[0] for row in rows], rotation=35, ha="right")
+    axes.set_ylabel("ms a training step")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
+    figure.savefig(path, metadata={"Date": None})
+
+
 if __name__ == "__main__":
+    plot_models(Path(__file__).parent / "models.svg")
     (Path(__file__).parents[1] / "README.md").write_text(readme())
     (Path(__file__).parent / "gpu.md").write_text(gpu())
     (Path(__file__).parent / "performance.md").write_text(performance())

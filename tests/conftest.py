@@ -38,8 +38,8 @@ import interpreting
 import lanes
 import torchweld
 from selection import EMULATED, GPU, KERNELS, PLACES, TRITON, Target, choose_targets
-from torchweld.dispatch import way
 from torchweld.dispatch.engine.judge import is_out_of_memory
+from torchweld.dispatch.warm import cache
 from torchweld.fusion.patterns import plain
 from torchweld.optim._base import FusedOptimizer
 from torchweld.registry import BACKENDS
@@ -55,8 +55,9 @@ settings.register_profile(
     deadline=None,
     max_examples=25,
     derandomize=True,
-    # `target` only determines where to run, which is the same for every example.
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    # `target` only determines where to run, which is the same for every example. An emulated
+    # processor draws slowly.
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("torchweld")
 
@@ -121,7 +122,7 @@ def running_at(place: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(BACKENDS[backend], "devices", {"cpu"})
     with torchweld.use_backend(backend):
         yield
-    way.forget()  # a backend serves other devices now
+    cache.forget()  # a backend serves other devices now
 
 
 @pytest.fixture(params=["cpu", "eager"])

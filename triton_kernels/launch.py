@@ -167,7 +167,7 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
     They may depend on the tensors' dtypes, sizes, strides, devices and alignment, and on the values
     of all other arguments, but not on a setting of torch's, on numbers in a tensor, or on a trial,
     unless the function calls `forbid_replay`.
-    torchweld.dispatch.replay then repeats them for calls that are alike.
+    torchweld.dispatch.warm.plans then repeats them for calls that are alike.
     """
     function.launching = sys.modules[__name__]  # type: ignore[attr-defined]
     return function

@@ -11,6 +11,8 @@
 // systems.
 #if defined(__x86_64__) && defined(__GLIBC__)
 __asm__(".symver dlsym,dlsym@GLIBC_2.2.5");
+#elif defined(__aarch64__) && defined(__GLIBC__)
+__asm__(".symver dlsym,dlsym@GLIBC_2.17");
 #endif
 
 namespace torchweld {

@@ -48,22 +48,18 @@ struct Statistics {
   const RowStatistics<A>& saved() const { return of[kRows - 1]; }
 };
 
-// Computes y from a row x, and the statistics of the row that the backward pass reads, which is x
-// as a Saved. Calls prefetch(i) when it writes y's columns from i on.
-template <bool Centered, class T, class P, class Saved, class X, class Prefetch>
-inline void normalize_row(const NormForward& a, int64_t row, const X* x, bool streamed,
-                          Prefetch&& prefetch) {
+// Computes y = finish(i, place, x_hat) from a row x, and the statistics of the row that the backward
+// pass reads, which is x as a Saved. Calls prefetch(i) when it writes y's columns from i on.
+template <bool Centered, class T, class Saved, class X, class Finish, class Prefetch>
+inline void normalize_row_by(const NormForward& a, int64_t row, const X* x, bool streamed,
+                             Finish&& finish, Prefetch&& prefetch) {
   using A = Accumulate<T>;
-  const P* weight = (const P*)a.weight;
-  const P* bias = (const P*)a.bias;
   T* y = (T*)a.y + row * a.width;
 
   const Statistics<Centered, Saved, X> statistics(x, a.width, (A)a.eps);
   const auto [mean, rstd] = statistics.exact();
   for_vectors<A>(a.width, [&](int64_t i, auto at) {
-    Vec<A> v = norm_normalize(load(x + i, at), splat(mean), splat(rstd));
-    if (weight) v *= load(weight + i, at);
-    if (bias) v += load(bias + i, at);
+    const Vec<A> v = finish(i, at, norm_normalize(load(x + i, at), splat(mean), splat(rstd)));
     prefetch(i);
     write(y + i, v, at, streamed);
   });
@@ -71,22 +67,35 @@ inline void normalize_row(const NormForward& a, int64_t row, const X* x, bool st
   ((A*)a.rstd)[row] = statistics.saved().rstd;
 }
 
-// Computes the gradient of a row of a.x and passes it to finish(i, place, gradient) in vectors. Adds
-// the row's share of the parameter gradients to the chunk's partials.
-template <bool Centered, class X, class T, class P, class Finish>
-inline void differentiate_row(const NormBackward& a, int64_t row, Accumulate<T>* weight_partial,
-                              Accumulate<T>* bias_partial, Finish&& finish) {
+// The same with y = x_hat * weight + bias.
+template <bool Centered, class T, class P, class Saved, class X, class Prefetch>
+inline void normalize_row(const NormForward& a, int64_t row, const X* x, bool streamed,
+                          Prefetch&& prefetch) {
+  const P* weight = (const P*)a.weight;
+  const P* bias = (const P*)a.bias;
+  const auto finish = [&](int64_t i, auto at, Vec<Accumulate<T>> v) {
+    if (weight) v *= load(weight + i, at);
+    if (bias) v += load(bias + i, at);
+    return v;
+  };
+  normalize_row_by<Centered, T, Saved>(a, row, x, streamed, finish, prefetch);
+}
+
+// Computes the gradient of a row of a.x and passes it to finish(i, place, gradient) in vectors, where
+// weigh(i, place, grad_y) is the gradient of x_hat. Adds the row's share of the parameter gradients
+// to the chunk's partials.
+template <bool Centered, class X, class T, class Weigh, class Finish>
+inline void differentiate_row_by(const NormBackward& a, int64_t row, Accumulate<T>* weight_partial,
+                                 Accumulate<T>* bias_partial, Weigh&& weigh, Finish&& finish) {
   using A = Accumulate<T>;
   const T* grad_y = (const T*)a.grad_y + row * a.width;
   const X* x = (const X*)a.x + row * a.width;
-  const P* weight = (const P*)a.weight;
   const Vec<A> mean = splat(Centered ? ((const A*)a.mean)[row] : 0);
   const Vec<A> rstd = splat(((const A*)a.rstd)[row]);
 
   A sums[2];  // sums of g and of g * x_hat
   sum_vectors<A>(a.width, sums, [&](int64_t i, auto at, Vec<A>* acc) {
-    Vec<A> g = load(grad_y + i, at);
-    if (weight) g *= load(weight + i, at);
+    const Vec<A> g = weigh(i, at, load(grad_y + i, at));
     if constexpr (Centered) acc[0] += g;
     acc[1] += present(g * norm_normalize(load(x + i, at), mean, rstd), at, (A)0);
   });
@@ -96,13 +105,24 @@ inline void differentiate_row(const NormBackward& a, int64_t row, Accumulate<T>*
   for_vectors<A>(a.width, [&](int64_t i, auto at) {
     const Vec<A> gradient = load(grad_y + i, at);
     const Vec<A> x_hat = norm_normalize(load(x + i, at), mean, rstd);
-    const Vec<A> g = weight ? gradient * load(weight + i, at) : gradient;
+    const Vec<A> g = weigh(i, at, gradient);
     __builtin_prefetch(grad_y + a.width + i);  // prefetch the next row while this one is in L1
     __builtin_prefetch(x + a.width + i);
     finish(i, at, norm_grad_x(g, x_hat, rstd, mean_g, mean_g_x_hat));
     accumulate(weight_partial, i, gradient * x_hat, at);
     accumulate(bias_partial, i, gradient, at);
   });
+}
+
+// The same with a.weight.
+template <bool Centered, class X, class T, class P, class Finish>
+inline void differentiate_row(const NormBackward& a, int64_t row, Accumulate<T>* weight_partial,
+                              Accumulate<T>* bias_partial, Finish&& finish) {
+  const P* weight = (const P*)a.weight;
+  const auto weigh = [&](int64_t i, auto at, Vec<Accumulate<T>> gradient) {
+    return weight ? gradient * load(weight + i, at) : gradient;
+  };
+  differentiate_row_by<Centered, X, T>(a, row, weight_partial, bias_partial, weigh, finish);
 }
 
 // differentiate(row, weight_partial, bias_partial) for the rows of chunks begin to end.

@@ -32,6 +32,8 @@ inline unsigned signs(F32 v) {
   return (unsigned)_mm256_movemask_ps((__m256)(v >= 0));
 #elif defined(__SSE2__)
   return (unsigned)_mm_movemask_ps((__m128)(v >= 0));
+#elif defined(__aarch64__)
+  return vaddvq_u32((uint32x4_t)(v >= 0) & uint32x4_t{1, 2, 4, 8});
 #else
   unsigned bits = 0;
   for (int64_t i = 0; i < kLane; ++i) bits |= (unsigned)(v[i] >= 0) << i;

@@ -20,6 +20,8 @@ inline U64 multiply(U64 a, uint32_t b) {
   return (U64)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(b));
 #elif defined(__SSE2__)
   return (U64)_mm_mul_epu32((__m128i)a, _mm_set1_epi64x(b));
+#elif defined(__aarch64__)
+  return (U64)vmull_n_u32(vmovn_u64((uint64x2_t)a), b);
 #else
   return (a & 0xffffffffu) * b;
 #endif

@@ -33,6 +33,10 @@ inline U32 load_codes(const uint8_t* codes, Whole) {
   return (U32)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
 #elif defined(__AVX2__)
   return (U32)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)codes));
+#elif defined(__aarch64__)
+  uint32_t packed;
+  std::memcpy(&packed, codes, sizeof packed);
+  return (U32)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(packed))));
 #else
   U32 wide;
   for (int64_t i = 0; i < kLanes<float>; ++i) wide[i] = codes[i];
@@ -189,6 +193,10 @@ inline void store_codes(uint8_t* codes, U32 wide, Whole) {
   const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)wide),
                                          _mm256_extracti128_si256((__m256i)wide, 1));
   _mm_storel_epi64((__m128i*)codes, _mm_packus_epi16(words, words));
+#elif defined(__aarch64__)
+  const uint16x4_t words = vqmovun_s32((int32x4_t)wide);
+  const uint8x8_t bytes = vqmovn_u16(vcombine_u16(words, words));
+  std::memcpy(codes, &bytes, kLanes<float>);
 #else
   for (int64_t i = 0; i < kLanes<float>; ++i) codes[i] = (uint8_t)wide[i];
 #endif

@@ -12,6 +12,8 @@
 
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 TW_NAMESPACE_BEGIN
@@ -73,6 +75,8 @@ inline Vec<float> square_root(Vec<float> v) {
   return (Vec<float>)_mm256_sqrt_ps((__m256)v);
 #elif defined(__SSE2__)
   return (Vec<float>)_mm_sqrt_ps((__m128)v);
+#elif defined(__aarch64__)
+  return (Vec<float>)vsqrtq_f32((float32x4_t)v);
 #else
   for (int64_t i = 0; i < kLanes<float>; ++i) v[i] = __builtin_sqrtf(v[i]);
   return v;
@@ -183,6 +187,8 @@ inline Vec<float> load(const Half* p) {
   return (Vec<float>)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__F16C__)
   return (Vec<float>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__aarch64__)
+  return (Vec<float>)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits)));
 #else
   return detail::f16_to_f32(detail::widen(&p->bits));
 #endif
@@ -202,6 +208,8 @@ inline void store(Half* p, Vec<float> v) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+  vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v)));
 #else
   detail::narrow(&p->bits, detail::f32_to_f16(v));
 #endif

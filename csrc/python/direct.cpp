@@ -1,5 +1,5 @@
 // Calls kernels of the bindings from Python without torch's dispatcher, for calls that
-// python/torchweld/dispatch/direct.py has found to need nothing of it. It uses CPython's limited
+// python/torchweld/dispatch/warm/direct.py has found to need nothing of it. It uses CPython's limited
 // API and torch's stable ABI, so one library serves every Python and every torch.
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>

@@ -12,6 +12,8 @@ import torch
 from torchweld import functional
 from torchweld.dispatch import choice
 from torchweld.dispatch.call import choose_automatically, is_too_small
+from torchweld.dispatch.warm.cache import list_generated
+from torchweld.dispatch.warm.generate import show_code
 from torchweld.errors import ArgumentError
 from torchweld.registry import BACKENDS, EAGER, OPS, Composite, Op
 
@@ -24,18 +26,25 @@ class Explanation:
     chosen: str
     reasons: dict[str, str]
     detail: str = ""
+    code: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.op} runs on {self.chosen}" + (f": {self.detail}" if self.detail else "")]
         lines += [f"  not {backend}: {reason}" for backend, reason in self.reasons.items()]
-        return "\n".join(lines)
+        return "\n".join([*lines, *filter(None, [self.code])])
 
 
-def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Explanation:
+def explain(
+    function: Callable[..., Any] | str, *args: Any, code: bool = False, **kwargs: Any
+) -> Explanation:
     """Say which backend would run `function(*args, **kwargs)`, and why the others would not.
 
     `function` is one of torchweld.functional, or its name. Nothing is computed.
     `torchweld.explain_fusion` explains a model.
+
+    With `code` the explanation has the generated code that serves the call, if one like it has run:
+    the look-up, the comparison of arguments, the function that serves, and its node in autograd's
+    graph.
     """
     if isinstance(function, torch.nn.Module):
         accepted = "a function; torchweld.explain_fusion takes a model"
@@ -44,7 +53,8 @@ def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Ex
     if name not in OPS:
         raise ArgumentError("explain", "function", repr(name), ", ".join(sorted(OPS)))
     op = OPS[name]
-    bound = inspect.signature(getattr(functional, name)).bind(*args, **kwargs)
+    public = getattr(functional, name)
+    bound = inspect.signature(public).bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = dict(bound.arguments)
     inputs = _inputs(op, arguments)
@@ -65,7 +75,16 @@ def explain(function: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Ex
         else:
             reasons[backend] = f"{chosen} comes first"
     detail = op.detail(chosen, *inputs) if isinstance(op, Composite) and op.detail else ""
-    return Explanation(name, chosen, reasons, detail)
+    shown = _show_code(public, [*bound.arguments.values()]) if code else ""
+    return Explanation(name, chosen, reasons, detail, shown)
+
+
+def _show_code(public: Callable[..., Any], given: Sequence[Any]) -> str:
+    sources = list(map(show_code, list_generated(public, given)))
+    missing = (
+        "" if len(sources) > 1 else "# No call like this one has run, so no more is generated."
+    )
+    return "\n\n".join(filter(None, [*dict.fromkeys(sources), missing]))
 
 
 def _inputs(op: Op, arguments: dict[str, Any]) -> Sequence[Any]:

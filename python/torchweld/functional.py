@@ -13,6 +13,13 @@ from torchweld.ops.gemm.linear_batch_norm_act import linear_batch_norm_act
 from torchweld.ops.gemm.mlp import mlp
 from torchweld.ops.loss.cross_entropy import cross_entropy
 from torchweld.ops.loss.linear import linear_cross_entropy, linear_logprobs
+from torchweld.ops.modulation import (
+    adaptive_layer_norm,
+    adaptive_rms_norm,
+    gated_residual,
+    gated_residual_layer_norm,
+    gated_residual_rms_norm,
+)
 from torchweld.ops.norm import layer_norm, rms_norm
 from torchweld.ops.quantize_8bit import dequantize_8bit, quantize_8bit
 from torchweld.ops.quantize_one_bit import average_one_bit, dequantize_one_bit, quantize_one_bit
@@ -22,6 +29,8 @@ from torchweld.ops.rotary.rotary_embedding import rotary_embedding, rotary_embed
 from torchweld.ops.softmax import softmax_dropout
 
 __all__ = [
+    "adaptive_layer_norm",
+    "adaptive_rms_norm",
     "average_one_bit",
     "batch_norm_act",
     "bias_act",
@@ -35,6 +44,9 @@ __all__ = [
     "experts_mlp",
     "gated_act",
     "gated_mlp",
+    "gated_residual",
+    "gated_residual_layer_norm",
+    "gated_residual_rms_norm",
     "layer_norm",
     "linear_act",
     "linear_batch_norm_act",

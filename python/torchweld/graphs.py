@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from torchweld import state
 from torchweld.dispatch import choice
-from torchweld.dispatch.alike import PLAIN, is_constant, is_plain
+from torchweld.dispatch.warm.guards import PLAIN, is_constant, is_plain
 from torchweld.errors import ArgumentError
 from torchweld.fusion.patterns.logits import Logits
 from torchweld.warmup import warmup

@@ -130,6 +130,8 @@ def _rows(width: int, device: str) -> torch.Tensor:
     "rms_norm",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",
+    "adaptive_layer_norm",
+    "adaptive_rms_norm",
     "softmax_dropout",
     "normalize_act",
     "batch_norm_act",

@@ -14,8 +14,9 @@ import torchweld
 from oracle import is_floating, run
 from torchweld import functional
 from torchweld.bench.cases import CASES
-from torchweld.dispatch import direct, native
+from torchweld.dispatch import native
 from torchweld.dispatch.call import call
+from torchweld.dispatch.warm import direct
 from torchweld.registry import OPS, materialize
 
 SENTENCE = "data is not allocated"

@@ -70,6 +70,8 @@ _CLASSES = torch.zeros(2, dtype=torch.int64)
 _HEADS = torch.ones(1, 2, 64, 8)
 # The constructors of modules, and what a module is called with.
 MODULES: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
+    "AdaptiveLayerNorm": ({}, (X, X, X)),
+    "AdaptiveRMSNorm": ({}, (X, X, X)),
     "BiasDropoutAdd": ({}, (X, None, X)),
     "BlockSparseAttention": ({"layout": LAYOUT}, (_HEADS,) * 3),
     "BlockSparseMultiheadAttention": (
@@ -197,6 +199,8 @@ PATTERNS: dict[str, str] = {
     "..xxxxx": "beta2_decay ignore_index ring_slice.dim",
     "..xxx.x": "LayerSeeds.seed LowPrecisionReduceScatter.seed parallelize.seed",
     ".xx...x": """latency_between latency_inside max_norm norm_eps layer_norm.eps rms_norm.eps
+        adaptive_layer_norm.eps adaptive_rms_norm.eps gated_residual_layer_norm.eps
+        gated_residual_rms_norm.eps AdaptiveLayerNorm.eps AdaptiveRMSNorm.eps
         normalize_act.eps dropout_add_layer_norm.eps dropout_add_rms_norm.eps LayerNorm.eps
         RMSNorm.eps DropoutAddLayerNorm.eps DropoutAddRMSNorm.eps""",
     ".xxx..x": """alpha dropout dropout_p eps factor_clip factor_threshold lr p power trust_clip

@@ -304,15 +304,21 @@ def test_a_retained_graph_keeps_no_gradient(op: Op) -> None:
 
     Gradients of weights were kept until the graph died. No test looked at memory after such a run.
     """
-    for function, tensors in _calls(op, 1 if selection.WHOLE else 3):
-        for _ in range(2):  # the first call may make what is made once
-            with torchweld.use_backend("cpu"):
-                results = function(*tensors)
-            grads = [torch.ones_like(r) for r in results]
-            before = _count_tensors()
-            torch.autograd.grad(results, tensors[0], grads, retain_graph=True, allow_unused=True)
-            after = _count_tensors()
-        assert after == before
+    gc.freeze()  # only what the calls make is searched
+    try:
+        for function, tensors in _calls(op, 1 if selection.WHOLE else 3):
+            for _ in range(2):  # the first call may make what is made once
+                with torchweld.use_backend("cpu"):
+                    results = function(*tensors)
+                grads = [torch.ones_like(r) for r in results]
+                before = _count_tensors()
+                torch.autograd.grad(
+                    results, tensors[0], grads, retain_graph=True, allow_unused=True
+                )
+                after = _count_tensors()
+            assert after == before
+    finally:
+        gc.unfreeze()
 
 
 def _count_tensors() -> int:

@@ -10,8 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from oracle import TORCH
+from torchweld import numerics
 
-NEAR = {"rtol": 1e-11, "atol": 1e-12}  # float64, of sums in another order
+NEAR = numerics.FLOAT64
 
 shares_rows = pytest.mark.skipif(
     TORCH < (2, 12),

@@ -151,12 +151,12 @@ _FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         )
     ],
     # --- Repeated calls ---
-    ("python/torchweld/dispatch/replay.py", "tests/tools/test_replay.py"): [
+    ("python/torchweld/dispatch/warm/plans.py", "tests/tools/test_plans.py"): [
         ("not self.fits or len(begins) < len(given) + len(self.made)", "not self.fits"),
         ("            self.fits = False\n", ""),
         ("_count_bytes(x) != _count_bytes(made[at])", "False"),
     ],
-    ("python/torchweld/dispatch/alike.py", "tests/tools/test_replay.py"): [
+    ("python/torchweld/dispatch/warm/guards.py", "tests/tools/test_plans.py"): [
         ('conditions.append(f"({addresses}) % ALIGNMENT == 0")', "pass")
     ],
     # --- Losses ---

@@ -12,6 +12,7 @@ import torch
 from torchweld.bench.cases import CASES
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
+from torchweld.numerics import CONTRACT
 from torchweld.registry import Op, TensorSpec, materialize
 
 Results = dict[str, torch.Tensor]
@@ -116,19 +117,20 @@ def assert_bounded(
             pool["rounding"].add(value.to(mine[name].dtype) - value, terms[name])
             pool["terms"].add(terms[name], terms[name])
     cases = CASES[op.name]
+    of_trusted = CONTRACT.of_trusted
     narrow = any(x.itemsize == 2 for x in samples[0] if isinstance(x, torch.Tensor))
     for (name, result_dtype), pool in pools.items():
         assert pool["ours"].count >= LEAST_POOL
-        for measure in ("rms", "max"):
+        for at, measure in enumerate(("rms", "max")):
             error, eager, rounding, sums = (
                 getattr(pool[kind], measure) for kind in ("ours", "eager", "rounding", "terms")
             )
-            of_eager = cases.factor("eager", name) if narrow else 1.1
+            of_eager = cases.factor("eager", name) if narrow else of_trusted[0]
             if result_dtype == torch.float32:
                 bound = max(of_eager * eager, cases.factor("fp32", name) * 2**-24 * sums)
             else:
                 bound = min(of_eager * eager, cases.factor("rounding", name) * rounding)
-            slack = 1 if measure == "rms" else 4
+            slack = of_trusted[at] / of_trusted[0]
             report = f"{name} {result_dtype} {measure}: {error:.3g}, bound {slack * bound:.3g}"
             print(f"{report}, eager {eager:.3g}, rounding {rounding:.3g}")
             assert error <= slack * bound, report

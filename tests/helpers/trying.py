@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from torchweld.dispatch import choice, way
+from torchweld.dispatch import choice
 from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.asking import Engine
 from torchweld.dispatch.engine.question import Answer
 from torchweld.dispatch.engine.store import Store
+from torchweld.dispatch.warm import cache
 
 CONDITIONS = {"device": "a GPU"}
 
@@ -57,4 +58,4 @@ def try_on_cpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Trials:
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget what this process knows of calls, as a new one does."""
     monkeypatch.setattr(asking, "_served", {})
-    way.forget()
+    cache.forget()

@@ -16,7 +16,8 @@ import torchweld
 from conftest import PLACES, running_at
 from oracle import assert_bounded
 from torchweld import functional
-from torchweld.dispatch import bare, replay, way
+from torchweld.dispatch import bare
+from torchweld.dispatch.warm import cache, plans
 from torchweld.ops.gemm import epilogue, fused_choice, gated_epilogue
 from torchweld.registry import OPS
 from trying import Trials, try_on_cpu
@@ -107,8 +108,8 @@ def test_alike_calls_repeat_a_plan(started: list[str], monkeypatch: pytest.Monke
     """Plans of gated_linear and linear_act describe the tensors of each call."""
     ops = torch.ops.torchweld
     ran: list[Any] = []
-    run = replay.Plan.run
-    monkeypatch.setattr(replay.Plan, "run", lambda plan, x: ran.append(plan) or run(plan, x))
+    run = plans.Plan.run
+    monkeypatch.setattr(plans.Plan, "run", lambda plan, x: ran.append(plan) or run(plan, x))
     for seed in range(3):
         x, gate, up, _ = (t.detach() * (1 + seed / 4) for t in _arguments(24, 64, 72))
         for function, overload, inputs in (
@@ -160,7 +161,7 @@ def test_what_other_kernels_serve(
 
     def runs(*inputs: Any) -> bool:
         started.clear()
-        way.forget()
+        cache.forget()
         functional.gated_mlp(*inputs)
         return ROLES in started
 

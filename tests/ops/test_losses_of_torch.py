@@ -24,8 +24,8 @@ import torchweld
 from conftest import running_at
 from torchweld import functional
 from torchweld.bench.memory import LiveBytes
-from torchweld.dispatch import replay, way
 from torchweld.dispatch.engine.judge import Judge
+from torchweld.dispatch.warm import cache, plans
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks, rows
 
@@ -291,7 +291,7 @@ def test_padded_logits(where: str, kw: dict[str, Any], monkeypatch: pytest.Monke
 
     results = []
     for pads in (False, True):
-        way.forget()  # the short way of calls without padding
+        cache.forget()  # the short way of calls without padding
         monkeypatch.setattr(chunks, "_pads_rows", lambda _, pads=pads: pads)
         monkeypatch.setattr(chunks.Gemms, "__init__", poisoned)
         with running_at(where, monkeypatch) if where != "eager" else torchweld.use_backend(where):
@@ -300,7 +300,7 @@ def test_padded_logits(where: str, kw: dict[str, Any], monkeypatch: pytest.Monke
             results.append([loss, *torch.autograd.grad(loss.sum(), given)])
         assert strides == {(544 if pads else classes, 1)}  # 17 lines of 32 numbers
         strides.clear()
-    way.forget()
+    cache.forget()
     unit = torch.finfo(dtype).eps
     torch.testing.assert_close(*results, rtol=16 * unit, atol=16 * unit)
 
@@ -432,7 +432,7 @@ class _Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.has_begun |= func is torch.ops.aten.mm.out
-        if not self.has_begun and func not in replay._ALLOCATIONS | replay._VIEWS:
+        if not self.has_begun and func not in plans._ALLOCATIONS | plans._VIEWS:
             self.before.append(str(func))
         return func(*args, **(kwargs or {}))
 

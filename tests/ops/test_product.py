@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchweld
 from oracle import Pool
 from torchweld import functional, optim
-from torchweld.dispatch import way
+from torchweld.dispatch.warm import cache
 from torchweld.ops.attention import converted
 from torchweld.ops.gemm import gemm, product
 from torchweld.registry import OPS, processor
@@ -43,9 +43,9 @@ def without_units(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if isinstance(op, Composite):
             wide = tuple(x for x in op.dtypes_of_eager if x.itemsize > 2)
             monkeypatch.setattr(op, "dtypes_of_eager", wide)
-    way.forget()
+    cache.forget()
     yield
-    way.forget()
+    cache.forget()
 
 
 def _draw(*sizes: int, dtype: torch.dtype) -> torch.Tensor:

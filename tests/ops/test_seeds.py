@@ -17,7 +17,8 @@ import fresh
 from conftest import PLACES, running_at
 from oracle import Results, run
 from torchweld.bench.cases import CASES
-from torchweld.dispatch import replay, seeds
+from torchweld.dispatch import seeds
+from torchweld.dispatch.warm import plans
 from torchweld.registry import OPS, TensorSpec, materialize
 
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -156,9 +157,9 @@ def test_a_seed_by_value_has_the_same_bits(name: str, monkeypatch: pytest.Monkey
         expected = [_differentiate(name, each) for each in inputs]
         numbers = [steps.forward(*each) for each in inputs]
         monkeypatch.setattr(dropout, "is_in_memory", lambda *_: False)
-        run_plan = replay.Plan.run
+        run_plan = plans.Plan.run
         monkeypatch.setattr(
-            replay.Plan,
+            plans.Plan,
             "run",
             lambda plan, given: (taken.append(plan.seed), run_plan(plan, given))[1],
         )

@@ -10,7 +10,7 @@ import torch
 import torchweld
 from selection import TRITON_DEVICE as DEVICE
 from selection import of_triton
-from torchweld.dispatch import replay
+from torchweld.dispatch.warm import plans
 from torchweld.ops.optimizer import orthogonal
 
 triton = pytest.importorskip("triton")
@@ -93,9 +93,9 @@ def test_matrices_are_orthogonalised_by_it(gram: bool, monkeypatch: pytest.Monke
 def test_batches_repeat_plans(gram: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second batch on, with the coefficients of all steps, no product is planned again."""
     planned, ran = [], []
-    record, run = replay._record, replay.Plan.run
-    monkeypatch.setattr(replay, "_record", lambda *a: planned.append(a) or record(*a))
-    monkeypatch.setattr(replay.Plan, "run", lambda plan, x: ran.append(plan) or run(plan, x))
+    record, run = plans._record, plans.Plan.run
+    monkeypatch.setattr(plans, "_record", lambda *a: planned.append(a) or record(*a))
+    monkeypatch.setattr(plans.Plan, "run", lambda plan, x: ran.append(plan) or run(plan, x))
     monkeypatch.setattr(orthogonal, "has_descriptors", lambda _: True)
     monkeypatch.setattr(orthogonal, "_TILES_FROM", 8)
     steps, results = orthogonal.polar_express(5), []

@@ -474,14 +474,14 @@ EVENTS: dict[str, Event] = {
 KEPT = ("AdamW", "AdamW8bit", "SGD", "LAMB", "Lion", "Adafactor", "Muon")
 
 
-def _train(kind: str, event: Event, keeps: bool) -> list[torch.Tensor]:
+def _train(kind: str, event: Event, keeps: bool, **options: Any) -> list[torch.Tensor]:
     model: Any = _make_model()
     groups = _groups(model)
     if kind == "Muon":
         groups = [
             {"params": [layer.weight], "weight_decay": i % 2 / 10} for i, layer in enumerate(model)
         ]
-    optimizer = getattr(optim, kind)(groups, lr=0.1)
+    optimizer = getattr(optim, kind)(groups, lr=0.1, **options)
     for step in range(6):
         if not keeps:
             optimizer._kept = None
@@ -498,6 +498,34 @@ def _train(kind: str, event: Event, keeps: bool) -> list[torch.Tensor]:
 def test_after_an_event_in_the_middle(kind: str, event: str) -> None:
     mine, expected = (_train(kind, EVENTS[event], keeps) for keeps in (True, False))
     torch.testing.assert_close([*mine], [*expected], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("options", [{}, {"maximize": True}], ids=str)
+def test_a_clipped_step_after_an_event_in_the_middle(options: Any, event: str) -> None:
+    """Kept steps find their gradients' factor by one kernel, whole steps by a sum over devices."""
+    of_event, options = EVENTS[event], {"max_grad_norm": 0.1, **options}
+    mine, expected = (_train("AdamW", of_event, keeps, **options) for keeps in (True, False))
+    torch.testing.assert_close([*mine], [*expected], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_a_scaled_step_is_kept(found: float) -> None:
+    """With a scale, and gradients that may be infinite, a kept step is a whole one."""
+    models = _make_model(), _make_model()
+    optimizers = [optim.AdamW(model.parameters(), lr=0.1, max_grad_norm=0.5) for model in models]
+    for step in range(4):
+        for model, optimizer, keeps in zip(models, optimizers, (True, False), strict=True):
+            if not keeps:
+                optimizer._kept = None
+            _set_gradients(model, step)
+            optimizer.grad_scale = torch.tensor(8.0)  # type: ignore[attr-defined]
+            optimizer.found_inf = torch.tensor(found if step == 2 else 0.0)  # type: ignore[attr-defined]
+            optimizer.step()
+    assert optimizers[0]._kept.ready  # type: ignore[union-attr]
+    for mine, own in zip(*(model.parameters() for model in models), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close([mine, mine.grad], [own, own.grad], rtol=0, atol=0)
 
 
 def test_batches_are_kept() -> None:

@@ -232,7 +232,7 @@ WITH_OTHER_NORMS: dict[str, dict[str, int]] = {
     "Mamba2": {"rms_norm": 3, _GATE_FIRST: 2, "bias_act (silu)": 2, **_LOSS},
     "FalconH1": {
         **{"gated_act (silu)": 2, "bias_act (silu)": 2, "rms_norm": 5, "rotary_embedding_qk": 2},
-        **{"rms_norm, gated_act (silu)": 2, **_LOSS},
+        **_LOSS,  # its gated norm decides by the number of dimensions
     },
     "NemotronH": {
         **{"rms_norm": 5, _GATE_FIRST: 2, "bias_act (silu)": 2, "linear_act (relu2)": 1},

@@ -232,15 +232,21 @@ def test_a_welded_attention_compiles_and_comes_back(name: str) -> None:
     torch.testing.assert_close(attention(x, **given)[0], expected)
 
 
+def _rotate_half(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def _rotate_backwards(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos - _rotate_half(q) * sin, k * cos - _rotate_half(k) * sin
+
+
 def test_another_rotation_is_left_alone_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name says nothing: the trial decides."""
     from transformers.models.llama import modeling_llama
 
-    def backwards(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
-        return rotate(q, k, cos, -sin, unsqueeze_dim)
-
-    rotate = modeling_llama.apply_rotary_pos_emb
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", backwards)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", _rotate_backwards)
     rows = torchweld.explain_fusion(build("Llama"))
     (row,) = {row.reason for row in rows if row.what == "LlamaAttention"}
     assert "it computes something else" in row

@@ -154,8 +154,9 @@ def test_saved_and_loaded_without_us_then_fused(name: str, tmp_path: Path) -> No
     for each in (loaded, torchweld.fuse(loaded), torchweld.fuse(model)):
         torch.testing.assert_close(each(**given).logits, expected, rtol=1e-4, atol=1e-5)
     if name in MODELS:
-        found = Counter(row.becomes for row in torchweld.explain_fusion(loaded) if row.welded)
-        assert found == MODELS[name]
+        # kernelize replaced the rotation of the file, which all models share.
+        rows = [row.becomes for row in torchweld.explain_fusion(loaded) if row.welded]
+        assert Counter(row.removesuffix(", by kernelize") for row in rows) == MODELS[name]
 
 
 @of_transformers

@@ -19,6 +19,8 @@ from transformers import Adafactor, AutoModel, Trainer, TrainingArguments
 import torchweld
 from torchweld import optim
 from torchweld.fusion import Weld
+from torchweld.ops.gemm import product
+from torchweld.registry import processor
 
 SETTINGS = {"lr": 3e-3, "weight_decay": 0.1}
 STEPS = 12
@@ -30,6 +32,13 @@ def _kernels() -> Iterator[None]:
     with torchweld.use_backend("cpu", "eager"):
         yield
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def without_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take every CPU for one without 16-bit units."""
+    monkeypatch.setattr(processor, "_find", lambda dtype: False)
+    monkeypatch.setattr(product, "_SMALLEST", 0)
 
 
 def _welds(model: torch.nn.Module) -> set[str]:
@@ -226,6 +235,36 @@ def test_adapters_of_a_fused_layer() -> None:
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(merged[1], merged[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's, of transformers
+@pytest.mark.parametrize("first", ["adapted", "fused"])
+@pytest.mark.usefixtures("without_units")
+def test_adapters_in_16_bits(first: str) -> None:
+    """Layers that fuse() takes without units only: adapted before or after, and merged."""
+    config = LoraConfig(target_modules=["q_proj"], init_lora_weights=False, lora_dropout=0.0)
+    given, plain = batch("Llama"), build("Llama")
+    model = plain if first == "adapted" else torchweld.fuse(copy.deepcopy(plain))
+    found: list[Any] = []
+    for each in (plain, model):
+        torch.manual_seed(0)
+        found.append(get_peft_model(copy.deepcopy(each), config))
+    if first == "adapted":
+        torchweld.fuse(found[1])
+    assert any(name.endswith("k_proj") for name in _welds(found[1]))
+    found.append(copy.deepcopy(found[0]))
+    results = []
+    for each, dtype in zip(found, (torch.bfloat16, torch.bfloat16, None), strict=True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+            loss = each(**given).loss
+        trained = [p for p in each.parameters() if p.requires_grad]
+        results.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, trained)]))
+    torchs, ours, exact = results
+    assert 0 < (ours - exact).norm() <= 1.1 * (torchs - exact).norm()
+    merged = [each.merge_and_unload() for each in found[:2]]
+    assert any(name.endswith("k_proj") for name in _welds(merged[1]))
+    a, b = (each(**given).logits for each in merged)
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -23,6 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "welds.md"
 RELEASE = ".".join(transformers.__version__.split(".")[:2])
 _FUNCTION = re.compile("|".join(sorted(vars(functional), key=len, reverse=True)))
 _NONE = "-"
+_NEXT = "\n## Heads"  # the table of peer_heads.py
 
 
 def _count(kind: str) -> Counter[str]:
@@ -36,7 +37,8 @@ def _count(kind: str) -> Counter[str]:
 
 def _read() -> tuple[list[str], dict[str, list[str]]]:
     """The page's releases, newest first, and each architecture's cells."""
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    table = PAGE.read_text().split(_NEXT)[0]
+    lines = [line for line in table.splitlines() if line.startswith("|")]
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     return head[1:], {name.strip("`"): cells for name, *cells in rows}
 
@@ -75,7 +77,8 @@ def _write(kinds: list[str]) -> None:
         shown = [cells.get(release, _NONE) for release in releases]
         if set(shown) != {_NONE}:
             lines.append(f"| `{kind}` | {' | '.join(shown)} |")
-    PAGE.write_text(text[: text.index("| architecture")] + "\n".join(lines) + "\n")
+    rest = _NEXT + text.partition(_NEXT)[2]
+    PAGE.write_text(text[: text.index("| architecture")] + "\n".join(lines) + "\n" + rest)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from torchweld import functional as fused
-from torchweld.dispatch import way
 from torchweld.dispatch.autograd import as_tuple
+from torchweld.dispatch.warm import cache
 from torchweld.random import Shard
 from torchweld.sparse import BlockLayout
 
@@ -297,9 +297,9 @@ CROSSING = {"linear_logprobs: many classes"}
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    way.forget()
+    cache.forget()
     yield
-    way.forget()
+    cache.forget()
 
 
 @pytest.fixture
@@ -356,7 +356,7 @@ def test_later_sizes_are_warm_and_have_the_bits_of_cold_calls(
     if str(form) not in OF_ONE_SIZE:
         assert len(missed) <= count + 2 * (str(form) in CROSSING)
     for given, results in zip(copies, found, strict=True):
-        way.forget()
+        cache.forget()
         cold = _run(form, given)
         assert len(cold) == len(results)
         for one, other in zip(results, cold, strict=True):
@@ -423,7 +423,7 @@ def test_strides_are_not_taken_for_others(n: int) -> None:
         fused.rms_norm(torch.randn(2, rows, 3, WIDTH), [WIDTH])
     x = torch.randn(2, WIDTH, n, 3).permute(0, 2, 3, 1)
     found = fused.rms_norm(x, [WIDTH])
-    way.forget()
+    cache.forget()
     assert torch.equal(found, fused.rms_norm(x, [WIDTH]))
     assert found.stride() == fused.rms_norm(x, [WIDTH]).stride()
 
@@ -445,5 +445,5 @@ def test_thresholds_hold_for_sizes_that_vary(name: str) -> None:
     given = [make[name](n) for n in sizes]
     found = [getattr(fused, name)(*each) for each in given]
     for one, each_given in zip(found, given, strict=True):
-        way.forget()
+        cache.forget()
         assert torch.equal(one, getattr(fused, name)(*each_given))

@@ -74,6 +74,29 @@ class Capped(LanguageModel):
         return Output(loss=loss, logits=logits)
 
 
+class WithRow(LanguageModel):
+    """With a row added to the logits, as BART has it, and a loss of some tokens, as LLaVA's was.
+
+    fuse() refused both, and so the heads of most models of images, speech and pairs of sequences.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("final_logits_bias", torch.linspace(-1, 1, WORDS)[None])
+
+    def forward(self, input_ids: Any, labels: Any = None, return_dict: bool = True) -> Any:
+        hidden = self.body(input_ids)
+        logits = self.lm_head(getattr(hidden, "last_hidden_state", hidden))
+        logits = logits + self.final_logits_bias.to(logits.device)
+        loss = None
+        if labels is not None:
+            mask = labels[..., 1:] % 3 != 1
+            some = logits[..., :-1, :][mask].contiguous()
+            loss_function = nn.CrossEntropyLoss()
+            loss = loss_function(some.view(-1, some.size(-1)), labels[..., 1:][mask].view(-1))
+        return Output(loss=loss, logits=logits)
+
+
 class _Squares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -151,7 +174,7 @@ def _use(model: Any, use: Callable[[Any], Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's look at any subclass
-@pytest.mark.parametrize("kind", [LanguageModel, Capped])
+@pytest.mark.parametrize("kind", [LanguageModel, Capped, WithRow])
 @pytest.mark.parametrize("name", USES)
 def test_any_use_gives_eagers_values_and_gradients(name: str, kind: Any) -> None:
     """Gradients through loss and logits together, in float64."""
@@ -184,6 +207,23 @@ def test_the_dtype_is_that_of_the_step_under_autocast() -> None:
             [output.logits, *torch.autograd.grad(output.logits.sum(), each.lm_head.weight)]
         )
     torch.testing.assert_close(*found, rtol=2**-7, atol=1e-6)
+
+
+def test_a_row_that_changes_is_refused() -> None:
+    _, fused = _pair(kind=WithRow)
+    logits = _step(fused).logits
+    fused.final_logits_bias += 1
+    with pytest.raises(RuntimeError, match="weights changed"):
+        logits.sum()
+
+
+@pytest.mark.parametrize(
+    "index", [0, (..., 0), (..., slice(3)), (slice(None), 0), (..., None), [0, 1]]
+)
+def test_an_index_that_takes_no_rows_is_refused(index: Any) -> None:
+    deferred = logits_of.Deferred(torch.randn(3, 7, 16), WORDS)
+    with pytest.raises(RuntimeError, match="fuse\\(\\) left out the logits"):
+        deferred[index]
 
 
 def test_second_derivatives() -> None:
@@ -262,7 +302,8 @@ def test_replicas(settings: dict[str, bool], one_process: None) -> None:
 _REFUSED: dict[str, Callable[[Any], Any]] = {
     "method": lambda z: z.argmax(-1),
     "function": lambda z: torch.softmax(z, -1),
-    "index": lambda z: z[..., :-1, :],
+    "index": lambda z: z[:, 0],
+    "slice": lambda z: z[..., :-1, :].argmax(-1),
     "left": lambda z: z + 1,
     "right": lambda z: torch.ones(1) + z,
     "comparison": lambda z: z > 0,
@@ -279,7 +320,7 @@ def test_a_compiled_step_says_what_to_do(name: str) -> None:
         _REFUSED[name](output.logits)
 
 
-@pytest.mark.parametrize("kind", [LanguageModel, Capped])
+@pytest.mark.parametrize("kind", [LanguageModel, Capped, WithRow])
 def test_a_compiled_step_has_logits(kind: Any) -> None:
     """Where the compiler sees no loss that could take the head's input."""
     model, fused = _pair(kind=kind)

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 import torchweld
 from torchweld.fusion import Weld
@@ -159,3 +162,56 @@ def test_copies_and_checkpoints() -> None:
     torchweld.unfuse(fused)
     assert type(fused[0]) is nn.Linear
     assert type(fused[1]) is Attention
+
+
+def test_export() -> None:
+    """A program has torch's ops, whose numbers are ours up to rounding; any batch fits it."""
+    fused, x = torchweld.fuse(_make().bfloat16()), X.bfloat16()
+    for trains in (False, True):
+        with torch.set_grad_enabled(trains):
+            sizes = [{0: torch.export.Dim.DYNAMIC}]
+            program = torch.export.export(fused, (x,), dynamic_shapes=sizes)
+        names = {str(node.target) for node in program.graph.nodes}
+        assert {"aten.linear.default", "aten.scaled_dot_product_attention.default"} <= names
+        more = torch.cat([x, x.flip(0), x])
+        torch.testing.assert_close(program.module()(more), fused(more), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpoints(reentrant: bool) -> None:
+    """What is computed again has the same bits, and is by float32 GEMMs too."""
+    fused = torchweld.fuse(_make())
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return fused(x)
+
+    found = []
+
+    def step(keeps: bool) -> None:
+        x = X.clone().requires_grad_()
+        y = run(x) if keeps else checkpoint(run, x, use_reentrant=reentrant)
+        fused.zero_grad()
+        y.float().square().sum().backward()
+        found.append([y, x.grad, *(p.grad for p in fused.parameters())])
+
+    step(True)
+    assert not _list_products(lambda: step(False)) & {"aten::mm", "aten::addmm", "aten::bmm"}
+    assert all(map(torch.equal, *found))
+
+
+def test_compiled_attention_is_torchs() -> None:
+    """docs/fuse.md says so: Dynamo follows no mode, and linear layers are a custom op."""
+    fused = torchweld.fuse(_make().bfloat16())
+    ops: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        ops.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    x = X.bfloat16()
+    compiled = torch.compile(fused, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+    torch.testing.assert_close(compiled(x), fused(x), rtol=2e-2, atol=2e-2)
+    assert ops.count("torchweld.product.cpu") == 4
+    assert any("scaled_dot_product" in name for name in ops)
+    assert not {"aten.mm.default", "aten.addmm.default"} & {*ops}

@@ -16,8 +16,10 @@ import torchweld
 from torchweld.errors import ArgumentError
 from torchweld.fusion.graph import backend
 from torchweld.fusion.graph.regions import Region
+from torchweld.fusion.patterns.logits import Logits
 from words import (
     WIDTH,
+    WORDS,
     Layer,
     Norm,
     Words,
@@ -218,9 +220,41 @@ def test_a_scaler_of_gradients() -> None:
     compare(*grads, bound=5e-2)
 
 
-def test_logits_are_lazy() -> None:
-    got, want = fuse_two(make_words())
+class Shifted(Words):
+    """With a row added to the logits, as in BART, and a shift by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("row", torch.linspace(-1, 1, WORDS)[None])
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x)) + self.row
+        shifted = logits[:, :-1].reshape(-1, WORDS)
+        return torch.nn.functional.cross_entropy(shifted, ids[:, 1:].reshape(-1)), logits
+
+
+def test_a_row_that_needs_a_gradient() -> None:
+    """Lazy logits have no gradient for it."""
+    torch.manual_seed(0)
+    model = Shifted()
+    model.row.requires_grad_()
+    got, want = fuse_two(model)
+    grads = []
+    for each in (got, want):
+        loss, logits = each(make_ids())
+        grads.append(torch.autograd.grad(loss + logits.square().mean(), each.row)[0])
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [Words, Shifted])
+def test_logits_are_lazy(kind: Any) -> None:
+    torch.manual_seed(0)
+    got, want = fuse_two(kind())
     loss, logits = got(make_ids())
+    assert isinstance(logits, Logits)
     expected = want(make_ids())[1]
     assert logits.shape == expected.shape
     torch.testing.assert_close(logits + 0, expected, rtol=1e-5, atol=1e-5)

@@ -14,6 +14,7 @@ from torchweld.fusion.graph.patterns import (
     layer_norm,
     linear_act,
     loss,
+    modulation,
     rms_norm,
     rotary,
     softmax,
@@ -44,6 +45,7 @@ _STEPS = {
     "capped": ((loss.operator.truediv, 3.0), (torch.tanh,), (loss.operator.mul, 3.0)),
     "flat": ((loss._flatten,),),
 }
+_SHIFTED = (loss._ADD, (loss._shift,), (loss._flatten,))
 
 
 def _qk(*angles: int) -> tuple[Any, ...]:
@@ -69,6 +71,25 @@ CASES: dict[str, Case] = {
     ),
     "layer_norm of a sum": Case(
         layer_norm._norm_of_sum, layer_norm._run_norm_of_sum, (_X, _X, _W, _W), (1e-5, 0.0)
+    ),
+    **{
+        f"adaptive norm {kind} {its}": Case(
+            modulation._norm, modulation._run_norm, (_X, its, its), (1e-5, kind)
+        )
+        for kind in ("plain", "wide")
+        for its in ((3, 16), (3, 1, 16), _X)
+    },
+    **{
+        f"gated residual {kind}": Case(
+            modulation._gate, modulation._run_gate, (_X, (3, 16), _X), (kind,)
+        )
+        for kind in ("plain", "wide")
+    },
+    "gated residual and norm": Case(
+        modulation._gate_and_norm,
+        modulation._run_gate_and_norm,
+        (_X, (3, 16), _X, (3, 16), (3, 16)),
+        (1e-5, ("plain", "plain")),
     ),
     "dropout and add": Case(dropout_add._reference, dropout_add._run, (_X, _X), (0.0,)),
     **{
@@ -106,16 +127,29 @@ CASES: dict[str, Case] = {
     ),
     **{
         f"loss, {name}, {reduction}": Case(
-            loss._without_bias,
-            loss._run_without_bias,
+            loss._reference,
+            loss._run,
             ((12, 16), (30, 16), 12),
-            (steps, -100, reduction),
+            (loss._Options((), steps, -100, reduction),),
         )
         for name, steps in _STEPS.items()
         for reduction in ("mean", "sum", "none")
     },
     "loss with a bias": Case(
-        loss._reference, loss._run, ((12, 16), (30, 16), (30,), 12), ((), 7, "mean")
+        loss._reference,
+        loss._run,
+        ((12, 16), (30, 16), (30,), 12),
+        (loss._Options(("bias",), (), -100, "mean"),),
+    ),
+    "loss with a bias, a row and a shift": Case(
+        loss._reference,
+        loss._run,
+        ((3, 5, 16), (30, 16), (30,), (1, 30), 12),
+        (
+            loss._Options(
+                ("bias", "row"), (loss._ADD, (loss._shift,), (loss._flatten,)), -100, "mean"
+            ),
+        ),
     ),
 }
 
@@ -148,8 +182,6 @@ def _run(function: Any, inputs: list[torch.Tensor], constants: Any) -> list[torc
 @pytest.mark.parametrize("name", CASES)
 def test_a_pattern_runs_its_reference(name: str, dtype: torch.dtype) -> None:
     reference, run, shapes, constants = CASES[name]
-    if "loss with" in name:
-        constants = (constants[0], -100, constants[2])
     exact = _run(reference, _make(shapes, torch.float64), constants)
     got = _run(run, _make(shapes, dtype), constants)
     eager = _run(reference, _make(shapes, dtype), constants)

@@ -107,6 +107,9 @@ FUNCTIONS: list[tuple[Callable[..., Any], Callable[..., Any], Differences]] = [
 NO_COUNTERPART = {
     **_many("average_one_bit dequantize_one_bit quantize_one_bit", "torch has no 1-bit quantiser"),
     **_many("dequantize_8bit quantize_8bit", "torch has no quantiser of this map"),
+    **_many("adaptive_layer_norm adaptive_rms_norm gated_residual", "torch has no function for it"),
+    **_many("gated_residual_layer_norm gated_residual_rms_norm", "torch has no function for it"),
+    **_many("AdaptiveLayerNorm AdaptiveRMSNorm", "torch's norms have no condition"),
     "gated_act": "torch.nn.functional.glu takes one tensor",
     **_many("experts_mlp gated_mlp linear_logprobs mlp", "torch has no function for it"),
     **_many("rotary_embedding_packed_ route", "torch has no function for it"),

@@ -19,9 +19,10 @@ import fresh
 import torchweld
 from oracle import run
 from torchweld.bench.cases import CASES
-from torchweld.dispatch import direct, native
+from torchweld.dispatch import native
 from torchweld.dispatch.autograd import Ready, make_ready
-from torchweld.dispatch.direct import make_direct
+from torchweld.dispatch.warm import direct
+from torchweld.dispatch.warm.direct import make_direct
 from torchweld.registry import OPS, Op, materialize
 
 OURS = [op for op in OPS.values() if "cpu" in getattr(op, "kernels", {})]
@@ -166,7 +167,8 @@ def test_without_the_library_the_dispatcher_serves(tmp_path: Path) -> None:
     """The reason is kept, and results are the same."""
     program = """
 import torch, torchweld
-from torchweld.dispatch import direct, native
+from torchweld.dispatch import native
+from torchweld.dispatch.warm import direct
 with torchweld.use_backend("cpu"):
     x = torch.ones(4, 8, requires_grad=True)
     for _ in range(3):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import platform
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,8 @@ import torch
 
 import fresh
 from conftest import EMULATED
-from torchweld.dispatch import direct, native
+from torchweld.dispatch import native
+from torchweld.dispatch.warm import direct
 from torchweld.ops.quantize_8bit import _QUANTIZE as BARE
 from torchweld.registry import BACKENDS, OPS, backends
 
@@ -396,3 +399,68 @@ def test_libraries_built_elsewhere_serve(
             build.build(tmp_path)
     else:
         build.build(tmp_path)
+
+
+# --- The wheel ------------------------------------------------------------------------------------
+
+
+def _pack(folder: Path, platform: str, *left_out: str) -> Path:
+    """A wheel of this name with the libraries that are here, each in place of all kernels."""
+    wheel = folder / f"torchweld-0.0-py3-none-{platform}.whl"
+    kernels = native.DIRECTORY / f"libtorchweld_cpu_{native.BASELINE}.so"
+    isas = ["neon"] if "aarch64" in platform else ["baseline", "avx2", "avx512"]
+    libraries = {f"cpu_{isa}": kernels for isa in isas}
+    libraries |= {name: native.DIRECTORY / f"libtorchweld_{name}.so" for name in ("cpu", "python")}
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, path in libraries.items():
+            if name not in left_out:
+                archive.write(path, f"torchweld/lib/libtorchweld_{name}.so")
+    return wheel
+
+
+def _check(wheel: Path) -> tuple[int, str]:
+    script = Path(__file__).parents[2] / ".ci/check_wheel.py"
+    command = [sys.executable, str(script), str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("tag", "left_out", "said"),
+    [
+        ("manylinux_2_28_{here}", (), "ok      libtorchweld_python exports"),
+        ("manylinux_2_5_{here}", (), "FAILED  libtorchweld_cpu takes at most"),
+        ("manylinux_2_28_{other}", (), "FAILED  libtorchweld_cpu is for"),
+        ("manylinux_2_28_riscv64", (), "FAILED  machine: riscv64"),
+        ("linux_{here}", (), "FAILED  wheel tag"),
+        ("manylinux_2_28_{here}", ("python",), "FAILED  libraries"),
+    ],
+)
+def test_a_wheel_that_a_system_could_not_load_fails_its_check(
+    tag: str, left_out: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    """A cross-compiler links symbols of its own glibc: dlsym of 2.34, pow and log of 2.29."""
+    here = platform.machine()
+    other = "x86_64" if here == "aarch64" else "aarch64"
+    status, last = _check(_pack(tmp_path, tag.format(here=here, other=other), *left_out))
+    assert last.startswith(said)
+    assert status == ("FAILED" in said)
+
+
+def test_the_compiler_says_which_machine_it_compiles_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CXX may name a cross-compiler: libraries and the wheel's tag are for its machine."""
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\necho aarch64-linux-gnu\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import build; from pathlib import Path; "
+        "tag = build.glibc_tag('linux_x86_64', Path(sys.argv[2])); "
+        "print(build.MACHINE, build.find_isas('all'), tag)"
+    )
+    command = [sys.executable, "-c", program, str(Path(__file__).parents[2] / "csrc")]
+    command.append(str(native.DIRECTORY))
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert found.split() == ["aarch64", "['neon']", "manylinux_2_28_aarch64"]

@@ -24,8 +24,9 @@ BELOW: dict[str, set[str]] = {
     "warmup": set(),
     "state": set(),
     "isolate": set(),
+    "numerics": set(),
     "registry": {"state", "errors"},
-    "dispatch": {"state", "isolate", "registry", "errors", "names", "version"},
+    "dispatch": {"state", "isolate", "numerics", "registry", "errors", "names", "version"},
     "checks": {"state", "errors"},
     "random": {"dispatch", "checks", "errors"},
     "sparse": {"state", "isolate", "errors"},
@@ -44,6 +45,7 @@ BELOW: dict[str, set[str]] = {
     "functional": {"ops"},
     "fusion": {
         "state",
+        "numerics",
         "nn",
         "functional",
         "ops",
@@ -56,7 +58,7 @@ BELOW: dict[str, set[str]] = {
     "graphs": {"state", "fusion", "dispatch", "warmup", "errors"},
     "explanation": {"functional", "dispatch", "registry", "errors"},
     "nn": {"functional", "ops", "sparse", "dispatch", "checks", "errors", "names"},
-    "huggingface": {"fusion", "functional", "ops", "sparse", "errors"},
+    "huggingface": {"numerics", "fusion", "functional", "ops", "sparse", "errors"},
     "compat": {"functional", "sparse", "errors", "names"},
     "titan": {"functional", "optim", "errors"},
     "collectives": {"ops", "dispatch", "checks", "errors"},
@@ -129,6 +131,7 @@ def test_the_engine_knows_neither_ops_nor_rules() -> None:
         "version",
         "state",
         "isolate",
+        "numerics",
     }
 
 
@@ -179,10 +182,15 @@ HOMES = {
     r"torch\._C\._(functorch|are_functorch|get_tracing|len_torch|get_dispatch_mode|current_graph_task)"
     r"|_TorchDispatchModeKey|_keep_graph\(|_will_engine|_is_exporting_flag"
     r"|is_current_stream_capturing|import FakeTensor$": {"state"},
-    r"\b_current_level\b": {"state", "dispatch.alike"},
+    r"\b_current_level\b": {"state", "dispatch.warm.guards"},
     r"_disable_current_modes|temporarily_clear_interpreter_stack|DisableTorchFunction": {"isolate"},
-    r"(?<![\w.`])(?<!def )(exec|eval)\((?!\))": {"dispatch.generate", "fusion.rewrite"},
-    r"\bTensorGuards\b": {"dispatch.alike"},
+    r"(?<![\w.`])(?<!def )(exec|eval)\((?!\))": {"dispatch.warm.generate", "fusion.rewrite"},
+    r"\bTensorGuards\b": {"dispatch.warm.guards"},
+    r"\b(allclose|assert_close)\(|\b[ar]tol\b|\bfinfo\(.*\)\.eps\b": {
+        "numerics",
+        *("ops.residual", "optim.adafactor"),  # epsilons that torch's formulas have
+        "bench.machine",  # torch's own tolerances
+    },
 }
 
 

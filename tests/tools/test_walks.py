@@ -54,11 +54,11 @@ def _leaf(*shape: int) -> torch.Tensor:
     return torch.randn(*shape).requires_grad_()
 
 
-def _make_step() -> Callable[[], Any]:
+def _make_step(**options: Any) -> Callable[[], Any]:
     params = [torch.nn.Parameter(torch.randn(64, 64)) for _ in range(3)]
     for p in params:
         p.grad = torch.randn_like(p)
-    return optim.AdamW(params, lr=1e-3).step
+    return optim.AdamW(params, lr=1e-3, **options).step
 
 
 X, WEIGHT, COLUMNS = _leaf(256, 512), _leaf(512, 512), _leaf(512)
@@ -72,12 +72,16 @@ LAYOUT = BlockLayout.sliding_window(128, 3, block=32)
 _QKV = [_leaf(2, 2, 128, 32) for _ in range(3)]
 _STREAM = [_leaf(1024, 1024), _leaf(1024, 1024), _leaf(1024), _leaf(1024)]
 _HEAD = _leaf(2048, 512)
+_EXPERTS: Any = functional.experts_mlp
+_ROUTE = functional.route(torch.randn(64, 8), 2)
+_MIXTURE = [_leaf(64, 32), _leaf(8, 64, 32), _leaf(8, 32, 32), _ROUTE.indices, _ROUTE.weights]
 # What is called, and the most calls and files.
 WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
     "rms_norm": (_train(lambda x, w: functional.rms_norm(x, (512,), w), X, COLUMNS), 4, 3),
     "block_sparse_attention": (_train(lambda *q: _ATTEND(*q, LAYOUT), *_QKV), 5, 4),
     "dropout_add_layer_norm": (_train(lambda *x: _ADD_NORM(*x, p=0.1), *_STREAM), 5, 4),
     "AdamW.step": (_make_step(), 17, 4),
+    "AdamW.step, clipped": (_make_step(max_grad_norm=1.0), 20, 4),
     "fuse, two layers": (
         lambda: torchweld.fuse(nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64))),
         *(145, 11),
@@ -86,8 +90,9 @@ WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
         lambda: torchweld.fuse(nn.TransformerEncoder(ENCODER_LAYER, 2)),
         *(791, 14),
     ),
-    "linear_cross_entropy": (_train(lambda *x: _LOSS(*x, CLASSES), X, _HEAD), 46, 8),
-    "linear_logprobs": (_train(lambda *x: _LOGPROBS(*x, CLASSES), X, _HEAD), 44, 9),
+    "linear_cross_entropy": (_train(lambda *x: _LOSS(*x, CLASSES), X, _HEAD), 16, 5),
+    "linear_logprobs": (_train(lambda *x: _LOGPROBS(*x, CLASSES), X, _HEAD), 17, 6),
+    "experts_mlp": (lambda: _EXPERTS(*_MIXTURE), 18, 4),
     "linear_gelu": (_train(functional.linear_gelu, X, WEIGHT, COLUMNS), 5, 4),
 }
 

@@ -11,8 +11,8 @@ import torch
 from torch.compiler import is_compiling
 
 from torchweld import state
-from torchweld.dispatch.alike import copy_constant
-from torchweld.dispatch.generate import compile_function
+from torchweld.dispatch.warm.generate import compile_function
+from torchweld.dispatch.warm.guards import copy_constant
 from torchweld.registry import Differentiable, Op
 
 

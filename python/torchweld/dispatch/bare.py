@@ -16,11 +16,12 @@ from torchweld import state
 from torchweld.dispatch import choice
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.choice import choose
-from torchweld.dispatch.direct import make_direct
 from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.question import Question, Results
 from torchweld.dispatch.library import define_overload, make_step
-from torchweld.dispatch.replay import Planned
+from torchweld.dispatch.warm.direct import make_direct
+from torchweld.dispatch.warm.plans import Planned
+from torchweld.numerics import REORDERED
 from torchweld.registry import BACKENDS, EAGER
 from torchweld.registry.constant import assume_constant_result
 
@@ -134,7 +135,7 @@ class BareOp:
             run=run,
             trusted=lambda: run(EAGER),
             exact=lambda: run(EAGER),
-            rounded=_ROUNDED,
+            rounded=REORDERED,
         )
 
     def kernel(self, *inputs: Any) -> Any:
@@ -170,11 +171,6 @@ def planned(overload: Any) -> Callable[..., Any]:
     if not isinstance(step, Planned):
         return overload  # type: ignore[no-any-return]
     return lambda *inputs: (overload if is_compiling() else step)(*inputs)
-
-
-# The reference is no more exact than the kernels, since it adds in another order. Errors up to this
-# part of the largest number are accepted; bugs make far larger ones.
-_ROUNDED = 2.0**-20
 
 
 @assume_constant_result

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from torchweld import state
 from torchweld.dispatch import choice, dtensor
-from torchweld.dispatch.alike import PLAIN
 from torchweld.dispatch.choice import choose, use_backend
 from torchweld.dispatch.kernels import Casting
-from torchweld.dispatch.recorder import RECORDER, Note, leave_open
+from torchweld.dispatch.warm.guards import PLAIN
+from torchweld.dispatch.warm.recorder import RECORDER, Note, leave_open
 from torchweld.errors import ArgumentError
 from torchweld.isolate import leave_transforms
 from torchweld.registry import EAGER, Composite, Op

@@ -14,8 +14,8 @@ import torch
 
 from torchweld import state
 from torchweld.dispatch import op_question
-from torchweld.dispatch.alike import PLAIN
 from torchweld.dispatch.engine import asking
+from torchweld.dispatch.warm.guards import PLAIN
 from torchweld.errors import ArgumentError, BackendError
 from torchweld.names import BackendName
 from torchweld.registry import BACKENDS, EAGER, Op

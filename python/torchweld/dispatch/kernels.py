@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from torchweld.dispatch.alike import is_lazy
 from torchweld.dispatch.autograd import (
     Ready,
     as_tuple,
@@ -20,8 +19,9 @@ from torchweld.dispatch.autograd import (
     make_ready,
     wants_gradient,
 )
-from torchweld.dispatch.direct import make_direct
 from torchweld.dispatch.library import define_differentiable, define_overload, make_step
+from torchweld.dispatch.warm.direct import make_direct
+from torchweld.dispatch.warm.guards import is_lazy
 from torchweld.registry import Op
 
 

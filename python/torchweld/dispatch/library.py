@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from torchweld.dispatch import replay
 from torchweld.dispatch.tile_question import connect
+from torchweld.dispatch.warm import plans
 
 LIBRARY = torch.library.Library("torchweld", "DEF")
 LIBRARY.define("use_cpu_kernels(int selected, int baseline) -> ()")
@@ -56,7 +56,7 @@ def define_differentiable(name: str, backend: str, schema: str, run: Callable[..
 def make_step(overload: Any) -> Callable[..., Any]:
     """The overload for calls that are alike: without its Python frame, or with a plan."""
     function = _IN_TRITON.get(overload)
-    return overload._op if function is None else replay.Planned(function, overload)  # type: ignore[no-any-return]
+    return overload._op if function is None else plans.Planned(function, overload)  # type: ignore[no-any-return]
 
 
 # What implements each overload that Triton serves.

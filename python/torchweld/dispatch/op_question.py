@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from torchweld.dispatch.alike import ALIGNMENT
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.judge import ROWS
 from torchweld.dispatch.engine.question import Question, Results
-from torchweld.dispatch.recorder import leave_open
+from torchweld.dispatch.warm.guards import ALIGNMENT
+from torchweld.dispatch.warm.recorder import leave_open
 from torchweld.registry import EAGER, OPS, Composite, Op, materialize
 from torchweld.registry.constant import assume_constant_result
 from torchweld.registry.op import why_not_now

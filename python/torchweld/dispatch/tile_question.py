@@ -14,6 +14,7 @@ import torch
 
 from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.question import Question, Results
+from torchweld.numerics import unit_of
 
 
 @functools.cache
@@ -57,6 +58,6 @@ def _make_question(on: torch.Tensor, contest: Any) -> Question:
         trusted=by_rule_results,
         exact=by_rule_results,
         # Sums in another order: a few numbers, and factors of products, round the other way.
-        rounded=torch.finfo(on.dtype).eps,
+        rounded=unit_of(on.dtype),
         prepare=lambda name: functools.partial(run, on, *contest.launches_with(tiles[name])),
     )

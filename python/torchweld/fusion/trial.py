@@ -11,19 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchweld import numerics
 from torchweld.fusion import probe
 from torchweld.fusion.twin import Twin
 from torchweld.fusion.weld import Change
+from torchweld.numerics import Strictness, find_change, measure
 
-# Errors are measured against float64: the root mean square and the largest error. Each may be this
-# many times the original's error, plus this many units of rounding.
-_OF_ORIGINAL = (2.0, 4.0)
-_ROUNDINGS = {torch.float32: (4.0, 16.0), torch.bfloat16: (1.5, 4.0), torch.float16: (1.5, 4.0)}
-# Further runs look for another path through the module, not for exactness.
-_SLACK = 8.0
-# From this many units of rounding on, or in 16 bits from this part of a result, something else is
-# computed.
-_ANOTHER, _PART = 1e4, 1 / 8
 # The most elements of a gradient that are compared.
 _SAMPLE = 2**20
 
@@ -47,7 +40,7 @@ def why_not_same(
             and one drops everything; else both forms drop the same elements.
     """
     own = {p.dtype for p in scope.parameters()} - {torch.float32}
-    for dtype in sorted(_ROUNDINGS, key=lambda dtype: (dtype != torch.float32, str(dtype))):
+    for dtype in sorted(numerics.MODULE, key=lambda dtype: (dtype != torch.float32, str(dtype))):
         original, changed = _make_pair(scope, changes, device, None if dtype in own else dtype)
         twins = _Twins(original, changed, Twin(scope, device, torch.float64).module)
         # The model may be cast to a dtype that is not its own.
@@ -139,8 +132,8 @@ def _why_not_same_runs(
             return "it draws random numbers that the change does not"
         with torch.set_grad_enabled(grads):
             truth = _run_exact(twins.exact, inputs, dtype) or expected
-        slack = _SLACK if once else 1.0
-        if reason := _why_not_same_results(expected, results, truth, cast or dtype, slack):
+        strictness = (numerics.PATHS if once else numerics.MODULE)[cast or dtype]
+        if reason := _why_not_same_results(expected, results, truth, cast or dtype, strictness):
             where = f"in {'training' if training else 'evaluation'}, {str(cast or dtype)[6:]}"
             return f"it computes something else: {reason} {where}"
         for twin in (twins.original, twins.exact):  # the changed one shares parameters
@@ -184,80 +177,43 @@ def _why_not_same_results(
     results: probe.Results,
     truth: probe.Results,
     dtype: torch.dtype,
-    slack: float,
+    strictness: Strictness,
 ) -> str | None:
     """How results differ from the expected ones, or None."""
     if not len(expected.outputs) == len(results.outputs) == len(truth.outputs):
         return "the number of results differs"
     for a, b, exact in zip(expected.outputs, results.outputs, truth.outputs, strict=True):
-        if reason := _why_not_near(a, b, exact, dtype, slack, (0.0, 0.0)):
+        if reason := _why_not_near(a, b, exact, dtype, strictness):
             return f"results {reason}"
     # A gradient may be zero except for rounding, such as a bias's before a batch norm.
     # Measure its error relative to the sizes of the other gradients.
     others = [exact for exact in truth.others if exact is not None and exact.is_floating_point()]
     others = [_sample(exact) for exact in others]
-    sizes = tuple(max(map(measure, others), default=0.0) for measure in _MEASURES)
+    sizes = tuple(map(max, zip((0.0, 0.0), *map(measure, others), strict=True)))
     for before, after, exactly in zip(expected.others, results.others, truth.others, strict=True):
         if before is None or after is None:
             if before is not after:
                 return "gradients are missing"
-        elif reason := _why_not_near(before, after, exactly, dtype, slack, sizes):
+        elif reason := _why_not_near(before, after, exactly, dtype, strictness, sizes):
             return f"gradients or buffers {reason}"
     return None
 
 
 def _why_not_near(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    truth: torch.Tensor | None,
-    dtype: torch.dtype,
-    slack: float,
-    sizes: Sequence[float],
+    a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor | None, *how: Any
 ) -> str | None:
-    """Why b is too far from the truth compared with a. Errors are relative to `sizes`."""
+    """Why b is too far from the truth compared with a; `how` are find_change's other arguments."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"differ: {b.dtype} of shape {list(b.shape)}, not {a.dtype} of {list(a.shape)}"
-    if not a.is_floating_point() or truth is None or truth.shape != a.shape:
-        return None if torch.equal(a, b) else "differ"
-    if not a.numel():
-        return None
-    a, b, truth = (_sample(value) for value in (a, b, truth))
-    if not (truth.isfinite().all() and a.isfinite().all()):
-        same = any(torch.equal(b.isfinite(), other.isfinite()) for other in (a, truth))
-        return None if same else "are finite elsewhere"
-    truth = truth.double()
-    errors = [(value.double() - truth).abs() for value in (a, b)]
-    apart = (a.double() - b.double()).abs()
-    eps = torch.finfo(dtype).eps
-    for measure, of_original, roundings, size in zip(
-        _MEASURES, _OF_ORIGINAL, _ROUNDINGS[dtype], sizes, strict=True
-    ):
-        size = max(size, measure(truth))
-        allowed = of_original * measure(errors[0]) + roundings * eps * size
-        if not measure(errors[1]) <= slack * allowed:
-            units = measure(errors[1]) / (eps * size) if size else _ANOTHER
-            return f"differ by {units:.0f} units of rounding" if units < _ANOTHER else "differ"
-        # In float64 the original may have taken another branch: then its error says nothing.
-        if dtype.itemsize == 2 and not measure(apart) <= _PART * size:
-            return "differ"
-    return None
+    if a.is_floating_point() and truth is not None and truth.shape == a.shape:
+        a, b, truth = (_sample(value) for value in (a, b, truth))
+    return find_change(a, b, truth, *how)
 
 
 def _sample(values: torch.Tensor) -> torch.Tensor:
     """Take at most _SAMPLE elements, spread over the tensor, in order."""
     step = max(1, values.numel() // _SAMPLE)
     return values if step == 1 else values.flatten()[:: step + 1 - step % 2]
-
-
-def _root_mean_square(values: torch.Tensor) -> float:
-    return float(values.double().square().mean().sqrt()) if values.numel() else 0.0
-
-
-def _largest(values: torch.Tensor) -> float:
-    return float(values.double().abs().max()) if values.numel() else 0.0
-
-
-_MEASURES = (_root_mean_square, _largest)
 
 
 # --- Traffic --------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 
 from torchweld import functional
 from torchweld.fusion import probe
+from torchweld.numerics import have_equal_formulas
 
 
 class RMSNorm(torch.nn.Module):
@@ -249,6 +250,6 @@ def _try_rotation(own: Any, by_column: bool) -> str:
             return ""
         how: Any = {"interleaved": form == "pairs"}
         found = functional.rotary_embedding_qk(q, k, cos[:, None], sin[:, None], **how)
-        if all(torch.allclose(*each, atol=1e-5) for each in zip(found, expected, strict=True)):
+        if have_equal_formulas(found, expected):
             return form
     return ""

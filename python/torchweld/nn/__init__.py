@@ -20,12 +20,14 @@ from torchweld.nn.dropout import (
 from torchweld.nn.experts import ExpertsMLP
 from torchweld.nn.linear import MLP, GatedMLP, LinearAct, LinearGELU
 from torchweld.nn.loss import CrossEntropyLoss, LinearCrossEntropy
-from torchweld.nn.norm import LayerNorm, RMSNorm
+from torchweld.nn.norm import AdaptiveLayerNorm, AdaptiveRMSNorm, LayerNorm, RMSNorm
 from torchweld.nn.rotary import RotaryEmbedding
 
 __all__ = [
     "GELU",
     "MLP",
+    "AdaptiveLayerNorm",
+    "AdaptiveRMSNorm",
     "BiasDropoutAdd",
     "BlockSparseAttention",
     "BlockSparseMultiheadAttention",

@@ -14,7 +14,7 @@ from torch.nn.functional import gelu, relu, silu
 from torchweld import checks
 from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
-from torchweld.dispatch.way import short
+from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
 from torchweld.names import ActivationName, Approximation
 from torchweld.registry import ELEMENTS, Op, parameter

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from torchweld import checks, state
-from torchweld.dispatch.alike import is_lazy
 from torchweld.dispatch.autograd import (
     Ready,
     autograd_function,
@@ -26,7 +25,8 @@ from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import call, run_on
 from torchweld.dispatch.kernels import define
 from torchweld.dispatch.library import make_step
-from torchweld.dispatch.way import short
+from torchweld.dispatch.warm.cache import short
+from torchweld.dispatch.warm.guards import is_lazy
 from torchweld.errors import ArgumentError
 from torchweld.names import ActivationName, Approximation
 from torchweld.ops import activation as activations

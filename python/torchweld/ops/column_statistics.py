@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchweld import state
-from torchweld.dispatch.alike import is_lazy
+from torchweld.dispatch.warm.guards import is_lazy
 from torchweld.errors import ArgumentError
 from torchweld.registry import Op
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchweld import checks
 from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
-from torchweld.dispatch.way import short
+from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
 from torchweld.registry import Op, Rows, activation, parameter
 from torchweld.registry.cost import count_per_element
@@ -64,6 +64,14 @@ def statistics(x: Tensor, normalized_shape: Sequence[int]) -> Tensor:
 def result(x: Tensor) -> Tensor:
     """y as the kernels return it."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def promote_residual(residual: Any, x: Any) -> Any:
+    """Promote a 16-bit residual to float32 if x is float32, as plain addition does."""
+    dtype = getattr(residual, "dtype", None)
+    if dtype is torch.bfloat16 or dtype is torch.float16:
+        return residual.float() if getattr(x, "dtype", None) is torch.float32 else residual
+    return residual
 
 
 def _size(leading: tuple[int, ...], row: tuple[int, ...], parameters: int) -> tuple[Any, ...]:

@@ -11,21 +11,12 @@ from torch import Tensor
 from torchweld import checks
 from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
-from torchweld.dispatch.way import short
+from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
 from torchweld.ops import norm as norms
 from torchweld.random import Shard, draw_seed, drop, split_shard
 from torchweld.registry import ELEMENTS, SEED, Op, Rows, activation, parameter, residual
 from torchweld.registry.cost import count_per_element
-
-
-def _as_wide(residual: Any, x: Any) -> Any:
-    """Promote a 16-bit residual to float32 if x is float32, as plain addition does."""
-    dtype = getattr(residual, "dtype", None)
-    if dtype is torch.bfloat16 or dtype is torch.float16:
-        return residual.float() if getattr(x, "dtype", None) is torch.float32 else residual
-    return residual
-
 
 # --- bias_dropout_add -----------------------------------------------------------------------------
 
@@ -63,7 +54,7 @@ def _add_inputs(
     input: Any, bias: Any, residual: Any, p: Any, training: Any, seed: Any, shard: Any
 ) -> tuple[Any, ...]:
     p, seed = draw_seed("bias_dropout_add", "input", input, p, training, seed)
-    return input, bias, _as_wide(residual, input), p, seed, *split_shard(shard)
+    return input, bias, norms.promote_residual(residual, input), p, seed, *split_shard(shard)
 
 
 def _add(
@@ -309,7 +300,7 @@ class _AddNorm:
             last = parameters[0] is None
             like, dims = (x, slice(-1, None)) if last else (parameters[0], slice(None))
             normalized_shape = getattr(like, "shape", ())[dims]
-        residual = _as_wide(residual, x)
+        residual = norms.promote_residual(residual, x)
         wide_y = self._wide_y(x, residual, y_dtype)
         return x, residual, normalized_shape, *parameters, p, eps, seed, *split_shard(shard), wide_y
 

@@ -12,7 +12,7 @@ from torchweld import checks
 from torchweld.dispatch.autograd import exports_a_derivative
 from torchweld.dispatch.call import call
 from torchweld.dispatch.kernels import define
-from torchweld.dispatch.way import short
+from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
 from torchweld.random import Shard, draw_seed, drop, split_shard
 from torchweld.registry import ROWS, SEED, Op, activation, constant, why_not_now

@@ -19,7 +19,7 @@ from torchweld.ops.optimizer import passes
 from torchweld.ops.optimizer.batch import Batch, Task, make_rate
 from torchweld.ops.optimizer.cautious import cautious_ratios
 from torchweld.ops.optimizer.rule import Rule
-from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
+from torchweld.ops.optimizer.sum_of_squares import find_sum, sum_of_squares
 from torchweld.optim._codecs import (
     COMPANION,
     MASTER,
@@ -32,7 +32,7 @@ from torchweld.optim._codecs import (
 )
 from torchweld.optim._gather import Gathering, to_dense_part
 from torchweld.optim._kept import Kept
-from torchweld.optim._numbers import check_numbers, checking_numbers
+from torchweld.optim._numbers import check_numbers, checking_numbers, read_scaler_number
 from torchweld.optim._options import StorageOptions, TorchOptions, with_defaults
 from torchweld.optim._params import Group, check_apart, drop_duplicates
 from torchweld.optim._shards import exchange, local_part, sharing_key
@@ -240,8 +240,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         kept = self._kept
-        if kept is not None and kept.ready and self._is_undisturbed() and self._refresh(kept):
-            kept.repeat()
+        mine = self.param_groups, self.state, self._learning_rate
+        if kept and kept.ready and self._is_undisturbed() and kept.refresh(*mine):
+            kept.repeat(self._find_numbers)
+            if getattr(self, "grad_scale", None) is not None:
+                self._unscale()
             return loss
         try:
             tasks = self._tasks()
@@ -253,28 +256,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._unscale()
         return loss
 
-    def _refresh(self, kept: Kept) -> bool:
-        """Give the last step's batches new gradients; False if anything else has changed."""
-        return kept.refresh(self.param_groups, self.state, self._learning_rate)
-
     def _make_ready(self, tasks: list[Task]) -> None:
         """Keep the calls that a step with the same batches repeats."""
         kept, rule = self._kept, self._rule
         if kept is None or kept.ready is not None or not self._is_undisturbed():
             return
         is_plain = type(self)._run is FusedOptimizer._run and self._passes() is rule.passes
-        ready = [rule.make_ready(task) for task in tasks] if is_plain else [None]
-        kept.ready = [] if None in ready else ready  # type: ignore[assignment]
+        ready: list[Any] = [None]
+        if is_plain:
+            work = zip(kept.work, tasks, strict=True)
+            ready = [rule.make_ready(task, bool(of[0].get("maximize"))) for of, task in work]
+        kept.ready = [] if None in ready else ready
+        if kept.ready and self.max_grad_norm is not None:
+            kept.sum_squares = find_sum(kept.list_gradients())
 
     def _is_undisturbed(self) -> bool:
         """Whether a step depends on nothing but its batches."""
-        if self._chosen is not None or self._shown or self.max_grad_norm is not None:
-            return False
-        if choice.forced is not None or state.is_compiling():
-            return False
-        return (
-            getattr(self, "grad_scale", None) is None and getattr(self, "found_inf", None) is None
-        )
+        is_apart = self._chosen is not None or self._shown
+        return not (is_apart or choice.forced is not None or state.is_compiling())
 
     def _run(self, tasks: list[Task]) -> None:
         """Run the passes of a step over these tasks."""
@@ -316,7 +315,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self._chosen is not None or self._shown or state.is_compiling():
             return self._work()
         kept = self._kept
-        if kept is not None and self._refresh(kept):
+        if kept and kept.refresh(self.param_groups, self.state, self._learning_rate):
             return kept.work
         work, self._kept = self._work(), None
         # A schedule may change settings at each step, and then nothing can be kept.
@@ -445,6 +444,19 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._begin_moments(state)
         state.update(codec.new_state(p, moments) | state)
 
+    def _find_numbers(self) -> Sequence[torch.Tensor | None]:
+        """The numbers that the kernels of a kept step take: gradients' factor, and found_inf."""
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is not None or found_inf is not None:
+            every = self._gradient_factor(), read_scaler_number(self, "found_inf")
+            return [None if number is None else number.cpu() for number in every]
+        kept = self._kept
+        if self.max_grad_norm is None:
+            return ()
+        if kept is None or kept.sum_squares is None:
+            return (self._gradient_factor(),)
+        return (self._clip(kept.sum_squares(kept.list_gradients()).sqrt().float()),)
+
     def _gradient_factor(self) -> torch.Tensor | None:
         """Compute the factor of gradients that removes the loss scale and clips their norm."""
         scale = read_scaler_number(self, "grad_scale")
@@ -461,12 +473,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         firsts = (some[0] for some in alike.values())
         exchange(passes.Exchange.SUM, map(passes.over_all, squares, firsts))
         norm = torch.stack([s.to(squares[0].device) for s in squares]).sum().sqrt().float()
-        if factor is not None:
-            norm = norm * factor
+        return self._clip(norm) if factor is None else self._clip(norm * factor) * factor
+
+    def _clip(self, norm: torch.Tensor) -> torch.Tensor:
+        """The factor that limits a norm."""
         self.grad_norm = norm
         # As in torch.nn.utils.clip_grad_norm_.
-        clip = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        return clip if factor is None else clip * factor
+        return (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
 
     def _gradients(self) -> list[torch.Tensor]:
         params = (p for group in self.param_groups for p in group["params"])
@@ -556,21 +569,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 for name, value in entries.items():
                     if isinstance(value, _Hidden):
                         entries[name] = value.tensor
-
-
-def read_scaler_number(optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor | None:
-    """Read a number that GradScaler has set on an optimizer: grad_scale or found_inf.
-
-    If no parameter has a gradient, GradScaler sets the number 0 instead of a tensor.
-    """
-    value = getattr(optimizer, name, None)
-    if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
-        return value
-    if not isinstance(value, torch.Tensor):
-        return torch.tensor(float(value), dtype=torch.float32, device="cpu")
-    if value.numel() != 1:
-        raise ArgumentError(type(optimizer).__name__, name, f"of {list(value.shape)}", "one number")
-    return value.reshape(())
 
 
 def moments_of(rule: Rule, count: int | None = None) -> Moments:

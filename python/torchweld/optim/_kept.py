@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from torchweld import state
-from torchweld.dispatch.alike import INCOMPARABLE, is_plain, make_guards
+from torchweld.dispatch.warm.guards import INCOMPARABLE, is_plain, make_guards
 from torchweld.ops.optimizer.batch import Batch
 from torchweld.optim._codecs import State
 from torchweld.optim._params import Group
@@ -43,7 +43,9 @@ class Kept:
     """The batches of a step, and what they depend on."""
 
     # The step as calls of kernels, one a batch; empty if it takes more, None if nobody has asked.
-    ready: Sequence[Callable[[], None]] | None = None
+    ready: Sequence[Callable[..., None]] | None = None
+    # What sums the squares of all gradients in one call; None if that takes more.
+    sum_squares: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
 
     def __init__(self, groups: Sequence[Group], work: Work, states: Mapping[Any, State]) -> None:
         self.work = work
@@ -53,6 +55,7 @@ class Kept:
         # The number of its group for each parameter.
         numbers = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         self._numbers = [[numbers[id(p)] for p in batch.params] for _, batch in work]
+        self._in_order = [p for group in groups for p in group["params"] if id(p) in stepped]
         self._without = [p for group in groups for p in group["params"] if id(p) not in stepped]
         # The whole mapping: looking up a parameter would call its hash, a function in Python.
         self._states = [*states.values()]
@@ -111,13 +114,21 @@ class Kept:
             batch.lr = own[0] if same else own
         return True
 
-    def repeat(self) -> None:
-        """Take the step again, with the gradients of `refresh`."""
+    def repeat(self, find_numbers: Callable[[], Sequence[torch.Tensor | None]]) -> None:
+        """Take the step again, with the gradients of `refresh`.
+
+        `find_numbers` finds the gradients' factor, and the number of infinite ones.
+        """
         try:
+            numbers = find_numbers()
             for call in self.ready or ():
-                call()
+                call(*numbers)
         finally:
             self.drop_gradients()
+
+    def list_gradients(self) -> list[torch.Tensor]:
+        """This step's gradients in the order of their groups."""
+        return [p.grad for p in self._in_order]  # type: ignore[misc]
 
     def drop_gradients(self) -> None:
         """Let the gradients' memory go with their parameters' `grad`."""

@@ -1,4 +1,4 @@
-"""The numbers that settings of optimizers may be, by their names."""
+"""The numbers of optimizers: what settings may be, by their names, and what GradScaler sets."""
 
 from __future__ import annotations
 
@@ -75,3 +75,18 @@ def _read(function: str, name: str, value: Any, told: str) -> Any:
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, checks.NUMBER) and math.isfinite(value)
+
+
+def read_scaler_number(optimizer: torch.optim.Optimizer, name: str) -> torch.Tensor | None:
+    """Read a number that GradScaler has set on an optimizer: grad_scale or found_inf.
+
+    If no parameter has a gradient, GradScaler sets the number 0 instead of a tensor.
+    """
+    value = getattr(optimizer, name, None)
+    if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
+        return value
+    if not isinstance(value, torch.Tensor):
+        return torch.tensor(float(value), dtype=torch.float32, device="cpu")
+    if value.numel() != 1:
+        raise ArgumentError(type(optimizer).__name__, name, f"of {list(value.shape)}", "one number")
+    return value.reshape(())

@@ -36,7 +36,7 @@ from torchweld.ops.optimizer.batch import Batch, Task
 from torchweld.ops.optimizer.passes import Exchange, Part, Pass
 from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
 from torchweld.ops.quantize_one_bit import bytes_of
-from torchweld.optim._base import OwnOptimizer, read_scaler_number
+from torchweld.optim._base import OwnOptimizer
 from torchweld.optim._codecs import (
     SIGNED,
     UNSIGNED,
@@ -46,6 +46,7 @@ from torchweld.optim._codecs import (
     check_entry,
     drop_missing,
 )
+from torchweld.optim._numbers import read_scaler_number
 from torchweld.optim._options import OwnStorageOptions, takes
 from torchweld.optim._params import Group
 from torchweld.optim.lamb import RULE, LambSettings

@@ -8,61 +8,24 @@ from typing import Any
 import torch
 
 from torchweld.dispatch.engine.question import Results
+from torchweld.numerics import Bound
 
-# The error may be this many times eager's, or that of rounding the exact result. The contract's
-# bounds are tighter (tests/contract/test_oracle.py); bugs exceed both by far.
-SLACK = 4.0
-# The largest error may always be this many times the RMS error's bound.
-_LARGEST = 8.0
-# It may also be this many float32 units of the largest value: a few elements, such as the gradients
-# of keys that many queries see, can be sums of far more terms than the others.
-_UNITS = 32.0
-# The RMS errors of two equally exact results differ by more than the slack only once in a million
-# times from this many numbers on (F(16, 16) > 16); with one number, once in six times.
-_FEW = 16
 # This many rows of a real input are enough, since a kernel treats all blocks alike. The number is a
 # prime: no tile divides it, so that the ragged end is checked too.
 ROWS = 4093
 
 
 class Judge:
-    """Judges contenders by exact results, and by the errors of trusted results.
-
-    If no result is exact, numbers may also be off by `rounded` times the largest number: a few
-    16-bit numbers are then rounded the other way.
-    """
+    """Judges contenders by exact results, and by the errors of trusted results (numerics.Bound)."""
 
     def __init__(self, exact: Results, trusted: Results, rounded: float = 0.0) -> None:
-        self._exact = exact
-        self._bounds: dict[str, tuple[float, float]] = {}
-        for name, value in exact.items():
-            theirs = _errors(trusted[name], value)
-            rounding = _errors(value.to(trusted[name].dtype), value)
-            rms, most = (SLACK * max(pair) for pair in zip(theirs, rounding, strict=True))
-            if rounded and value.is_floating_point() and value.numel():
-                largest = _find_largest(value)
-                step = torch.finfo(value.dtype).eps
-                rms = max(rms, largest * max(rounded, step / 64))
-                most = max(most, largest * 2 * step)
-            # With few elements, the largest error varies by more than the slack.
-            most = max(most, _LARGEST * rms)
-            if value.is_floating_point() and value.numel():
-                unit = min(torch.finfo(trusted[name].dtype).eps, torch.finfo(torch.float32).eps)
-                most = max(most, _UNITS * unit * _find_largest(value))
-            # One number's error, such as a loss's, is small by luck: eager's says little of others.
-            if value.numel() < _FEW:
-                rms = most
-            self._bounds[name] = rms, most
+        self._bounds = {name: Bound(value, trusted[name], rounded) for name, value in exact.items()}
 
     def find_fault(self, results: Results) -> str | None:
         """The fault in the results; None if there is none."""
-        for name, exact in self._exact.items():
-            if results[name].shape != exact.shape:
-                return f"wrong result: {name} has shape {list(results[name].shape)}"
-            errors = _errors(results[name], exact)
-            for kind, error, bound in zip(("RMS", "max"), errors, self._bounds[name], strict=True):
-                if not error <= bound:  # also if the error is NaN
-                    return f"wrong result: {name} is off by {error:.2g} ({kind}), not {bound:.2g}"
+        for name, bound in self._bounds.items():
+            if (fault := bound.find_fault(results[name])) is not None:
+                return f"wrong result: {name} {fault}"
         return None
 
     def find_fault_of(self, function: Callable[[], Results]) -> str | None:
@@ -114,20 +77,6 @@ def some_rows(t: torch.Tensor, most: int = ROWS) -> torch.Tensor:
     if matrix.shape[0] <= most:
         return matrix
     return torch.cat([matrix[: most // 2], matrix[-(most - most // 2) :]])
-
-
-def _find_largest(value: torch.Tensor) -> float:
-    return value.double().nan_to_num(0, 0, 0).abs().max().item()
-
-
-def _errors(result: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
-    """The RMS error and the largest error; NaN and infinity must be where the exact ones are."""
-    if not result.numel():
-        return 0.0, 0.0
-    result = result.double()
-    same = (result == exact) | (result.isnan() & exact.isnan())
-    error = torch.where(same, 0.0, result - exact)
-    return error.square().mean().sqrt().item(), error.abs().max().item()
 
 
 def name_results(results: Any, *names: str) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -65,7 +66,11 @@ def with_lazy(run: Callable[..., Any], lazy: list[Lazy]) -> Callable[..., Any]:
         results = list(run(*args))
         for each in lazy:
             head = _LastLayer(args[each.weight], None if each.bias is None else args[each.bias])
-            deferred = Deferred(results[each.at], each.classes, each.steps)
+            steps = each.steps
+            if each.row is not None:
+                row = args[each.row]
+                steps = tuple((f, row) if f is operator.add else (f, *n) for f, *n in steps)
+            deferred = Deferred(results[each.at], each.classes, steps)
             results[each.at] = deferred.make_tensor(head)
         return results
 

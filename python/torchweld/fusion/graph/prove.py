@@ -22,6 +22,7 @@ class Late(NamedTuple):
     hidden: int  # the linear layer's input, weight and bias
     weight: int
     bias: int | None
+    row: int | None  # added to the layer's result
 
 
 @dataclass

@@ -38,6 +38,7 @@ class Lazy:
     steps: tuple[Any, ...]  # after the linear layer
     weight: int  # places among the graph's inputs
     bias: int | None
+    row: int | None  # is added to the layer's result
 
 
 @dataclass
@@ -183,8 +184,11 @@ class _Writing:
                 return "no gradient is needed"
             if self.record.values[late.weight].is_meta:
                 return "there is nothing to compute on the meta device"
-            if self._find_inputs((late.weight, late.bias)) is None:
+            if self._find_inputs((late.weight, late.bias, late.row)) is None:
                 return "the weight of the last layer is computed"
+            row = None if late.row is None else self.trace.maker[late.row]
+            if row is not None and row.meta["example_value"].requires_grad:
+                return "what is added to the logits needs a gradient"
         self._insert(proposal, results, producers, inputs, anchor)
         if late is not None:
             self._make_lazy(late)
@@ -341,8 +345,8 @@ class _Writing:
 
     def _make_lazy(self, late: Late) -> None:
         """Return the last layer's input in the place of logits."""
-        weight, bias = self._find_inputs((late.weight, late.bias)) or (None, None)
-        assert weight is not None
+        places = self._find_inputs((late.weight, late.bias, late.row))
+        assert places is not None
         output = self.trace.nodes[-1]
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         for at, node in enumerate(results):
@@ -350,7 +354,7 @@ class _Writing:
             if isinstance(ref, Ref) and ref.at in late.results:
                 results[at] = self.trace.maker[late.hidden]
                 classes = int(self.record.values[ref.at].shape[-1])
-                self.lazy.append(Lazy(at, classes, late.results[ref.at], weight, bias))
+                self.lazy.append(Lazy(at, classes, late.results[ref.at], *places))
         output.args = (tuple(results),)
 
     def is_like(self, wanted: list[Any]) -> bool:

@@ -49,8 +49,8 @@ class Deferred:
 
     reshape = view
 
-    def read_scale_and_cap(self) -> tuple[float | None, float | None]:
-        """The logit scale and the soft cap of the loss's function.
+    def read_options(self) -> dict[str, Any]:
+        """The logit scale and the soft cap of the loss's function, and the row added to the bias.
 
         The logits are `after * tanh(scale * z)`, or `after * scale * z` without the tanh.
         """
@@ -58,12 +58,17 @@ class Deferred:
         for function, *given in self.steps:
             if function is torch.tanh:
                 cap = 1.0
-            elif given:
+            elif function is not operator.add and given:
                 factor = given[0] if function is operator.mul else 1 / given[0]
                 scale *= factor
                 cap = None if cap is None else cap * factor
         scale = round(scale) if abs(scale - round(scale)) < 1e-12 else scale  # (1 / 30) * 30
-        return (None if scale == 1 else scale), cap
+        return {"logit_scale": None if scale == 1 else scale, "softcap": cap, "row": self._row}
+
+    @property
+    def _row(self) -> torch.Tensor | None:
+        rows = [given[0].flatten() for function, *given in self.steps if function is operator.add]
+        return rows[0] if rows else None
 
     def compute(self, head: Callable[[torch.Tensor], Any]) -> torch.Tensor:
         """The logits."""
@@ -89,7 +94,7 @@ class Deferred:
         return self._then(torch.Tensor.float)
 
     def tanh(self) -> Deferred:
-        if self.read_scale_and_cap()[1] is not None:
+        if any(function is torch.tanh for function, *_ in self.steps):
             raise RuntimeError(_ADVICE)
         return self._then(torch.tanh)
 
@@ -101,6 +106,27 @@ class Deferred:
 
     def __truediv__(self, divisor: Any) -> Deferred:
         return self._scale(operator.truediv, divisor)
+
+    def __add__(self, row: Any) -> Deferred:
+        """The layer's result and a row of constants, as BART's final_logits_bias."""
+        is_row = isinstance(row, torch.Tensor) and row.numel() == row.shape[-1] == self.classes
+        if self.steps or not is_row or row.requires_grad or row.dim() > self.x.dim():
+            raise RuntimeError(_ADVICE)
+        return self._then(operator.add, row)
+
+    def __getitem__(self, index: Any) -> Deferred:
+        """Some tokens: by slices or a mask, which leave the last dimension whole."""
+        parts = index if isinstance(index, tuple) else (index,)
+        has_dots = bool(parts) and parts[0] is ...
+        rows = parts[has_dots:]
+        if has_dots or sum(getattr(part, "ndim", 1) for part in rows) == self.x.dim():
+            *rows, last = rows
+            if not isinstance(last, slice) or last != slice(None):
+                raise RuntimeError(_ADVICE)
+        for part in rows:
+            if not isinstance(part, slice) and getattr(part, "dtype", None) is not torch.bool:
+                raise RuntimeError(_ADVICE)
+        return self.with_input(self.x[index])
 
     def _scale(self, function: Any, number: Any) -> Deferred:
         if isinstance(number, bool) or not isinstance(number, (int, float)) or not number:
@@ -124,8 +150,8 @@ class Deferred:
     def _refuse(self, *given: Any) -> Any:
         raise RuntimeError(_ADVICE)
 
-    __getitem__ = __len__ = __iter__ = __neg__ = __bool__ = __float__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __rmul__ = __rtruediv__ = __pow__ = _refuse
+    __len__ = __iter__ = __neg__ = __bool__ = __float__ = _refuse
+    __radd__ = __sub__ = __rsub__ = __rmul__ = __rtruediv__ = __pow__ = _refuse
     __matmul__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
 
@@ -214,6 +240,7 @@ class _Head(torch.autograd.Function):
         enabled = torch.is_autocast_enabled(device)
         cast = torch.get_autocast_dtype(device) if enabled else None
         kept: list[Any] = [t if t is None else t.detach() for t in tensors]
+        kept += [given[0] for function, *given in deferred.steps if function is operator.add]
         versions, numbers = _mark(kept)
 
         def compute(x: torch.Tensor, *weights: Any) -> torch.Tensor:
@@ -227,14 +254,17 @@ class _Head(torch.autograd.Function):
             versions_now, numbers_now = _mark(kept)
             if versions_now != versions or not torch.equal(numbers_now, numbers):
                 raise RuntimeError(_STALE)
-            return compute(*kept)
+            return compute(*kept[: len(tensors)])
 
         ctx.compute = compute
         ctx.save_for_backward(*tensors)
-        if any(function is torch.Tensor.float for function, *_ in deferred.steps):
-            dtype = torch.float32
-        elif cast is not None and dtype != torch.float64:
+        if cast is not None and dtype != torch.float64:
             dtype = cast
+        for function, *given in deferred.steps:
+            if function is torch.Tensor.float:
+                dtype = torch.float32
+            elif function is operator.add:
+                dtype = torch.promote_types(dtype, given[0].dtype)
         return Logits.make(deferred, dtype, make)
 
     @staticmethod

@@ -43,8 +43,9 @@ from torchweld.ops.gemm.linear_act import linear_as_torch
 
 # A forward calls its model's own loss function, or makes torch's module and calls that.
 _LOSS, _CROSS_ENTROPY = "loss_function", "CrossEntropyLoss"
-_KNOWN = ("transformers.loss.loss_utils", "ForCausalLMLoss")
-_HEADS = ("lm_head", "embed_out", "output_projection", "cls", "predictions")
+_KNOWN = "transformers.loss.loss_utils"
+_SHIFTS = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}  # whether a label is the next word's
+_HEADS = ("lm_head", "embed_out", "output_projection", "cls", "predictions", "proj_out")
 _SERVED = {"logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels"}
 _WORDS, _FEATURES = 37, 16  # of the model that is tried
 
@@ -107,7 +108,7 @@ class LanguageLoss(Rewritten):
             del vars(last)["weld_defers"]
 
     def weld_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss, as transformers' ForCausalLMLoss computes it."""
+        """The loss, as transformers' ForCausalLMLoss or ForMaskedLMLoss computes it."""
         arguments = dict(zip(("logits", "labels", "vocab_size"), args, strict=False)) | kwargs
         logits = arguments["logits"]
         if not isinstance(logits, Deferred):
@@ -117,12 +118,12 @@ class LanguageLoss(Rewritten):
         if not served or any(name in arguments for name in self.weld_others):
             return self.loss_function(**arguments | {"logits": logits.compute(head)})
         ignored, count = arguments.get("ignore_index", -100), arguments.get("num_items_in_batch")
-        target = arguments.get("shift_labels")
+        shifts = _SHIFTS[self.loss_function.__name__]
+        target = arguments.get("shift_labels") if shifts else arguments["labels"]
         if target is None:
             target = torch.nn.functional.pad(arguments["labels"], (0, 1), value=ignored)[..., 1:]
         target = target.to(logits.x.device).reshape(logits.x.shape[:-1])
-        scale, cap = logits.read_scale_and_cap()
-        options = {"ignore_index": ignored, "logit_scale": scale, "softcap": cap}
+        options = {"ignore_index": ignored, **logits.read_options()}
         options["reduction"] = "mean" if count is None else "sum"
         loss = head(logits.x, weld_loss=(target, options))
         if count is None:
@@ -136,10 +137,9 @@ class LanguageLoss(Rewritten):
         head, x = self.weld_get_last(), logits.x
         if type(loss) is not torch.nn.CrossEntropyLoss or target.is_floating_point():
             return loss(logits.compute(head), target)
-        scale, cap = logits.read_scale_and_cap()
         names = ("weight", "ignore_index", "reduction", "label_smoothing")
         options = {name: getattr(loss, name) for name in names}
-        made = head(x, weld_loss=(target, options | {"logit_scale": scale, "softcap": cap}))
+        made = head(x, weld_loss=(target, options | logits.read_options()))
         return made if torch.is_autocast_enabled(x.device.type) else made.to(x.dtype)
 
     def weld_result(self, logits: Any) -> Any:
@@ -162,11 +162,14 @@ class LossHead(Weld):
                 return linear_as_torch(x, own.weight, own.bias)
             return self.welded_from.forward(self, x)
         target, options = weld_loss
+        bias, row = own.bias, options.pop("row")
+        if row is not None:
+            bias = row if bias is None else bias + row
         # The loss is float32, as with logits.float().
         keeps = x.dtype.itemsize != 2 or torch.is_autocast_enabled(x.device.type)
         with nullcontext() if keeps else torch.autocast(x.device.type, x.dtype):
             return functional.linear_cross_entropy(
-                x, own.weight, target, linear_bias=own.bias, **options
+                x, own.weight, target, linear_bias=bias, **options
             )
 
 
@@ -214,7 +217,7 @@ def _find_path(module: Any, head: torch.nn.Module) -> str | None:
 
 
 def _is_known(loss: Any) -> bool:
-    return (getattr(loss, "__module__", ""), getattr(loss, "__name__", "")) == _KNOWN
+    return getattr(loss, "__module__", "") == _KNOWN and getattr(loss, "__name__", "") in _SHIFTS
 
 
 def _list_others(loss: Any) -> tuple[str, ...]:
@@ -249,7 +252,7 @@ def _why_not_its_function(module: Any) -> str | None:
         return f"its loss function cannot be read: {probe.read_refusal(error)}"
     if not _is_known(loss):
         called = getattr(loss, "__name__", type(loss).__name__)
-        return f"its loss function is {called}, not {_KNOWN[1]}"
+        return f"its loss function is {called}, not {' or '.join(_SHIFTS)}"
     return None
 
 
@@ -324,17 +327,30 @@ def _shrink(module: Any, name: str, path: str) -> tuple[_Scope, torch.nn.Linear,
     features = getattr(module.config, "hidden_size", last.in_features) if path else _FEATURES
     shrunk = copy.deepcopy(head, {id(last): small})
     model = torch.nn.Module.__new__(type(module))
-    empty: dict[str, Any] = {"_parameters": {}, "_buffers": {}}
+    rows = {
+        key: torch.zeros(*each.shape[:-1], _WORDS)
+        for key, each in module._buffers.items()
+        if each is not None and each.shape[-1:] == last.weight.shape[:1]
+    }
+    empty: dict[str, Any] = {"_parameters": {}, "_buffers": rows}
     children = {
         key: shrunk if key == name else _Body([], child) for key, child in module._modules.items()
     }
     vars(model).update({**vars(module), **empty, "_modules": children})
-    config = copy.copy(module.config)
-    config.vocab_size = _WORDS
-    vars(model)["config"] = config
+    vars(model)["config"] = _count_words(module.config)
     if "vocab_size" in vars(model):
         vars(model)["vocab_size"] = _WORDS
     return _Scope(model), small, features
+
+
+def _count_words(config: Any) -> Any:
+    """A config, and those inside, such as that of its language model, with few words."""
+    small = copy.copy(config)
+    for name, inner in vars(config).items():
+        if hasattr(inner, "vocab_size"):
+            vars(small)[name] = _count_words(inner)
+    small.vocab_size = _WORDS
+    return small
 
 
 def _why_not_same(module: torch.nn.Module, settings: dict[str, Any]) -> str | None:

@@ -13,6 +13,7 @@ from torchweld.fusion import probe
 from torchweld.fusion.twin import CannotCopyError, Twin
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Left, Proposal, Tried, Weld, forward_of, propose, read_parameters
+from torchweld.numerics import is_almost
 
 # Rules for the dtype of a result, given the dtypes of x and the weight.
 RULES = {
@@ -145,7 +146,7 @@ def _normalises(module: torch.nn.Module, shape: tuple[int, ...] = ()) -> bool:
         probe.read_refusal(error)
         return False
     same = isinstance(y, torch.Tensor) and y.shape == x.shape == scaled.shape
-    return same and torch.allclose(y, scaled, rtol=1e-3, atol=1e-3) and not torch.equal(y, x)
+    return same and is_almost(y, scaled) and not torch.equal(y, x)
 
 
 _WIDTH = 48  # of the rows on which a module without a weight is tried

@@ -84,6 +84,7 @@ class RotaryAttention(Rewritten):
     def weld_rewrite(cls, forward: Any) -> Callable[..., Any]:
         function = unwrap(forward).__globals__[cls.weld_function]
         cls.weld_own_function = staticmethod(function)
+        function = _open(function)
         parameters = inspect.signature(function).parameters.values()
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         cls.weld_globals = list_read((unwrap(function),))
@@ -329,13 +330,23 @@ def _keeps_dtype(forward: Any) -> bool:
 
 def _why_not_rotates(function: Any, takes: int) -> str | None:
     """Why a function of a forward's file may compute something else on other calls, or None."""
+    function = _open(function)
     # The only argument of these functions that calls choose.
     accepts = (
         unwrap(function) is not None and "unsqueeze_dim" in inspect.signature(function).parameters
     )
     chosen = {"unsqueeze_dim": Kind.SIZE} if accepts else {}
     reason = why_not_straight(function, takes, compared=True, named=chosen)
-    return reason and reason.replace("its forward", function.__name__)
+    return reason and reason.replace("its forward", getattr(function, "__name__", "its rotation"))
+
+
+def _open(function: Any) -> Any:
+    """The function that `kernels` made a module of, unless `kernelize` gave it another forward."""
+    if isinstance(function, torch.nn.Module):
+        forward: Any = type(function).forward
+        if getattr(function.forward, "__func__", None) is forward:
+            return inspect.getclosurevars(forward).nonlocals.get("func", function)
+    return function
 
 
 def rotates(forward: Any) -> bool:

@@ -13,7 +13,7 @@ from torchweld.dispatch.autograd import derive_from_reference
 from torchweld.dispatch.call import call_arranged
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.dispatch.kernels import define
-from torchweld.dispatch.way import short
+from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
 from torchweld.ops.attention.reference import add_dims, attention, count_distances
 from torchweld.ops.attention.samples import (

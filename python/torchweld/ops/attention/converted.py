@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from torchweld.dispatch.alike import PLAIN
 from torchweld.dispatch.autograd import exports_a_derivative, list_reached, wants_gradient
+from torchweld.dispatch.warm.guards import PLAIN
 from torchweld.ops.gemm import gemm, product
 
 _torchs = torch.nn.functional.scaled_dot_product_attention

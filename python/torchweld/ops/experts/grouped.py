@@ -138,6 +138,12 @@ def _split(form: Form, factors: Factors, bounds: list[int], converted_rows: int)
         return kind, max(1, -(-rows // most))
 
     first, experts = 0, len(bounds) - 1
+    rows = bounds[-1] - bounds[0]
+    copied = 2 * gate_up.numel() if form.interleaved else 0
+    if not converts and rows <= most and rows * per_row + copied <= group:
+        local = [bound - bounds[0] for bound in bounds]
+        yield _Wave(slice(0, experts), slice(bounds[0], bounds[-1]), local, dtype, True, True)
+        return
     while first < experts:
         begin, at, (kind, parts) = bounds[first], first + 1, describe(first)
         # The copies of a factor and of its gradient.
@@ -177,8 +183,10 @@ class _Experts:
         whole: torch.Tensor | None = getattr(self.factors, name)
         if whole is None:
             return None
-        factor = self.lay(whole[wave.experts])
-        if self.is_mixed(name):
+        factor = whole[wave.experts]
+        if self.form.transposed and factor.ndim == 3:
+            factor = factor.mT
+        if self.form.interleaved and self.is_mixed(name):
             mixed, factor = factor, torch.empty_like(factor)
             half = factor.shape[1] // 2
             for at, (to, given) in enumerate(zip(factor, mixed, strict=True)):
@@ -229,11 +237,11 @@ class _Experts:
 class _Rows:
     """The rows of all tokens, sorted by expert."""
 
-    def __init__(self, rows: Sorted, weights: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, rows: Sorted, weights: torch.Tensor, kind: torch.dtype) -> None:
         top = weights.shape[-1]
         self.order, self.bounds = rows
         self.tokens = self.order // top
-        self.scale = weights.reshape(-1)[self.order].to(accumulate_type(dtype))
+        self.scale = weights.reshape(-1)[self.order].to(kind)
         places = torch.empty_like(self.order)
         places[self.order] = torch.arange(len(places), device=places.device)
         self.places = places.view(-1, top).sort(-1).values
@@ -242,42 +250,36 @@ class _Rows:
         """The rows of a wave's tokens."""
         return of.index_select(0, self.tokens[wave.rows]).to(wave.kind)
 
-    def add(
-        self, sums: torch.Tensor, wave: _Wave, rows: torch.Tensor, scale: torch.Tensor | None
-    ) -> None:
-        """Add a wave's rows to the sums of their tokens."""
-        _ADD_ROWS(sums, rows, self.places, scale, wave.rows.start)
 
-
-def _run_forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
-    with torch.autocast(inputs[0].device.type, enabled=False):
-        return _forward(*inputs)
-
-
-def _forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+def run_forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     """The result, and what is kept for the backward pass: the order and the first products."""
     x, factors, indices, weights, form, (save,) = _read(inputs)
-    flat, experts = _flatten(x), _Experts(form, factors, _NONE)
-    rows = _Rows(sort(indices, len(factors.gate_up)), weights, x.dtype)  # type: ignore[arg-type]
-    kept = x.new_empty((len(rows.order) if save else 0, _find_z(factors, form)))
-    width = _find_out(factors, form)
-    y = x.new_zeros((len(flat), width), dtype=accumulate_type(x.dtype))
-    for wave in _split(form, factors, rows.bounds, _CONVERTED_ROWS):
-        if wave.bounds[-1] == 0:
-            continue
-        given, scale = rows.take(wave, flat), rows.scale[wave.rows]
-        if form.weights_first:
-            given.mul_(scale[:, None])
-        to = kept[wave.rows] if save else None
-        out = None if to is None or to.dtype is not wave.kind else to
-        bias = experts.take("gate_up_bias", wave)
-        z = experts.multiply(wave, given, experts.take("gate_up", wave).mT, bias, out)
-        if to is not None and out is None:
-            to.copy_(z)
-        hidden = _ACTIVATE(z, *experts.how)
-        bias = experts.take("down_bias", wave)
-        made = experts.multiply(wave, hidden, experts.take("down", wave).mT, bias)
-        rows.add(y, wave, made, None if form.weights_first else scale)
+    flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    experts = _Experts(form, factors, _NONE)
+    kind = accumulate_type(x.dtype)
+    rows = _Rows(sort(indices, len(factors.gate_up)), weights, kind)  # type: ignore[arg-type]
+    width, inner = _find_widths(factors, form)
+    kept = x.new_empty((len(rows.order) if save else 0, inner))
+    y = x.new_zeros((len(flat), width), dtype=kind)
+    with torch.autocast(x.device.type, enabled=False):
+        for wave in _split(form, factors, rows.bounds, _CONVERTED_ROWS):
+            if wave.bounds[-1] == 0:
+                continue
+            given, scale = rows.take(wave, flat), rows.scale[wave.rows]
+            if form.weights_first:
+                given.mul_(scale[:, None])
+            to = kept[wave.rows] if save else None
+            out = None if to is None or to.dtype is not wave.kind else to
+            # Most experts have no biases, and their calls are small.
+            bias = None if factors.gate_up_bias is None else experts.take("gate_up_bias", wave)
+            z = experts.multiply(wave, given, experts.take("gate_up", wave).mT, bias, out)
+            if to is not None and out is None:
+                to.copy_(z)
+            hidden = _ACTIVATE(z, *experts.how)
+            bias = None if factors.down_bias is None else experts.take("down_bias", wave)
+            made = experts.multiply(wave, hidden, experts.take("down", wave).mT, bias)
+            factor = None if form.weights_first else scale
+            _ADD_ROWS(y, made, rows.places, factor, wave.rows.start)
     return y.to(x.dtype).view(*x.shape[:-1], width), rows.order, kept
 
 
@@ -301,8 +303,8 @@ def _backward(
         ]
     )
     experts = _Experts(form, factors, wanted)
-    rows = _Rows(sort(indices, len(factors.gate_up), order), weights, x.dtype)  # type: ignore[arg-type]
     flat, kind = _flatten(x), accumulate_type(x.dtype)
+    rows = _Rows(sort(indices, len(factors.gate_up), order), weights, kind)  # type: ignore[arg-type]
     of_x = flat.new_zeros(flat.shape, dtype=kind) if needs.input else None
     of_weights = weights.new_zeros(weights.numel()) if needs.weights else None
     for wave in _split(form, factors, rows.bounds, 1):
@@ -360,7 +362,7 @@ def _add_wave(
         if first:
             of_scale = (grad_taken.to(of_scale.dtype) * given).sum(-1)
         if of_x is not None:
-            rows.add(of_x, wave, grad_taken, scale if first else None)
+            _ADD_ROWS(of_x, grad_taken, rows.places, scale if first else None, wave.rows.start)
     return of_scale
 
 
@@ -389,20 +391,19 @@ def _flatten(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
-def _find_z(factors: Factors, form: Form) -> int:
-    return factors.gate_up.shape[2 if form.transposed else 1]  # type: ignore[union-attr]
-
-
-def _find_out(factors: Factors, form: Form) -> int:
-    return factors.down.shape[2 if form.transposed else 1]  # type: ignore[union-attr]
+def _find_widths(factors: Factors, form: Form) -> tuple[int, int]:
+    """The columns of the results and of the first products."""
+    at = 2 if form.transposed else 1
+    return factors.down.shape[at], factors.gate_up.shape[at]  # type: ignore[union-attr]
 
 
 def _fake_forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     x, factors, indices, _, form, (save,) = _read(inputs)
+    width, inner = _find_widths(factors, form)
     return (
-        x.new_empty((*x.shape[:-1], _find_out(factors, form))),
+        x.new_empty((*x.shape[:-1], width)),
         indices.new_empty((indices.numel(),), dtype=torch.int64),
-        x.new_empty((indices.numel() if save else 0, _find_z(factors, form))),
+        x.new_empty((indices.numel() if save else 0, inner)),
     )
 
 
@@ -425,7 +426,7 @@ _BACKWARD = (
     + ", ".join(f"Tensor grad_{name}" for name in Needs._fields)
     + ")"
 )
-forward = define_opaque("experts_mlp", _FORWARD, _run_forward, _fake_forward)
+forward = define_opaque("experts_mlp", _FORWARD, run_forward, _fake_forward)
 backward = define_opaque("experts_mlp_backward", _BACKWARD, _run_backward, _fake_backward)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.functional import linear
 from torchweld import checks
 from torchweld.dispatch.autograd import (
     derive_from_reference,
+    find_apply,
     is_one_of_several,
     leave_over,
     list_wanted,
@@ -21,7 +23,7 @@ from torchweld.dispatch.autograd import (
 )
 from torchweld.dispatch.call import call
 from torchweld.dispatch.dtensor import is_dtensor
-from torchweld.dispatch.way import short
+from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
 from torchweld.names import ActivationName, Approximation
 from torchweld.ops import activation as activations
@@ -114,13 +116,14 @@ def experts_mlp(
 # --- The node -------------------------------------------------------------------------------------
 
 _TENSORS = 7
+Passes = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, backend: str, *inputs: Any) -> torch.Tensor:
+    def forward(ctx: Any, passes: Passes, *inputs: Any) -> torch.Tensor:
         *given, recompute = inputs
-        forward, ctx.backward_pass = _PASSES[backend]
+        forward, ctx.backward_pass = passes
         y, order, z = forward(*given, not recompute)
         ctx.save_for_backward(*given[:_TENSORS], order, z)
         ctx.kept, ctx.late = inputs[_TENSORS:], None
@@ -147,10 +150,13 @@ class _Experts(torch.autograd.Function):
         return tuple(found)
 
 
+_apply = find_apply(_Experts)
 _PASSES = {
     "cpu": (grouped.forward, grouped.backward),
     "triton": (grouped.TRITON_FORWARD, grouped.TRITON_BACKWARD),
 }
+# Those of calls whose numbers Python may read.
+_READY = _PASSES | {"cpu": (grouped.run_forward, grouped.backward)}
 # Positions of the arguments that get a gradient, in the order of `grouped.Needs`.
 _DIFFERENTIABLE = (0, 1, 2, 4, 5, 6)
 
@@ -161,8 +167,16 @@ def _fused(backend: str, *inputs: Any) -> torch.Tensor:
     kind = gemm.find_dtype(x)
     at = (0, 1, 2, 5, 6)
     given = [t if t is None or i not in at else t.to(kind) for i, t in enumerate(inputs[:_TENSORS])]
-    made: torch.Tensor = _Experts.apply(backend, *given, *inputs[_TENSORS:])  # type: ignore[no-untyped-call]
+    passes = _PASSES[backend]
+    made: torch.Tensor = _Experts.apply(passes, *given, *inputs[_TENSORS:])  # type: ignore[no-untyped-call]
     return made.to(x.dtype)
+
+
+def _plan(backend: str, *inputs: Any) -> Callable[..., torch.Tensor] | None:
+    """What `_fused` does for calls like this one, if it casts nothing."""
+    kind = gemm.find_dtype(inputs[0])
+    is_cast = any(inputs[at] is not None and inputs[at].dtype is not kind for at in (0, 1, 2, 5, 6))
+    return None if is_cast else partial(_apply, _READY[backend])
 
 
 # --- The reference --------------------------------------------------------------------------------
@@ -404,6 +418,7 @@ OP = Composite(
     + ")",
     reference=_reference,
     fused=_fused,
+    plan=_plan,
     check=_check,
     fake=lambda x, gate_up, down, indices, weights, gate_up_bias, down_bias, *how: (
         x.new_empty((*x.shape[:-1], down.shape[2 if Form(*how[:-1]).transposed else 1])),

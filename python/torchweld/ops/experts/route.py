@@ -10,11 +10,11 @@ import torch
 
 from torchweld import checks, state
 from torchweld.dispatch import choice
-from torchweld.dispatch.alike import is_lazy
 from torchweld.dispatch.autograd import find_apply, wants_gradient
 from torchweld.dispatch.bare import BareOp
-from torchweld.dispatch.recorder import run_final
-from torchweld.dispatch.way import short
+from torchweld.dispatch.warm.cache import short
+from torchweld.dispatch.warm.guards import is_lazy
+from torchweld.dispatch.warm.recorder import run_final
 from torchweld.errors import ArgumentError
 from torchweld.registry import EAGER, Op
 from torchweld.registry.op import why_not_now

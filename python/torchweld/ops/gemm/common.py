@@ -11,9 +11,9 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from torchweld import checks, state
-from torchweld.dispatch.alike import is_lazy
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import call, run_checkpointed, run_on
+from torchweld.dispatch.warm.guards import is_lazy
 from torchweld.errors import ArgumentError
 from torchweld.ops.activation import BIAS_ACT
 from torchweld.ops.gemm import gemm
@@ -67,17 +67,12 @@ def plan_in_two_steps(
     if is_lazy(bias) or (dtype.itemsize == 2 and (is_cast or is_split)):
         return None
     if backend == "cpu" and not trains:
-        return partial(_run_in_place, find_linear(dtype), in_gemm, kind)
+        return partial(_run_in_place, gemm.find_linear(dtype), in_gemm, kind)
     needs_z = gemm.wants_gradient(x, weight, bias if in_gemm else None)
     z = x.new_empty(0, dtype=dtype).requires_grad_(needs_z)
     function, first, how = plan_act(BIAS_ACT, backend, z, None if in_gemm else bias, *kind)
-    linear = find_linear(dtype)
+    linear = gemm.find_linear(dtype)
     return partial(_run_planned, linear, function, tuple(first), tuple(how), in_gemm)
-
-
-def find_linear(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-    """The layer for planned calls: `gemm.linear` decides in 16 bits only."""
-    return gemm.linear if dtype.itemsize == 2 else torch.nn.functional.linear
 
 
 def _run_planned(

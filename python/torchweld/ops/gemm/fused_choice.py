@@ -17,7 +17,7 @@ import torch
 from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.judge import ROWS, some_rows
 from torchweld.dispatch.engine.question import Answer, Question, Results
-from torchweld.dispatch.recorder import leave_open
+from torchweld.dispatch.warm.recorder import leave_open
 from torchweld.registry.constant import assume_constant_result
 
 # Everything that a timing depends on besides the number of rows, as names and values.

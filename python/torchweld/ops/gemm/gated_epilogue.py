@@ -61,7 +61,7 @@ def plan(
         for weight in (gate_weight, up_weight)
     )
     function, first, rest = layers.plan_act(activations.GATED_ACT, backend, gate, up, *how)
-    linear = layers.find_linear(gate.dtype)
+    linear = gemm.find_linear(gate.dtype)
     return partial(_run_planned, linear, function, tuple(first), tuple(rest))
 
 

@@ -7,11 +7,11 @@ it to every row of the result. On others it is a product by float32 GEMMs.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from torchweld.dispatch.alike import PLAIN
 from torchweld.dispatch.autograd import (
     exports_a_derivative,
     find_apply,
@@ -20,6 +20,7 @@ from torchweld.dispatch.autograd import (
     wants_gradient,
 )
 from torchweld.dispatch.bare import BareOp
+from torchweld.dispatch.warm.guards import PLAIN
 from torchweld.ops.gemm import product
 from torchweld.registry.processor import has_units
 
@@ -52,6 +53,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if wants_gradient(x, weight, bias):
         return _OneDNN.apply(x, weight, bias)
     return onednn(x, weight, bias)
+
+
+def find_linear(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """The layer for planned calls of a dtype: `linear` decides in 16 bits only."""
+    return linear if dtype.itemsize == 2 else torch.nn.functional.linear
 
 
 def onednn(

@@ -11,10 +11,10 @@ from torch import Tensor, float32
 from torch.nn.functional import linear
 
 from torchweld import checks
-from torchweld.dispatch.alike import is_lazy
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import call, run_checkpointed, run_on
-from torchweld.dispatch.way import short
+from torchweld.dispatch.warm.cache import short
+from torchweld.dispatch.warm.guards import is_lazy
 from torchweld.names import ActivationName, Approximation
 from torchweld.ops import batch_norm as batch_norms
 from torchweld.ops import column_statistics

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from torchweld.dispatch.way import short
+from torchweld.dispatch.warm.cache import short
 from torchweld.names import ActivationName, Approximation
 from torchweld.ops import activation as activations
 from torchweld.ops.gemm import common as layers

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from torchweld import state
-from torchweld.dispatch.alike import PLAIN
 from torchweld.dispatch.autograd import list_reached, make_unaliased, wants_gradient
 from torchweld.dispatch.bare import BareOp
+from torchweld.dispatch.warm.guards import PLAIN
 from torchweld.registry import BACKENDS, why_not_now
 from torchweld.registry.processor import has_units
 
@@ -42,18 +42,20 @@ def multiply(
     right: torch.Tensor,
     start: torch.Tensor | None = None,
     *,
-    alpha: float = 1.0,
+    alpha: float | None = None,
     beta: float = 1.0,
 ) -> torch.Tensor:
-    """alpha * left @ right + beta * start, for matrices or batches of them.
+    """alpha * left @ right + beta * start, for matrices or batches of them; alpha is 1 by default.
 
     Without start, a left factor of any dimensions goes with a matrix.
     """
-    if start is None and alpha == 1:
+    # torch 2.10 traces a default number as a symbol, and fails.
+    if start is None and alpha is None:
         if not serves(left, right):
             return left @ right
         trains = wants_gradient(left, right)
         return _Product.apply(left, right) if trains else _multiply(left, right)
+    alpha = 1.0 if alpha is None else alpha
     if serves(left, right) and not wants_gradient(left, right, start):
         return PRODUCT(left, right, start, alpha, beta)  # type: ignore[no-any-return]
     if start is None:

@@ -10,8 +10,8 @@ import torch
 
 from torchweld import checks
 from torchweld.dispatch import choice
-from torchweld.dispatch.recorder import run_final
-from torchweld.dispatch.way import short
+from torchweld.dispatch.warm.cache import short
+from torchweld.dispatch.warm.recorder import run_final
 from torchweld.errors import ArgumentError
 from torchweld.names import Reduction
 from torchweld.ops.loss import arguments, fused, nodes, results, small

@@ -15,10 +15,10 @@ import torch
 
 from torchweld import checks
 from torchweld.dispatch import choice
-from torchweld.dispatch.alike import is_lazy
 from torchweld.dispatch.autograd import differentiate, find_apply, make_views, wants_gradient
+from torchweld.dispatch.warm.guards import is_lazy
 from torchweld.ops.gemm import product
-from torchweld.ops.gemm.gemm import linear
+from torchweld.ops.gemm.gemm import find_linear
 from torchweld.ops.loss import arguments, nodes, results, rows
 from torchweld.ops.loss.arguments import Settings
 from torchweld.ops.loss.chunks import NO_GRADIENT, Gemms, Layer, Needs, Plan
@@ -110,6 +110,7 @@ class _Call(NamedTuple):
     settings: Settings  # without the sizes of the rows
     forward: Callable[..., Any]
     backward: Callable[..., Any]
+    linear: Callable[..., torch.Tensor]
     numbers: tuple[Any, ...]
     dtype: torch.dtype  # of the loss
     layer: tuple[Any, ...]  # the fields of a Layer after its tensors
@@ -122,7 +123,7 @@ class _Call(NamedTuple):
         if weight is None:
             logits = input
         elif self.plan is None:
-            logits = linear(input, weight, bias)
+            logits = self.linear(input, weight, bias)
         else:
             plan = self.plan._replace(needs=NO_GRADIENT)
             logits = Gemms(Layer(input, weight, bias, *self.layer), plan).compute_logits(input)
@@ -237,6 +238,7 @@ def make_run(
         settings._replace(leading=()),
         FORWARD.find_for_all(layer.input),
         BACKWARD.find_for_all(layer.input),
+        find_linear(layer.input.dtype),
         (
             settings.scale,
             settings.softcap,

@@ -10,8 +10,8 @@ import torch
 
 from torchweld import checks, state
 from torchweld.dispatch import choice
-from torchweld.dispatch.recorder import leave_open, run_final
-from torchweld.dispatch.way import short
+from torchweld.dispatch.warm.cache import short
+from torchweld.dispatch.warm.recorder import leave_open, run_final
 from torchweld.errors import ArgumentError
 from torchweld.names import Accumulation, Reduction
 from torchweld.ops.loss import (

@@ -14,8 +14,8 @@ import torch
 
 from torchweld import checks, state
 from torchweld.dispatch import choice
-from torchweld.dispatch.alike import PLAIN
-from torchweld.dispatch.recorder import RECORDER
+from torchweld.dispatch.warm.guards import PLAIN
+from torchweld.dispatch.warm.recorder import RECORDER
 from torchweld.ops.gemm import gemm
 from torchweld.ops.loss.arguments import FLOATS, Settings
 from torchweld.registry import why_not_now
@@ -87,12 +87,7 @@ def _compute(
 def linear_cross_entropy(settings: Settings, trains: bool, dtype: torch.dtype, whole: Run) -> Run:
     """torch's loss of a linear layer's logits."""
     find, is_flat = cross_entropy(settings, trains, _refuse), len(settings.leading) == 1
-    return partial(_compute_layer, _find_linear(dtype), find, is_flat, settings.classes, whole)
-
-
-def _find_linear(dtype: torch.dtype) -> Run:
-    """torch's linear layer, or in 16 bits what this processor computes fast."""
-    return gemm.linear if dtype.itemsize == 2 else torch.nn.functional.linear
+    return partial(_compute_layer, gemm.find_linear(dtype), find, is_flat, settings.classes, whole)
 
 
 def _refuse(*_: Any) -> None:
@@ -114,7 +109,9 @@ def _compute_layer(
 
 def linear_logprobs(settings: Settings, dtype: torch.dtype, whole: Run) -> Run:
     """The log-probabilities of classes [*], or [*, K]."""
-    return partial(_find_logprobs, _find_linear(dtype), whole) if settings.ignored < 0 else whole
+    return (
+        partial(_find_logprobs, gemm.find_linear(dtype), whole) if settings.ignored < 0 else whole
+    )
 
 
 def _find_logprobs(linear: Run, whole: Run, *given: Any) -> Any:

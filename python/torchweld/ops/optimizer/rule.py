@@ -12,7 +12,7 @@ import torch
 
 from torchweld.dispatch import choice
 from torchweld.dispatch.bare import BareOp, find_agreed
-from torchweld.dispatch.direct import make_direct
+from torchweld.dispatch.warm.direct import make_direct
 from torchweld.ops.optimizer import question
 from torchweld.ops.optimizer.batch import (
     Batch,
@@ -27,7 +27,7 @@ from torchweld.ops.optimizer.reference import number_of, read, sound, sound_only
 from torchweld.ops.quantize_8bit import absmax_reference
 
 BACKENDS = ("cpu", "cuda")
-_GRADS, _LR = 1, 10  # of the arguments of an op
+_GRADS, _LR, _FACTOR, _FOUND_INF = 1, 10, 12, 13  # of the arguments of an op
 Updates = Iterator[tuple[torch.Tensor, torch.Tensor, Tensors]]
 
 RULES: dict[str, Rule] = {}
@@ -215,7 +215,7 @@ class Rule:
             return False
         return True
 
-    def make_ready(self, task: Task) -> Ready | None:
+    def make_ready(self, task: Task, ascends: bool) -> Ready | None:
         """The step as one call of a CPU kernel; None if it takes more than that."""
         batch = task.batch
         p = batch.params[0]
@@ -229,7 +229,7 @@ class Rule:
             or (overload := self._op.kernel(p)) is None
         ):
             return None
-        return Ready(make_direct(overload, overload), task)
+        return Ready(make_direct(overload, overload), task, ascends)
 
     def _kernel(self, op: BareOp, task: Task) -> Any:
         p = task.batch.params[0]
@@ -266,24 +266,31 @@ class Rule:
 class Ready:
     """A step that is one call of a kernel, for later steps with other gradients and rates."""
 
-    def __init__(self, kernel: Callable[..., None], task: Task) -> None:
+    def __init__(self, kernel: Callable[..., None], task: Task, ascends: bool) -> None:
         batch = task.batch
         self._kernel, self._batch, self._rate = kernel, batch, batch.lr
         self._written = batch.list_written()
-        others = None, task.grad_factor, None, task.average_rate, None, task.settings_of_each, ()
+        self._ascends = ascends
+        factor = -torch.ones((), dtype=torch.float32, device="cpu") if ascends else None
+        others = None, factor, None, task.average_rate, None, task.settings_of_each, ()
         self._arguments: list[Any] = [*batch.lists(), task.lr, *others, *task.settings]
         self._arguments[_GRADS] = None  # each step has its own, and lets them go
 
-    def __call__(self) -> None:
-        batch, arguments = self._batch, self._arguments
-        arguments[_GRADS] = batch.grads
+    def __call__(
+        self, factor: torch.Tensor | None = None, found_inf: torch.Tensor | None = None
+    ) -> None:
+        """Step with a factor of the gradients; if `found_inf` is not 0, nothing changes."""
+        batch, arguments, usual = self._batch, self._arguments, self._arguments[_FACTOR]
+        arguments[_GRADS], arguments[_FOUND_INF] = batch.grads, found_inf
+        if factor is not None:
+            arguments[_FACTOR] = -factor if self._ascends else factor
         if batch.lr != self._rate:
             self._rate, arguments[_LR] = batch.lr, make_rate(batch.lr)
         torch.autograd.graph.increment_version(self._written)
         try:
             self._kernel(*arguments)
         finally:
-            arguments[_GRADS] = None
+            arguments[_GRADS], arguments[_FOUND_INF], arguments[_FACTOR] = None, None, usual
 
 
 def _is_adapted(task: Task) -> bool:

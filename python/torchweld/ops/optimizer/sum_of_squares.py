@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -28,6 +29,14 @@ _OP = BareOp(
     reference=_reference,
     sample=lambda grads: ([grads[i].flatten()[:MOST_SAMPLED] for i in choose_few(grads)],),
 )
+
+
+def find_sum(grads: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], Any] | None:
+    """What sums the squares of such gradients in one call; None if that takes more than one."""
+    first = grads[0]
+    if any(g.dtype != first.dtype or not g.is_cpu or is_foreign_to_kernels(g) for g in grads):
+        return None
+    return _OP.find_for_all(first) if has_kernel_dtype(first) else None
 
 
 def sum_of_squares(grads: Sequence[torch.Tensor]) -> torch.Tensor:

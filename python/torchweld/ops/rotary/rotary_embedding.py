@@ -8,7 +8,7 @@ import torch
 
 from torchweld.dispatch.call import call_arranged
 from torchweld.dispatch.dtensor import is_dtensor
-from torchweld.dispatch.way import short
+from torchweld.dispatch.warm.cache import short
 from torchweld.ops.rotary.arguments import check_heads, plan
 from torchweld.ops.rotary.op import OP
 from torchweld.ops.rotary.over_devices import normalize, shares_heads

@@ -13,8 +13,9 @@ import torch
 
 from torchweld import checks
 from torchweld.errors import ArgumentError
-from torchweld.optim._base import FusedOptimizer, Group, read_scaler_number
+from torchweld.optim._base import FusedOptimizer, Group
 from torchweld.optim._codecs import State
+from torchweld.optim._numbers import read_scaler_number
 from torchweld.optim._shards import is_dtensor, local_part, sharing_key
 from torchweld.optim.adam import AdamW
 from torchweld.optim.offload._activations import Activations

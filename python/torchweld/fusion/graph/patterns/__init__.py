@@ -15,6 +15,7 @@ from torchweld.fusion.graph.patterns.gated_act import find_gated_act
 from torchweld.fusion.graph.patterns.layer_norm import find_add_layer_norm, find_layer_norm
 from torchweld.fusion.graph.patterns.linear_act import find_linear_act
 from torchweld.fusion.graph.patterns.loss import find_loss
+from torchweld.fusion.graph.patterns.modulation import find_gated_residual, find_modulated_norm
 from torchweld.fusion.graph.patterns.rms_norm import find_add_rms_norm, find_rms_norm
 from torchweld.fusion.graph.patterns.rotary import find_rotary
 from torchweld.fusion.graph.patterns.softmax import find_softmax
@@ -23,6 +24,8 @@ from torchweld.fusion.graph.record import Record
 
 FINDERS: list[Callable[[Record, int], Iterable[Proposal]]] = [
     find_loss,
+    find_modulated_norm,
+    find_gated_residual,
     find_add_rms_norm,
     find_rms_norm,
     find_add_layer_norm,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,25 +24,53 @@ _SCALES = {aten.mul.Tensor: operator.mul, aten.div.Tensor: operator.truediv}
 
 # What stands between the last layer and the loss, as in `Deferred`: a function and a number.
 _Steps = tuple[tuple[Any, ...], ...]
+_ADD = operator.add, None  # the row is a tensor by itself
 
 
 def _flatten(logits: Any) -> Any:
     return logits.view(-1, logits.shape[-1])
 
 
-def _reference(
-    h: Any, weight: Any, bias: Any, target: Any, steps: _Steps, ignored: int, reduction: Reduction
-) -> Any:
-    z = torch.nn.functional.linear(h, weight, bias)
-    for function, *given in steps:
-        z = function(z, *given)
-    return torch.nn.functional.cross_entropy(z, target, ignore_index=ignored, reduction=reduction)
+def _shift(logits: Any) -> Any:
+    return logits[..., :-1, :].contiguous()
 
 
-def _run(
-    h: Any, weight: Any, bias: Any, target: Any, steps: _Steps, ignored: int, reduction: Reduction
-) -> Any:
-    scale, cap = Deferred(h, 0, steps).read_scale_and_cap()
+def _shift_and_flatten(logits: Any) -> Any:
+    return logits[..., :-1, :].reshape(-1, logits.shape[-1])
+
+
+class _Options(NamedTuple):
+    """What a loss is computed with besides the input, the weight and the target.
+
+    Of the tensors between the weight and the target, `names` are "bias" and "row".
+    """
+
+    names: tuple[str, ...]
+    steps: _Steps
+    ignored: int
+    reduction: Reduction
+
+
+def _reference(h: Any, weight: Any, *given: Any) -> Any:
+    *more, target, options = given
+    tensors = dict(zip(options.names, more, strict=True))
+    z = torch.nn.functional.linear(h, weight, tensors.get("bias"))
+    for function, *numbers in options.steps:
+        z = function(z, tensors["row"]) if function is operator.add else function(z, *numbers)
+    return torch.nn.functional.cross_entropy(
+        z, target, ignore_index=options.ignored, reduction=options.reduction
+    )
+
+
+def _run(h: Any, weight: Any, *given: Any) -> Any:
+    *more, target, options = given
+    tensors, steps = dict(zip(options.names, more, strict=True)), options.steps
+    row, bias = tensors.get("row"), tensors.get("bias")
+    if row is not None:
+        bias = row.flatten() if bias is None else bias + row.flatten()
+    if (_shift,) in steps or (_shift_and_flatten,) in steps:
+        h = _shift(h)
+    numbers = Deferred(h, 0, tuple(step for step in steps if step != _ADD)).read_options()
     is_wide, device = (torch.Tensor.float,) in steps, h.device.type
     # Under autocast the loss of 16-bit logits is float32, as with logits.float().
     keeps = not is_wide or h.dtype.itemsize != 2 or torch.is_autocast_enabled(device)
@@ -51,19 +80,11 @@ def _run(
             weight,
             target,
             linear_bias=bias,
-            ignore_index=ignored,
-            reduction=reduction,
-            logit_scale=scale,
-            softcap=cap,
+            ignore_index=options.ignored,
+            reduction=options.reduction,
+            logit_scale=numbers["logit_scale"],
+            softcap=numbers["softcap"],
         )
-
-
-def _without_bias(h: Any, weight: Any, target: Any, *constants: Any) -> Any:
-    return _reference(h, weight, None, target, *constants)
-
-
-def _run_without_bias(h: Any, weight: Any, target: Any, *constants: Any) -> Any:
-    return _run(h, weight, None, target, *constants)
 
 
 def find_loss(record: Record, at: int) -> Iterator[Proposal]:
@@ -75,53 +96,80 @@ def find_loss(record: Record, at: int) -> Iterator[Proposal]:
     found = None if soft is None or class_weight is not None else _climb(record, soft.args[0])
     if found is None:
         return
-    product, path = found
+    product, path, row = found
     *bias, flat, turned = product.args
     turning = record.maker(turned, aten.transpose.int)
-    if turning is None or sum(function is torch.tanh for _, (function, *_) in path[1:]) > 1:
-        return
     steps = tuple(kind for _, kind in path[1:])
-    constants = steps, int(ignored.text), _REDUCTIONS[int(reduction.text)]
+    if turning is None or steps.count((torch.tanh,)) > 1:
+        return
     results: dict[int, Any] = {}  # what the model may return, and the steps before it
-    for number, (function, *_) in path:
-        if function is _flatten:
+    for number, kind in path:
+        if kind in ((_flatten,), (_shift,)):
             break
         results[number] = steps[: len(results)]
-    for inner in (False, True):  # autocast's casts are a part of the layer
+    rows = [] if row is None else [row]
+    names = (*(["bias"] if bias else []), *(["row"] if rows else []))
+    options = _Options(names, steps, int(ignored.text), _REDUCTIONS[int(reduction.text)])
+    kinds = [options]
+    if steps[-2:] == ((_shift,), (_flatten,)):  # perhaps by one reshape
+        kinds.append(options._replace(steps=(*steps[:-2], (_shift_and_flatten,))))
+    for inner, options in itertools.product((False, True), kinds):
+        # Autocast's casts are a part of the layer.
         given = [record.strip(flat, _VIEW), turning.args[0], *bias]
         if inner:
             given = [record.strip(each, _CAST) for each in given]
             given[0] = record.strip(given[0], _VIEW)
+        given += rows
         if not all(isinstance(each, Ref) for each in given):
             return
-        numbers = [each.at for each in given]
-        reference, run = (_reference, _run) if bias else (_without_bias, _run_without_bias)
-        h, weight, *biases = numbers
-        late = Late(results, h, weight, biases[0] if bias else None)
-        inputs, out = [*numbers, target.at], step.outs[0]
-        yield Proposal("linear_cross_entropy", inputs, [out], reference, run, constants, late)
+        h, weight, *more = (each.at for each in given)
+        tensors = dict(zip(names, more, strict=True))
+        late = Late(results, h, weight, tensors.get("bias"), tensors.get("row"))
+        inputs, out = [h, weight, *more, target.at], step.outs[0]
+        name = "linear_cross_entropy"
+        yield Proposal(name, inputs, [out], _reference, _run, (options,), late)
 
 
-def _climb(record: Record, value: Any) -> tuple[Step, list[tuple[int, Any]]] | None:
-    """The product that logits come from, and the tensors and steps from there to the loss."""
+def _climb(record: Record, value: Any) -> tuple[Step, list[tuple[int, Any]], Ref | None] | None:
+    """The product that logits come from, the tensors and steps from there to the loss, and a row.
+
+    The row is what is added to the layer's result, such as BART's final_logits_bias.
+    """
     path: list[tuple[int, Any]] = []
+    row: Ref | None = None
     while isinstance(value, Ref) and value.at in record.made_by:
         step = record.steps[record.made_by[value.at]]
         product = step if step.func in _PRODUCTS else None
         if step.func is _VIEW:  # the linear layer's own
             product = record.maker(step.args[0], *_PRODUCTS)
         if product is not None:
-            return product, [(value.at, (torch.nn.functional.linear,)), *reversed(path)]
-        number = as_float(step.args[1]) if len(step.args) == 2 else None
+            return product, [(value.at, (torch.nn.functional.linear,)), *reversed(path)], row
+        before, number = step.args[0], as_float(step.args[1]) if len(step.args) == 2 else None
+        if row is not None:
+            return None  # only of the layer's own result
         if step.func is _VIEW and len(step.args[1]) == 2:
             path.append((value.at, (_flatten,)))
+        elif step.func is aten.clone.default and record.maker(before, aten.slice.Tensor):
+            path.append((value.at, (_shift,)))
+            before = record.strip(before, aten.slice.Tensor)
         elif step.func is _CAST and dict(step.kwargs) == {"dtype": torch.float32}:
             path.append((value.at, (torch.Tensor.float,)))
         elif step.func is aten.tanh.default:
             path.append((value.at, (torch.tanh,)))
         elif step.func in _SCALES and number:
             path.append((value.at, (_SCALES[step.func], number)))
+        elif step.func is aten.add.Tensor and _is_row(record, *step.args):
+            path.append((value.at, _ADD))
+            row = step.args[1]
         else:
             return None
-        value = step.args[0]
+        value = before
     return None
+
+
+def _is_row(record: Record, logits: Any, row: Any, *rest: Any) -> bool:
+    """Whether a tensor is constant and has one number for each class."""
+    if rest or not isinstance(row, Ref) or row.at in record.made_by:
+        return False
+    sizes = [str(size) for size in record.shape(row)]
+    return sizes[-1:] == [str(record.shape(logits)[-1])] and set(sizes[:-1]) <= {"1"}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -21,7 +22,9 @@ import torch
 
 from torchweld import state
 from torchweld.dispatch import choice, seeds
-from torchweld.dispatch.alike import (
+from torchweld.dispatch.kernels import Casting, Kernel
+from torchweld.dispatch.warm.generate import compile_function
+from torchweld.dispatch.warm.guards import (
     INCOMPARABLE,
     PLAIN,
     IsLike,
@@ -29,10 +32,8 @@ from torchweld.dispatch.alike import (
     is_constant,
     make_comparison,
 )
-from torchweld.dispatch.generate import compile_function
-from torchweld.dispatch.kernels import Casting, Kernel
-from torchweld.dispatch.recorder import RECORDER, Note
-from torchweld.dispatch.sizes import Extents, find_varying, measure
+from torchweld.dispatch.warm.recorder import RECORDER, Note
+from torchweld.dispatch.warm.sizes import Extents, find_varying, measure
 from torchweld.registry import OPS, Composite
 
 P = ParamSpec("P")
@@ -105,12 +106,29 @@ class _Cache:
         self.forms.clear()
 
 
-_every: list[_Cache] = []
+_caches: dict[Callable[..., Any], _Cache] = {}  # by public function
+
+
+def list_generated(function: Callable[..., Any], given: Sequence[Any]) -> list[Any]:
+    """The functions generated for a public function and for a cached call like this one.
+
+    They are the look-up, the comparison, what serves, and the node in autograd's graph. Without a
+    call like it there is only the first.
+    """
+    kept = _caches[function].ways.get(choice.forced, {-1: ()})
+    for way in (*kept.get(given[0].numel(), ()), *kept[-1]):
+        with suppress(*INCOMPARABLE):
+            if way.is_like(*given):
+                served = [cell.cell_contents for cell in way.run.__closure__ or ()]
+                nodes = [getattr(each, "__self__", None) for each in served]
+                forwards = [getattr(node, "forward", None) for node in nodes]
+                return [function, *way, *served, *forwards]
+    return [function]
 
 
 def forget() -> None:
     """Forget all ways. Tests that replace parts of the path call this."""
-    for cache in _every:
+    for cache in _caches.values():
         cache.clear()
 
 
@@ -151,7 +169,6 @@ def short(
         own = {names[0]: (-1,)} if fixed is None else fixed
         sources = {names.index(name): dims for name, dims in own.items()}
         cache = _Cache(shaped, sources, names.index("seed") if "seed" in names else None)
-        _every.append(cache)
         given = ", ".join(names)
         serve = _SERVE.format(
             given=given,
@@ -182,6 +199,7 @@ def short(
             "_name": function.__name__,
         }
         made: Any = compile_function(function.__name__, source, scope)
+        _caches[made] = cache
         return functools.update_wrapper(made, function)  # type: ignore[no-any-return]
 
     return decorate

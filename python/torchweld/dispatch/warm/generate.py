@@ -5,7 +5,6 @@ linecache keeps each source, so that tracebacks, debuggers and profiles show the
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import linecache
 import weakref
@@ -34,8 +33,8 @@ def compile_function(
 
 
 def show_code(function: Callable[..., Any]) -> str | None:
-    """The code of a generated function; None for others."""
+    """The source that a generated function was compiled from; None for others."""
     code = getattr(function, "__code__", None)
     if code is None or not code.co_filename.startswith("<torchweld: "):
         return None
-    return inspect.getsource(code)
+    return "".join(linecache.getlines(code.co_filename))

@@ -18,9 +18,9 @@ from conftest import PLACES, running_at
 from oracle import Results, run
 from torchweld import functional, triton_kernels
 from torchweld.bench.cases import CASES
-from torchweld.dispatch import replay
 from torchweld.dispatch.autograd import as_tuple, make_ready
 from torchweld.dispatch.library import _IN_TRITON
+from torchweld.dispatch.warm import plans as warm_plans
 from torchweld.ops.loss import rows
 from torchweld.registry import OPS, Composite, Op, TensorSpec, materialize
 from torchweld.triton_kernels import launch
@@ -46,13 +46,13 @@ REPLAYED = {name for name in _list_replayed() & OPS.keys() if not isinstance(OPS
 def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The plans that are run, in order."""
     ran: list[Any] = []
-    run_plan = replay.Plan.run
+    run_plan = warm_plans.Plan.run
 
     def count(plan: Any, inputs: Sequence[Any]) -> Any:
         ran.append(plan)
         return run_plan(plan, inputs)
 
-    monkeypatch.setattr(replay.Plan, "run", count)
+    monkeypatch.setattr(warm_plans.Plan, "run", count)
     for name in REPLAYED:  # as if no call had been made
         steps = OPS[name].kernels["triton"].steps
         for step in (steps.forward, steps.backward):
@@ -302,10 +302,10 @@ def test_inference_mode_has_results_of_its_own(plans: list[Any]) -> None:
 def test_a_part_is_not_taken_for_a_tensor_that_begins_there() -> None:
     a = torch.randn(64)
     first, second = a.split(32)
-    assert replay._find([a, second], a[:32]) is None
-    assert replay._find([a, second], second.view(4, 8)) == 1
-    assert replay._find([first, second], a[32:]) == 1
-    assert replay._find([second, first], first) == 1
+    assert warm_plans._find([a, second], a[:32]) is None
+    assert warm_plans._find([a, second], second.view(4, 8)) == 1
+    assert warm_plans._find([first, second], a[32:]) == 1
+    assert warm_plans._find([second, first], first) == 1
 
 
 # What a plan cannot repeat, as functions of two tensors.
@@ -321,9 +321,9 @@ UNFIT: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
-def _plan(function: Callable[..., Any]) -> replay.Planned:
+def _plan(function: Callable[..., Any]) -> warm_plans.Planned:
     function = launch.replayed(function)
-    return replay.Planned(lambda: function, function)
+    return warm_plans.Planned(lambda: function, function)
 
 
 @pytest.mark.parametrize("what", UNFIT)
@@ -375,11 +375,11 @@ def test_errors_leave_no_plan(plans: list[Any]) -> None:
 
 def test_few_plans_are_kept(plans: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a size, the first few; of sizes, the last few."""
-    monkeypatch.setattr(replay, "_SIZES", 2)
+    monkeypatch.setattr(warm_plans, "_SIZES", 2)
     planned = _plan(lambda x, number: torch.empty_like(x))
     for number in [*range(10)] * 2:
         planned(torch.randn(3), number)
-    assert len(plans) == replay._ALIKE
+    assert len(plans) == warm_plans._ALIKE
     for size in (4, 5, 6):
         planned(torch.randn(size), 0)
     assert len(planned._plans) <= 2
@@ -395,7 +395,7 @@ def test_modes_and_fakes_see_the_overload(plans: list[Any]) -> None:
         ran.append("overload")
         return function(x)
 
-    planned = replay.Planned(lambda: launch.replayed(function), overload)
+    planned = warm_plans.Planned(lambda: launch.replayed(function), overload)
     x = torch.randn(3)
     for _ in range(2):
         planned(x)
@@ -440,7 +440,7 @@ def test_threads_record_in_turn(plans: list[Any]) -> None:
 def test_batched_gradients_see_the_overload(plans: list[Any], is_planned: bool) -> None:
     """They have no address, which a plan's launches need; torch serves them one by one."""
     copied = launch.replayed(lambda x: torch.empty_like(x))
-    planned = replay.Planned(lambda: copied, lambda x: 2 * x)
+    planned = warm_plans.Planned(lambda: copied, lambda x: 2 * x)
     x, each = torch.randn(3, requires_grad=True), torch.eye(3)
     if is_planned:
         for _ in range(2):
@@ -514,7 +514,7 @@ LOSSES = rows.FORWARD, rows.BACKWARD, rows.BACKWARD_IN_PLACE, rows.BOTH_IN_PLACE
 @pytest.mark.parametrize("name", _loss_calls(0))
 def test_losses_repeat_their_rows_kernels(name: str, plans: list[Any]) -> None:
     op = next(op for op in LOSSES if op.name == name)
-    step: Any = replay.Planned(_IN_TRITON[op.overload("triton")], op.overload("triton"))
+    step: Any = warm_plans.Planned(_IN_TRITON[op.overload("triton")], op.overload("triton"))
     for seed in range(3):
         inputs, again = _loss_calls(seed)[name], _loss_calls(seed)[name]
         found, wanted = step(*inputs), op.overload("triton")(*again)

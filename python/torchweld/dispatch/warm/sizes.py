@@ -1,7 +1,7 @@
 """Which sizes may differ between calls that are alike, learnt from calls that differ in no more.
 
 A batch has another length, a cache has grown: guards of exact sizes would never meet such calls
-again. A public function declares the dimensions that decide nothing (way.py). Where two of its
+again. A public function declares the dimensions that decide nothing (cache.py). Where two of its
 calls differ only there, later calls may differ there as well, if all tensors follow: sizes that
 were equal in both calls stay equal, and a tensor lies in memory as it did.
 """

@@ -5,7 +5,7 @@ dropout and norm, without Triton's own time, which looks up the compiled kernel 
 each launch. All decisions are the same for calls whose tensors differ only in their addresses. So a
 call is recorded: the tensors that it allocates, and the compiled kernels that it launches with
 their arguments. Later calls only allocate and launch. Only calls that have found their short way
-(way.py) are recorded, so not the first of a kind: its sizes may never come again.
+(cache.py) are recorded, so not the first of a kind: its sizes may never come again.
 
 A call is recorded only if its function is marked (triton_kernels/launch.py says what that
 promises), and it does nothing but allocate, view and launch. Other calls run as they are. Launches
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchweld.dispatch.alike import IsLike, guards, is_lazy, make_comparison
-from torchweld.dispatch.generate import compile_function
+from torchweld.dispatch.warm.generate import compile_function
+from torchweld.dispatch.warm.guards import IsLike, guards, is_lazy, make_comparison
 from torchweld.isolate import leave_dispatch_modes
 
 _ALLOCATIONS = {

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import torchweld
 from torchweld import functional
-from torchweld.dispatch import way
 from torchweld.dispatch.autograd import as_tuple
+from torchweld.dispatch.warm import cache
 from torchweld.errors import ArgumentError
 from torchweld.random import Shard
 from torchweld.sparse import BlockLayout
@@ -36,6 +36,10 @@ def _x(*shape: int) -> torch.Tensor:
 
 def _columns(count: int) -> list[torch.Tensor]:
     return [torch.rand(WIDTH) + 0.5 for _ in range(count)]
+
+
+def _samples(count: int) -> list[torch.Tensor]:
+    return list(torch.randn(8, count * WIDTH).chunk(count, dim=-1))
 
 
 def _angles() -> list[torch.Tensor]:
@@ -60,6 +64,14 @@ MAKE: dict[str, Callable[[], Made]] = {
         [_x(), _x(), *_columns(1)],
         [],
         {"p": 0.0, "return_residual": True},
+    ),
+    "adaptive_layer_norm": lambda: ([_x(8, 128, WIDTH), *_samples(2)], [], {"eps": 1e-6}),
+    "adaptive_rms_norm": lambda: ([_x(8, 128, WIDTH), *_samples(2)], [], {}),
+    "gated_residual": lambda: ([_x(8, 128, WIDTH), *_samples(1), _x(8, 128, WIDTH)], [], {}),
+    "gated_residual_layer_norm": lambda: (
+        [_x(8, 128, WIDTH), *_samples(1), _x(8, 128, WIDTH), *_samples(2)],
+        [],
+        {"return_residual": True},
     ),
     "bias_dropout_add": lambda: ([_x(), *_columns(1), _x()], [], {"p": 0.2}),
     "bias_act": lambda: ([_x(), *_columns(1)], [], {"activation": "silu"}),
@@ -135,10 +147,10 @@ class Call:
 @pytest.fixture
 def call(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
     """A call that counts how often it found no short way."""
-    way.forget()
+    cache.forget()
     name, dtype = request.param if isinstance(request.param, tuple) else (request.param, None)
     made = Call(name, dtype or torch.float32)
-    scope, find = made.function.__globals__, way._find
+    scope, find = made.function.__globals__, cache._find
 
     def count(*given: Any) -> Any:
         made.missed += 1
@@ -146,16 +158,16 @@ def call(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
     monkeypatch.setitem(scope, "_find", count)
     yield made
-    way.forget()
+    cache.forget()
 
 
 @contextmanager
 def _whole_path() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        way.forget()
-        patch.setattr(way, "make_comparison", lambda *_, **__: None)
+        cache.forget()
+        patch.setattr(cache, "make_comparison", lambda *_, **__: None)
         yield
-    way.forget()
+    cache.forget()
 
 
 def _assert_equal(found: Any, wanted: Any) -> None:
@@ -471,7 +483,7 @@ def test_each_call_draws(call: Call) -> None:
 
 @pytest.mark.parametrize("call", ["rms_norm"], indirect=True)
 def test_few_are_kept(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(way, "_SIZES", 3)
+    monkeypatch.setattr(cache, "_SIZES", 3)
     weight = call.leaves[1]
     for rows in range(200, 210):
         call(_x(rows, WIDTH), weight)
@@ -479,7 +491,7 @@ def test_few_are_kept(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
         call(eps=float(eps))
     ways = call.function.__globals__["_ways"]
     assert all(len(sizes) <= 3 for sizes in ways.values())
-    assert all(len(kept) <= way._ALIKE for sizes in ways.values() for kept in sizes.values())
+    assert all(len(kept) <= cache._ALIKE for sizes in ways.values() for kept in sizes.values())
     call.warm(eps=9.0)
 
 

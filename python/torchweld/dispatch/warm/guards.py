@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from torchweld import state
-from torchweld.dispatch.generate import compile_function
-from torchweld.dispatch.sizes import Varying
+from torchweld.dispatch.warm.generate import compile_function
+from torchweld.dispatch.warm.sizes import Varying
 
 try:
     from torch._C._dynamo import guards

@@ -1,6 +1,6 @@
 """Calls a CPU kernel without torch's dispatcher, which takes half of a small call's time.
 
-A short way (way.py) has compared all that the dispatcher would look at. `make_direct` returns a
+A short way (cache.py) has compared all that the dispatcher would look at. `make_direct` returns a
 function of libtorchweld_python.so, which calls the kernel itself; arguments that need the
 dispatcher, and a library that does not load here or fails its test, leave the overload in place.
 """
@@ -17,7 +17,7 @@ import torch
 
 from torchweld import state
 from torchweld.dispatch import native
-from torchweld.dispatch.alike import PLAIN
+from torchweld.dispatch.warm.guards import PLAIN
 
 LIBRARY = "torchweld_python"
 # The letters of csrc/python/direct.cpp.

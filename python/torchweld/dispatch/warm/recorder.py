@@ -1,4 +1,4 @@
-"""What a call decided, noted for the short way of the calls that follow (way.py)."""
+"""What a call decided, noted for the short way of the calls that follow (cache.py)."""
 
 from __future__ import annotations
 
