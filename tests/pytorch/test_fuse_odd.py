@@ -450,3 +450,28 @@ def test_gradients_are_not_touched() -> None:
     torchweld.fuse(model)
     assert all(p.grad is before[name] for name, p in model.named_parameters())
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+
+
+class OfWords(nn.Module):
+    """A model that somebody wrote by hand: its own forward calls functions, on indices of words."""
+
+    def __init__(self, linear: bool) -> None:
+        super().__init__()
+        self.words, self.scale = nn.Embedding(50, WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.fc = _fc() if linear else nn.Identity()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        h = nn.functional.gelu(self.fc(self.words(x)))
+        h = nn.functional.layer_norm(h, (WIDTH,), self.scale)
+        logits = linear(h, self.words.weight)
+        if labels is None:
+            return logits
+        return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+
+@pytest.mark.parametrize("has_linear", [True, False])
+def test_functions_of_a_model_that_takes_no_rows(has_linear: bool) -> None:
+    """It had no row: a trial with rows of numbers does not run it, and nothing else looked."""
+    (row,) = (row for row in torchweld.explain_fusion(OfWords(has_linear)) if row.where == "")
+    assert row.what == "torch.nn.functional.gelu + layer_norm + cross_entropy"
+    assert FUNCTIONS in row.reason

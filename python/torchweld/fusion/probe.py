@@ -300,7 +300,9 @@ _OF_CALLER: dict[Any, str] = {
     torch.nn.functional.layer_norm: "layer_norm",
     torch.nn.functional.rms_norm: "rms_norm",
     torch.rms_norm: "rms_norm",
+    torch.nn.functional.cross_entropy: "cross_entropy",
 }
+FUNCTIONS = {**_FUNCTIONS, **_OF_CALLER}
 
 
 class _Watch(TorchFunctionMode):

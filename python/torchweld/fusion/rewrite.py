@@ -173,6 +173,28 @@ def reads(forward: Any, *names: str) -> bool:
     return inner is not None and set(names) <= set(inner.__code__.co_names)
 
 
+def look_up(function: ast.expr, names: Mapping[str, Any]) -> Any:
+    """What a dotted name of a file stands for, or None."""
+    if isinstance(function, ast.Attribute):
+        return getattr(look_up(function.value, names), function.attr, None)
+    return names.get(function.id) if isinstance(function, ast.Name) else None
+
+
+def list_called(forward: Any, known: Mapping[Any, str]) -> list[str]:
+    """The names of the functions among `known` that the source of a forward calls, in order."""
+    calls: list[Any] = []
+
+    def read() -> None:
+        function, names = parse(forward, True)[1], unwrap(forward).__globals__
+        nodes = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+        nodes.sort(key=lambda node: (node.lineno, node.col_offset))
+        calls.extend(look_up(node.func, names) for node in nodes)
+
+    why_not(read)
+    found = (known.get(call) for call in calls if callable(call) and call.__hash__)
+    return list(dict.fromkeys(filter(None, found)))
+
+
 def _drop_annotations(function: ast.FunctionDef) -> None:
     """Annotations may name what the file imports only for type checkers."""
     arguments = function.args

@@ -10,6 +10,7 @@ import torch
 from torchweld import functional
 from torchweld.fusion import probe
 from torchweld.fusion.patterns.pairs import Pair, find_pair, propose_pair
+from torchweld.fusion.rewrite import list_called
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import (
     Change,
@@ -169,25 +170,30 @@ def find_linear_act(module: torch.nn.Module, view: View) -> Iterator[Proposal | 
             yield Left(pair.first, pair.what, "its activation is none of torchweld's")
     if type(module) is torch.nn.Sequential:  # it calls no functions
         return
-    if any(view.linear(child) for child in module.children()):
+    if module is view.model or any(view.linear(child) for child in module.children()):
         yield from _find_functions(module, view)
 
 
 def _find_functions(module: torch.nn.Module, view: View) -> Iterator[Left]:
     """Find activations of a linear layer, softmax and dropout that a module calls as functions.
 
-    Only the module's own linear layers count.
+    Only the module's own linear layers count. The source of one that does not run by itself is
+    read, such as that of a model of words.
     """
+    if not module._modules:
+        return
     scope = view.watch(module)
     if isinstance(scope, str):
-        return
-    own = [consumer for producer, consumer in scope.edges if producer is module]
+        edges, own = [], list_called(forward_of(module), probe.FUNCTIONS)
+    else:
+        edges = scope.edges
+        own = [str(consumer) for producer, consumer in edges if producer is module]
     if own:
-        what = " + ".join(dict.fromkeys(map(str, own)))
+        what = " + ".join(dict.fromkeys(own))
         yield Left(
             module, what, "functions, which fuse() cannot replace: call torchweld.functional"
         )
-    for producer, consumer in scope.edges:
+    for producer, consumer in edges:
         if isinstance(consumer, str) and view.linear(producer):
             what = f"{type(producer).__name__} + {consumer}"
             yield Left(producer, what, "its activation is a function: there is no module to change")

@@ -11,7 +11,7 @@ import torch
 from torchweld import functional
 from torchweld.fusion.patterns.activation import in_words
 from torchweld.fusion.patterns.rotary import rotates
-from torchweld.fusion.rewrite import compile_like, parse, read_own, unwrap, why_not
+from torchweld.fusion.rewrite import compile_like, look_up, parse, read_own, unwrap, why_not
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import Proposal, Rewritten, forward_of, propose
 from torchweld.ops.activation import ACTIVATIONS
@@ -137,15 +137,9 @@ class _Products(ast.NodeTransformer):
             case ast.Attribute(value=ast.Name(id=self.own), attr=name):
                 kind = None if options else self.kinds.get(name)
                 return None if kind is None else Gate(name, *kind)
-        called = self._look_up(side.func)
+        called = look_up(side.func, self.names)
         activation = _FUNCTIONS.get(called) if callable(called) else None
         approximate = options.pop("approximate", "none")
         if options or (activation, approximate) not in ACTIVATIONS:
             return None
         return Gate(None, str(activation), str(approximate))
-
-    def _look_up(self, function: ast.expr) -> Any:
-        """What a dotted name of the file stands for, or None."""
-        if isinstance(function, ast.Attribute):
-            return getattr(self._look_up(function.value), function.attr, None)
-        return self.names.get(function.id) if isinstance(function, ast.Name) else None
