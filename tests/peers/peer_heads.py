@@ -85,8 +85,8 @@ def list_batches() -> Iterator[dict[str, torch.Tensor]]:
     yield from ({**text, "decoder_input_ids": ids}, {**text, "attention_mask": ids.sign()})
     for shape in ((80, 3000), (80, 64), (64, 80), (128, 3000), (64, 128)):
         yield {"input_features": torch.randn(2, *shape, generator=generator), "labels": ids}
-    for shape in ((3200,), (64, 64)):
-        yield {"input_values": torch.randn(2, *shape, generator=generator), "labels": ids}
+    for sizes in ((3200,), (64, 64)):
+        yield {"input_values": torch.randn(2, *sizes, generator=generator), "labels": ids}
     for size in (32, 64, 224):
         pixels = torch.randn(2, 3, size, size, generator=generator)
         yield from ({**text, "pixel_values": pixels}, {"pixel_values": pixels, "labels": ids})

@@ -347,6 +347,8 @@ class _Writing:
         """Return the last layer's input in the place of logits."""
         places = self._find_inputs((late.weight, late.bias, late.row))
         assert places is not None
+        weight, *others = places
+        assert weight is not None
         output = self.trace.nodes[-1]
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         for at, node in enumerate(results):
@@ -354,7 +356,7 @@ class _Writing:
             if isinstance(ref, Ref) and ref.at in late.results:
                 results[at] = self.trace.maker[late.hidden]
                 classes = int(self.record.values[ref.at].shape[-1])
-                self.lazy.append(Lazy(at, classes, late.results[ref.at], *places))
+                self.lazy.append(Lazy(at, classes, late.results[ref.at], weight, *others))
         output.args = (tuple(results),)
 
     def is_like(self, wanted: list[Any]) -> bool:

@@ -118,7 +118,7 @@ class Deferred:
         """Some tokens: by slices or a mask, which leave the last dimension whole."""
         parts = index if isinstance(index, tuple) else (index,)
         has_dots = bool(parts) and parts[0] is ...
-        rows = parts[has_dots:]
+        rows = list(parts[has_dots:])
         if has_dots or sum(getattr(part, "ndim", 1) for part in rows) == self.x.dim():
             *rows, last = rows
             if not isinstance(last, slice) or last != slice(None):

@@ -17,7 +17,7 @@ from torchweld.fusion.graph.record import Record, Ref, Step, as_float
 from torchweld.fusion.patterns.logits import Deferred
 from torchweld.names import Reduction
 
-_REDUCTIONS = ("none", "mean", "sum")
+_REDUCTIONS: tuple[Reduction, ...] = ("none", "mean", "sum")
 _CAST, _VIEW = aten._to_copy.default, aten.view.default
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 _SCALES = {aten.mul.Tensor: operator.mul, aten.div.Tensor: operator.truediv}
