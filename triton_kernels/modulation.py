@@ -542,7 +542,8 @@ def _modulations(
     if len({t.dtype for t in given}) > 1:
         raise ValueError("modulations differ in dtype")
     matrices = [None if t is None else rows_of(t) for t in (gate, scale, shift)]
-    return Modulations(*matrices, period=leading[at:].numel())
+    gate_rows, scale_rows, shift_rows = matrices
+    return Modulations(gate_rows, scale_rows, shift_rows, leading[at:].numel())
 
 
 def _check_branch(x: torch.Tensor, branch: torch.Tensor) -> None:
@@ -607,13 +608,14 @@ def _modulate_backward(
                 gradient.zero_()
         z, mean, rstd, scale = None, None, None, None
         its = its._replace(scale=None)
-    matrices = [None if t is None else as_rows(t, rows, width) for t in (grad_z, grad_y, z, branch)]
+    given = [None if t is None else as_rows(t, rows, width) for t in (grad_z, grad_y, z, branch)]
     if rstd is not None:
         rstd = rstd.contiguous()
         mean = None if mean is None else mean.contiguous()
     written = [gradients[0], None, None] if grad_y is None else gradients
     results = (grad_x, grad_branch, written)
-    run(like, *_backward_launches(*matrices, its, mean, rstd, *results))
+    launches = _backward_launches(given[0], given[1], given[2], given[3], its, mean, rstd, *results)
+    run(like, *launches)
     made = (grad_x, gradients[0], grad_branch, gradients[1], gradients[2])
     return tuple(or_empty(gradient, like) for gradient in made)
 

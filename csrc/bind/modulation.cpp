@@ -185,9 +185,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   Tensor grad_scale = gradient(scale, wanted.scale, args.grad_weight, args.weight_partials);
   Tensor grad_shift = gradient(shift, wanted.shift, args.grad_bias, args.bias_partials);
   Tensor grad_x = wanted.x ? empty(like, like.sizes(), like.scalar_type()) : nothing(like);
-  Tensor grad_branch = wanted.branch
-                           ? empty(like, branch->sizes(), branch->scalar_type())
-                           : nothing(like);
+  Tensor grad_branch =
+      wanted.branch ? empty(like, branch->sizes(), branch->scalar_type()) : nothing(like);
   args.grad_z = data(grad_z);
   args.grad_y = data(grad_y);
   args.x = data(x);
@@ -253,10 +252,9 @@ Tensor gated_residual(Tensor x, Tensor gate, Tensor branch) {
 
 std::tuple<Tensor, Tensor> gated_residual_grads(Tensor grad_y, Tensor gate, Tensor branch,
                                                 bool need_gate, bool need_branch) {
-  const auto [grad_x, grad_gate, grad_branch, grad_scale, grad_shift] =
-      backward(adaptive_rms_norm_backward, grad_y, std::nullopt, std::nullopt, gate, branch,
-               std::nullopt, std::nullopt, std::nullopt, std::nullopt,
-               {false, need_gate, need_branch, false, false});
+  const auto [grad_x, grad_gate, grad_branch, grad_scale, grad_shift] = backward(
+      adaptive_rms_norm_backward, grad_y, std::nullopt, std::nullopt, gate, branch, std::nullopt,
+      std::nullopt, std::nullopt, std::nullopt, {false, need_gate, need_branch, false, false});
   return {grad_gate, grad_branch};
 }
 
@@ -264,8 +262,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gated_residual_layer_norm(Tensor x, T
                                                                      Tensor branch, Tensor scale,
                                                                      OptionalTensor shift,
                                                                      double eps) {
-  const auto [z, y, mean, rstd] = forward(adaptive_layer_norm_forward, /*centered=*/true, x, gate,
-                                          branch, scale, shift, eps);
+  const auto [z, y, mean, rstd] =
+      forward(adaptive_layer_norm_forward, /*centered=*/true, x, gate, branch, scale, shift, eps);
   return {*z, *y, *mean, *rstd};
 }
 

@@ -73,7 +73,10 @@ template <class P, class A>
 class Sums {
  public:
   Sums(void* grad, void* partials, int64_t width)
-      : grad_((P*)grad), partials_((A*)partials), width_(width), own_(grad && !partials ? width : 0) {}
+      : grad_((P*)grad),
+        partials_((A*)partials),
+        width_(width),
+        own_(grad && !partials ? width : 0) {}
   // Zeros for this chunk; null if the gradient is not wanted.
   A* begin(int64_t chunk) {
     if (!grad_) return nullptr;

@@ -343,8 +343,8 @@ def _why_not_rotates(function: Any, takes: int) -> str | None:
 def _open(function: Any) -> Any:
     """The function that `kernels` made a module of, unless `kernelize` gave it another forward."""
     if isinstance(function, torch.nn.Module):
-        forward: Any = type(function).forward
-        if getattr(function.forward, "__func__", None) is forward:
+        forward = type(function).forward
+        if inspect.ismethod(function.forward) and function.forward.__func__ is forward:
             return inspect.getclosurevars(forward).nonlocals.get("func", function)
     return function
 
