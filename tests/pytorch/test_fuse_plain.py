@@ -60,7 +60,7 @@ def _run(model: nn.Module, x: torch.Tensor, dtype: torch.dtype | None = None) ->
 
 def _list_products(function: Any) -> set[str]:
     """Torch's products of 16 bits in a call."""
-    with torch.profiler.profile(record_shapes=True) as profile:
+    with torch.profiler.profile(record_shapes=True, acc_events=True) as profile:
         function()
     return {event.name for event in profile.events()}
 

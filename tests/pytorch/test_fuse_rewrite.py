@@ -280,7 +280,7 @@ def test_newer_releases_are_named(
 
 
 def test_the_tested_release_is_the_one_of_the_peer_tests() -> None:
-    pins = re.findall(r'"transformers==(\d+\.\d+)\.\d+"', (ROOT / "Makefile").read_text())
+    pins = re.findall(r"transformers==(\d+\.\d+)\.\d+", (ROOT / "Makefile").read_text())
     newest, oldest, _ = pins  # the third is for kernels of the package index
     floor = re.search(r"transformers>=(\d+\.\d+)", (ROOT / "pyproject.toml").read_text())
     assert floor

@@ -36,6 +36,7 @@ from mutants import (
     make_odd,
     with_forward,
 )
+from oracle import TORCH
 from torchweld.fusion.graph.regions import Region
 
 
@@ -326,7 +327,12 @@ CHANGES: dict[str, Change] = {
 @pytest.mark.filterwarnings("ignore:fuse. Model has")
 @pytest.mark.usefixtures("_no_global_hooks")
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_after_the_first_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_after_the_first_call(
+    name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if name == "class of the part" and TORCH < (2, 11):
+        reason = "torch 2.10 does not guard the class of a module: docs/fuse.md"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     case = CHANGES[name]
     want = _make(case.make)
     got = torchweld.fuse(copy.deepcopy(want), by="graph")

@@ -72,7 +72,8 @@ class _Patched:
             skip_nnmodule_hook_guards=False,  # hooks that are registered later count
             recompile_limit=64,  # regions count by themselves
             optimize_ddp=False,  # the graph runs in eager torch, whose hooks fire one by one
-            ignore_logging_functions=config.ignore_logging_functions | _list_logging(),
+            # The name in torch 2.10; later ones have it as an alias.
+            ignore_logger_methods=config.ignore_logger_methods | _list_logging(),
             specialize_float=True,  # a factor is a part of what is proven
         )
         with warnings.catch_warnings(), settings:
