@@ -83,6 +83,29 @@ class NoisyExperts(TinyExperts):
         return super().gate(2 * z if self.training else z)
 
 
+class GradientExperts(TinyExperts):
+    """It computes something else without gradients, which no trial takes."""
+
+    def gate(self, z: torch.Tensor) -> torch.Tensor:
+        return super().gate(z) if torch.is_grad_enabled() else 2 * super().gate(z)
+
+
+class NarrowExperts(TinyExperts):
+    """In 16 bits it computes something else."""
+
+    def forward(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> Any:
+        y = super().forward(x, indices, weights)
+        return y * 3 if x.dtype == torch.bfloat16 else y
+
+
+class DroppingExperts(TinyExperts):
+    """It drops so few numbers that a trial sees none."""
+
+    def gate(self, z: torch.Tensor) -> torch.Tensor:
+        y = super().gate(z)
+        return y * (torch.rand_like(y) > 0.001)
+
+
 class IdentityExperts(TinyExperts):
     """Indices from the number of experts on pass a token through."""
 
@@ -141,6 +164,9 @@ def test_settings_are_those_of_now(kind: type[torch.nn.Module]) -> None:
     ("kind", "reason"),
     [
         *((kind, "something else") for kind in (CappedExperts, FarClampedExperts, NoisyExperts)),
+        (GradientExperts, "reads is_grad_enabled"),
+        (NarrowExperts, "reads bfloat16"),
+        (DroppingExperts, "reads rand_like"),
         (IdentityExperts, "does not skip"),
         (UnequalExperts, "different numbers"),
     ],
