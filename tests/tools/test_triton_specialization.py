@@ -22,6 +22,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 # Kernels are specialised for these integers being 1 or multiples of 16.
 SPECIALISED = {
+    **{
+        f"{name}_stride": "of a branch or a modulation, parts of one projection: a model's constant"
+        for name in ("branch", "scale", "shift")
+    },
     "width": "of the rows, and the stride of results: tells how wide loads and stores are",
     "deep": "the width of values, likewise",
     "columns": "the stride of a GEMM's result",
