@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
 import itertools
 import threading
@@ -19,7 +18,7 @@ from torchweld.fusion import probe
 from torchweld.fusion.patterns.norm import RULES, find_norm
 from torchweld.fusion.patterns.plain import ATTENTION, is_slow_attention, serve_products
 from torchweld.fusion.rewrite import reads, rewrite, unwrap, why_not
-from torchweld.fusion.settings import Names, has_globals, list_codes, list_read
+from torchweld.fusion.settings import Names, has_globals, list_read
 from torchweld.fusion.straight import Kind, why_not_straight
 from torchweld.fusion.twin import Twin
 from torchweld.fusion.view import View
@@ -332,27 +331,13 @@ def _keeps_dtype(forward: Any) -> bool:
 def _why_not_rotates(function: Any, takes: int) -> str | None:
     """Why a function of a forward's file may compute something else on other calls, or None."""
     function = _open(function)
-    # The only argument of these functions that calls choose.
-    accepts = (
-        unwrap(function) is not None and "unsqueeze_dim" in inspect.signature(function).parameters
-    )
-    if (more := _find_read_keywords(function)) is not None:
-        return f"{function.__name__} reads {more}, which no trial gave"
-    chosen = {"unsqueeze_dim": Kind.SIZE} if accepts else {}
+    parameters = {} if unwrap(function) is None else inspect.signature(function).parameters
+    # What calls choose: this argument, and those that `**keywords` take, of whatever name.
+    chosen = {"unsqueeze_dim": Kind.SIZE} if "unsqueeze_dim" in parameters else {}
+    if any(each.kind == each.VAR_KEYWORD for each in parameters.values()):
+        chosen["any other"] = Kind.TENSOR
     reason = why_not_straight(function, takes, compared=True, named=chosen)
     return reason and reason.replace("its forward", getattr(function, "__name__", "its rotation"))
-
-
-def _find_read_keywords(function: Any) -> str | None:
-    """The name of a function's `**keywords` if its code reads them."""
-    inner = unwrap(function)
-    if inner is None or not inner.__code__.co_flags & inspect.CO_VARKEYWORDS:
-        return None
-    code = inner.__code__
-    at = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
-    name = code.co_varnames[at]
-    read = {each.argval for part in list_codes(code) for each in dis.get_instructions(part)}
-    return name if name in read else None
 
 
 def _open(function: Any) -> Any:
