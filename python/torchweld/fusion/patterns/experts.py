@@ -14,8 +14,7 @@ from torchweld.dispatch.call import choose_automatically
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.fusion import probe
 from torchweld.fusion.patterns.activation import in_words
-from torchweld.fusion.rewrite import unwrap
-from torchweld.fusion.settings import list_codes
+from torchweld.fusion.straight import why_it_varies
 from torchweld.fusion.view import View, recognise_activation
 from torchweld.fusion.weld import Left, Proposal, Tried, propose, read_parameters, why_not_change
 from torchweld.ops.experts import mlp
@@ -27,14 +26,6 @@ _FIRST, _LAST = ("gate_up_proj", "up_proj"), "down_proj"
 _EXPERTS, _HIDDEN, _WIDTH, _TOKENS = 3, 6, 8, 16
 # Candidates compute something else or the same up to a rounding to float32.
 _NEAR = 1e-5
-# What a forward may decide by that no trial takes, or draws. Experts loop over indices, so their
-# code is not read as straight: it must not name these.
-_VARIES_NAMES = (
-    "environ bfloat16 float16 half is_autocast_enabled is_compiling is_grad_enabled is_inference"
-    " is_inference_mode_enabled get_num_threads requires_grad bernoulli dropout multinomial normal"
-    " normal_ rand rand_like randint randn randn_like random uniform_ initial_seed"
-)
-_VARIES = frozenset(_VARIES_NAMES.split())
 
 
 def _find_inputs(
@@ -88,7 +79,7 @@ def find_experts(module: torch.nn.Module, view: View) -> Iterator[Proposal | Lef
     what = type(module).__name__
     if len(own) < 2 or "expert" not in what.lower():
         return
-    found = why_not_change(module) or _why_it_varies(module) or find_form(module)
+    found = why_not_change(module) or why_it_varies(module) or find_form(module)
     if isinstance(found, str):
         yield Left(module, what, found)
         return
@@ -96,24 +87,6 @@ def find_experts(module: torch.nn.Module, view: View) -> Iterator[Proposal | Lef
     # The activation may be welded, too: the module's own forward calls it, which may serve a GPU.
     settings = {"form": found, "inner": tuple(module._modules)}
     yield propose(module, Experts, f"experts_mlp ({kind})", settings, tried=True)
-
-
-def _why_it_varies(module: torch.nn.Module) -> str | None:
-    """Why a module's forward may compute something else on other calls, or None.
-
-    Its code and that of the methods that it calls are searched.
-    """
-    classes = itertools.takewhile(lambda cls: cls is not torch.nn.Module, type(module).__mro__)
-    methods = [vars(cls) for cls in classes]
-    left, read = ["forward"], set[str]()
-    while left:
-        name = left.pop()
-        if name not in read:
-            read.add(name)
-            for own in filter(None, (unwrap(each.get(name)) for each in methods)):
-                left += [each for code in list_codes(own.__code__) for each in code.co_names]
-    named = sorted(read & _VARIES)
-    return f"its code reads {' and '.join(named)}, which may change" if named else None
 
 
 def find_form(module: Any) -> Form | str:
