@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -188,21 +188,25 @@ def table_csv(results: Iterable[Result]) -> str:
 # --- Markdown ---------------------------------------------------------------------------------
 
 
-def markdown(results: Iterable[Result]) -> str:
-    """A table for the README: the automatic choice against torch's fastest way.
+def compare(results: Iterable[Result]) -> Iterator[tuple[Result, float]]:
+    """The automatic choice's results, each with the time of torch's fastest way.
 
     Leaves out cases measured on a busy machine, which flatters the faster contender.
     """
     results = list(results)
     dense = {_case(r): r.ms for r in results if r.contender == "sdpa" and r.ms}
+    for result in results:
+        if result.automatic and result.reliable and result.ms and result.eager_ms:
+            yield result, min(result.eager_ms, dense.get(_case(result), result.eager_ms))
+
+
+def markdown(results: Iterable[Result]) -> str:
+    """A table for the docs: the automatic choice against torch's fastest way."""
     lines = [
         "| op | shape | dtype | direction | torch | torchweld | on | speed-up | GB/s | of stream |",
         "|---|---|---|---|--:|--:|---|--:|--:|--:|",
     ]
-    for result in results:
-        if not (result.automatic and result.reliable) or not result.ms or not result.eager_ms:
-            continue
-        ms = min(result.eager_ms, dense.get(_case(result), result.eager_ms))
+    for result, ms in compare(results):
         cells = [
             f"`{result.op}`",
             result.label.replace("x", " x ", len(result.shape) - 1),

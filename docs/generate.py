@@ -234,12 +234,12 @@ def measured() -> str:
 
 def _find_speedup(results: list[Result], row: tuple[str, str]) -> str:
     """The speed-up over torch of a forward and a backward pass, or of a step, where it is known."""
-    for dtype in ("bfloat16", "float32"):
-        shown = [r for r in results if (r.op, r.variant, r.dtype) == (*row, dtype)]
-        shown = [r for r in shown if r.direction in ("full", "step")]
-        if found := re.findall(r"\d+\.\d+x", report.markdown(shown) if shown else ""):
-            return str(found[0])
-    return ""
+    found = {
+        result.dtype: f"{ms / result.ms:.2f}x"
+        for result, ms in report.compare(results)
+        if (result.op, result.variant) == row and result.direction in ("full", "step")
+    }
+    return found.get("bfloat16", found.get("float32", ""))
 
 
 def _list_rivals(record: dict[str, Any], shown: list[Result]) -> list[Result]:

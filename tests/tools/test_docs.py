@@ -39,7 +39,6 @@ def test_stale_and_missing_figures_are_marked(monkeypatch: pytest.MonkeyPatch) -
     assert generate["NO_GPU"] in generate["measured"]()
     monkeypatch.undo()
     shown = generate["measured"]()
-    monkeypatch.setattr(evidence, "mark_stale", lambda results, *_: results)
     monkeypatch.setattr(evidence, "list_results", lambda *_: [])
     assert shown.count("x |") > generate["measured"]().count("x |")
     assert "(stale)" not in shown
