@@ -15,7 +15,7 @@ from torchweld.ops.modulation import (
     GATED_RESIDUAL_LAYER_NORM,
     GATED_RESIDUAL_RMS_NORM,
 )
-from torchweld.registry import Op, residual
+from torchweld.registry import OPS, Op, residual
 
 # One element, odd and prime widths, widths beyond every internal limit, no rows, no width. Batches
 # with few and many rows for a modulation, and more modulations than chunks.
@@ -96,6 +96,12 @@ def _modulations_of(op: Op) -> tuple[str, ...]:
     return tuple(name for name in ("gate", "scale", "shift") if name in arguments)
 
 
+def _plain(norm: Op, x: Tensor, scale: Tensor, shift: Tensor | None, eps: Any) -> Tensor:
+    """What a model calls, with autocast's rule for the norm."""
+    y = norm.reference(x, x.shape[-1:], *[None] * norm.forward.count("Tensor?"), eps) * (1 + scale)
+    return y if shift is None else y + shift
+
+
 def _declare(op: Op, **more: Any) -> None:
     def given(shape: tuple[int, ...], **changes: Any) -> tuple[Any, ...]:
         return vary(op.name, shape[:-1], shape[-1:], **changes)
@@ -123,7 +129,11 @@ def _declare(op: Op, **more: Any) -> None:
 
 _declare(GATED_RESIDUAL, terms=functools.partial(derive_terms, GATED_RESIDUAL.name))
 for _op in (ADAPTIVE_LAYER_NORM, ADAPTIVE_RMS_NORM):
-    _declare(_op, terms=functools.partial(_terms, centered=_op is ADAPTIVE_LAYER_NORM))
+    _declare(
+        _op,
+        terms=functools.partial(_terms, centered=_op is ADAPTIVE_LAYER_NORM),
+        plain=functools.partial(_plain, OPS[_op.name.removeprefix("adaptive_")]),
+    )
 for _op in (GATED_RESIDUAL_LAYER_NORM, GATED_RESIDUAL_RMS_NORM):
     _declare(
         _op,

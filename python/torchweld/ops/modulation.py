@@ -320,6 +320,7 @@ class _AdaptiveNorm:
             check=self._check,
             sized=lambda leading, row: (*_size(leading, row, *"xmm"), self.epsilon),
             flops=count_per_element(*flops),
+            autocast=norm.autocast,
             **common,
         )
         branch, needed = "Tensor gate, Tensor branch", ("input", "gate", "branch", "scale", "shift")
