@@ -24,6 +24,7 @@ include_patterns = ["*.md", "docs/**"]
 # Sphinx would search them for documents.
 exclude_patterns = [
     ".*",
+    "AGENTS.md",
     "SECURITY.md",
     "build",
     "dist",

@@ -235,8 +235,8 @@ def measured() -> str:
 def _find_speedup(results: list[Result], row: tuple[str, str]) -> str:
     """The speed-up over torch of a forward and a backward pass, or of a step, where it is known."""
     found = {
-        result.dtype: f"{ms / result.ms:.2f}x"
-        for result, ms in report.compare(results)
+        result.dtype: f"{torchs / ours:.2f}x"
+        for result, ours, torchs in report.compare(results)
         if (result.op, result.variant) == row and result.direction in ("full", "step")
     }
     return found.get("bfloat16", found.get("float32", ""))
