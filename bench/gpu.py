@@ -27,7 +27,7 @@ from torchweld.bench.contenders import COMPILE, DENSE
 from torchweld.bench.evidence import CASE, KEPT, PROVEN, gpu_backends, sources_hash
 from torchweld.bench.jobs import Job, run_apart
 from torchweld.bench.runner import Plan, Result
-from torchweld.dispatch.engine.store import write_json
+from torchweld.files import write_json
 from torchweld.ops.optimizer.rule import RULES
 from torchweld.registry import BACKENDS, OPS
 

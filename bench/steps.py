@@ -17,7 +17,7 @@ import torchweld
 from torchweld import optim
 from torchweld.bench.runner import OUT_OF_MEMORY, Plan, Result, compare
 from torchweld.bench.timing import Clock, Run, Sample
-from torchweld.dispatch.engine.judge import in_a_line, is_out_of_memory
+from torchweld.dispatch.proof import in_a_line, is_out_of_memory
 from torchweld.ops.optimizer.rule import RULES, Rule
 from torchweld.ops.quantize_8bit import scales_shape
 from torchweld.registry import EAGER

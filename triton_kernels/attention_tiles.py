@@ -2,7 +2,11 @@
 
 One product feeds the next, so that Triton gives every warp 16 whole rows of both. A tile therefore
 takes `4 * max(rows // 64, 1)` warps: with more, several warps compute the same rows. The tiles here
-do not. docs/notebook/attention-tiles.md has what they take on each GPU, and what an H200 measured;
+do not.
+
+A user's process takes the rule's tile. `torchweld tune` times the others on its GPU, and keeps the
+fastest for later processes (torchweld/dispatch/tile_proof.py).
+docs/notebook/attention-tiles.md has what they take on each GPU, and what an H200 measured;
 tests/tools/test_triton_aot.py compiles them.
 """
 
@@ -20,8 +24,8 @@ Tiles = tuple[Tile, ...]
 class Choice(NamedTuple):
     """A kernel's tiles for blocks of 128 and for smaller ones.
 
-    The rule's tile is the first one that is no longer than a block. A tile of 64 rows after it, and
-    the `further` tiles for light calls, are timed against it at first use. `heavy` tiles serve
+    The rule's tile is the first one that is no longer than a block. `torchweld tune` times a tile
+    of 64 rows after it, and the `further` tiles for light calls, against it. `heavy` tiles serve
     calls with random numbers, biases or mask bits, which take registers.
     """
 

@@ -1,7 +1,7 @@
-"""A launch with several tiles; the fastest one serves.
+"""A launch with several tiles, of which one serves.
 
-The first tile is the rule's. It serves until torchweld.dispatch.tile_question, which asks the
-engine, is connected: so in ahead-of-time compiles.
+The first tile is the rule's. It serves in ahead-of-time compiles, and until
+torchweld.dispatch.tile_proof is connected, which knows the tiles that `torchweld tune` timed.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 import imitated_gluon
 from conftest import PLACES, running_at
 from oracle import exact, run
-from torchweld.dispatch import tile_question
+from torchweld.dispatch import tile_proof
 from torchweld.ops.attention.block_sparse import OP
 from torchweld.sparse import BlockLayout
 
@@ -43,7 +43,7 @@ def started(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
         found.append(launched.kernel.fn.__name__)
         return imitated_gluon.start(launched, options)
 
-    tile_question.connect()
+    tile_proof.connect()
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(attention_roles, "runs_on", lambda device: True)
     monkeypatch.setattr(attention_roles, "processors", lambda device: 1)

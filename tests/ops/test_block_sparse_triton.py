@@ -21,7 +21,7 @@ from selection import TRITON_DEVICE as DEVICE
 from selection import of_triton
 from torchweld import BackendError, random
 from torchweld.bench.cases import CASES
-from torchweld.dispatch import op_question
+from torchweld.dispatch import op_proof
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.functional import block_sparse_attention
@@ -101,13 +101,13 @@ def test_a_check_divides_lines_as_the_call_does(
         return pieces
 
     monkeypatch.setattr(block_sparse_attention, "divide", record)
-    question = op_question.make_question(OP, inputs)
+    question = op_proof.make_question(OP, inputs)
     found, wanted = question.run("triton"), question.exact()
     assert divided == [queries > 2048]
     for name, value in found.items():
         torch.testing.assert_close(value.double(), wanted[name], rtol=1e-3, atol=1e-4)
     short = OP.inputs(*[q[:, :, :600]] * 3, BlockLayout.sliding_window(600, 2, block=32))  # type: ignore[misc]
-    same = op_question.class_of(OP, inputs) == op_question.class_of(OP, short)
+    same = op_proof.class_of(OP, inputs) == op_proof.class_of(OP, short)
     assert same == (queries <= 2048)
 
 

@@ -20,9 +20,8 @@ from torchweld.bench.runner import Plan, Result
 from torchweld.bench.timing import wall_time
 from torchweld.commands import cli
 from torchweld.dispatch import choice
-from torchweld.dispatch.engine.judge import Judge
-from torchweld.dispatch.engine.question import Answer
-from torchweld.dispatch.engine.store import Entry
+from torchweld.dispatch.proof import Judge
+from torchweld.dispatch.store import Answer, Entry
 from torchweld.functional import quantize_8bit
 from torchweld.ops.optimizer.rule import RULES
 from torchweld.ops.quantize_8bit import _QUANTIZE
@@ -208,7 +207,7 @@ def test_a_rules_choice_is_what_its_steps_agree_on(
     steps.take_step(steps.few(ADAM, "cpu", MATRICES))
     assert rule.choose_for(param) == "cpu"
     wrong = Answer(EAGER, {"cpu": "wrong"}, {})
-    trials.engine._store.add(Entry(CONDITIONS, {"op": "adam", "step": ["8 bits"]}, 0, wrong))
+    trials.checker._store.add(Entry(CONDITIONS, {"op": "adam", "step": ["8 bits"]}, 0, wrong))
     assert rule.choose_for(param) == EAGER
 
 

@@ -21,13 +21,12 @@ from torchweld.dispatch.autograd import (
     find_apply,
 )
 from torchweld.dispatch.bare import BareOp
-from torchweld.dispatch.engine.judge import name_results
-from torchweld.dispatch.engine.question import Results
+from torchweld.dispatch.proof import Results, name_results
 from torchweld.isolate import leave_dispatch_modes
 from torchweld.ops import activation as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import fused_choice, gemm
-from torchweld.ops.gemm.fused_choice import Contest, Kind
+from torchweld.ops.gemm.fused_choice import Forms, Kind
 from torchweld.registry import Differentiable
 
 _SOURCE = "triton_kernels/linear_act.py"
@@ -243,8 +242,8 @@ def choose_tile_for(
     # A trial runs outside of the caller's autocast, and without gradients.
     dtype, save_z = gemm.find_dtype(x), gemm.wants_gradient(x, weight, bias)
     tiles = partial(list_tiles, x, weight)
-    contest = partial(_make_contest, dtype, save_z, *arguments, *kind)
-    return fused_choice.choose_tile(x, _kind(*arguments, *kind), tiles, contest)
+    forms = partial(_make_forms, dtype, save_z, *arguments, *kind)
+    return fused_choice.choose_tile(x, _kind(*arguments, *kind), tiles, forms)
 
 
 def explain(
@@ -292,14 +291,14 @@ def _kind(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kin
     )
 
 
-def _make_contest(
+def _make_forms(
     dtype: torch.dtype,
     save_z: bool,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     *how: str,
-) -> Contest:
+) -> Forms:
     """One kernel with each of its tiles against two steps."""
     x, weight = x.detach().to(dtype), weight.detach().to(dtype)
     bias = None if bias is None else bias.detach().to(dtype)
@@ -318,7 +317,7 @@ def _make_contest(
         z = linear_in_float64(x, weight, bias)
         return name_results((activations.ACTIVATIONS[how].function(z), z), *names)  # type: ignore[index]
 
-    return Contest(
+    return Forms(
         tensors=[x],
         unfused=unfused,
         fused={t: partial(fused, t) for t in list_tiles(x, weight)},
@@ -343,4 +342,4 @@ _FEATURES = 2048
 def list_tiles(x: torch.Tensor, weight: torch.Tensor) -> Sequence[int]:
     """The tiles worth timing."""
     dtype = gemm.find_dtype(x)
-    return list(fused_choice.kernels().contenders(x.to(dtype), weight.to(dtype)))
+    return list(fused_choice.kernels().candidates(x.to(dtype), weight.to(dtype)))

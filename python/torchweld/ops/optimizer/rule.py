@@ -13,7 +13,7 @@ import torch
 from torchweld.dispatch import choice
 from torchweld.dispatch.bare import BareOp, find_agreed
 from torchweld.dispatch.warm.direct import make_direct
-from torchweld.ops.optimizer import question
+from torchweld.ops.optimizer import proof
 from torchweld.ops.optimizer.batch import (
     Batch,
     Task,
@@ -234,7 +234,7 @@ class Rule:
     def _kernel(self, op: BareOp, task: Task) -> Any:
         p = task.batch.params[0]
         if choice.forced is None and choice.is_tried(p):
-            return op.overload(question.choose_on_gpu(self, task))
+            return op.overload(proof.choose_on_gpu(self, task))
         return op.kernel(p)
 
     def _updates(self, task: Task) -> Updates:

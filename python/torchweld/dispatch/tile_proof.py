@@ -1,7 +1,7 @@
-"""Asks the engine which tile of a Triton kernel serves a class of launches.
+"""Which tile of a Triton kernel serves a class of launches: the declared one, or a timed one.
 
-The tile by rule is the baseline, and its results are the trusted ones: the op's own question, which
-comes first, judges them by the reference in float64.
+The tile by rule serves until `torchweld tune` has found a faster one here. Its results are the
+trusted ones: the check of the op, which comes first, compares them with the reference in float64.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from torchweld.dispatch.engine import asking
-from torchweld.dispatch.engine.question import Question, Results
+from torchweld.dispatch import proof
+from torchweld.dispatch.proof import Question, Results
 from torchweld.numerics import unit_of
 
 
@@ -27,7 +27,7 @@ def connect() -> None:
 def choose_tile(on: torch.Tensor, contest: Any) -> Any:
     """The tile that serves this class of launches: a timed one that is stored, or by rule."""
     make = functools.partial(_make_question, on, contest)
-    name, is_final = asking.pick((on.device, contest.key), make)
+    name, is_final = proof.pick((on.device, contest.key), make)
     if not is_final:
         importlib.import_module("torchweld.triton_kernels.launch").forbid_replay()
     return next(tile for tile in contest.tiles if str(tile) == name)
@@ -52,8 +52,8 @@ def _make_question(on: torch.Tensor, contest: Any) -> Question:
         kind=contest.describe(),
         size=contest.size,
         device=on.device,
-        baseline=by_rule,
-        contenders=others,
+        fallback=by_rule,
+        candidates=others,
         run=find_results,
         trusted=by_rule_results,
         exact=by_rule_results,
