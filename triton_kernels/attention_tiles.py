@@ -21,7 +21,7 @@ from .contest import Tile
 Tiles = tuple[Tile, ...]
 
 
-class Choice(NamedTuple):
+class TileChoice(NamedTuple):
     """A kernel's tiles for blocks of 128 and for smaller ones.
 
     The rule's tile is the first one that is no longer than a block. `torchweld tune` times a tile
@@ -34,8 +34,8 @@ class Choice(NamedTuple):
     further: Tiles = ()
 
 
-def _same(*tiles: Tile) -> Choice:
-    return Choice(tiles, tiles)
+def _same(*tiles: Tile) -> TileChoice:
+    return TileChoice(tiles, tiles)
 
 
 _WIDE, _NARROW = (
@@ -50,53 +50,57 @@ _NARROWEST = 64  # head with tiles of its own
 # The kernels, and the sums of keys, of values or of both that a launch has. By the generation of
 # the GPU and the padded head. From sm_90 on a group of four warps computes 64 rows at once.
 FORWARD, QUERIES, KEYS, VALUES, BOTH = "forward", "queries", "keys", "values", "both"
-_TILES: dict[int, dict[str, dict[int, Choice]]] = {
+_TILES: dict[int, dict[str, dict[int, TileChoice]]] = {
     80: {
         FORWARD: {
             64: _same(*_SCORES),
-            128: Choice((_SCORES[0], Tile(64, 32, 4, 2)), (Tile(128, 32, 8, 2), _SCORES[1])),
+            128: TileChoice((_SCORES[0], Tile(64, 32, 4, 2)), (Tile(128, 32, 8, 2), _SCORES[1])),
             256: _same(Tile(32, 32, 4, 2)),
         },
         QUERIES: {
-            64: Choice(_WIDE, _NARROW),
-            128: Choice(_WIDE, _NARROW),
+            64: TileChoice(_WIDE, _NARROW),
+            128: TileChoice(_WIDE, _NARROW),
             256: _same(Tile(32, 32, 4, 2)),
         },
-        KEYS: {128: Choice(_NARROW, _NARROW[1:]), 256: _same(_SMALL)},
+        KEYS: {128: TileChoice(_NARROW, _NARROW[1:]), 256: _same(_SMALL)},
         VALUES: {128: _same(*_NARROW), 256: _same(_SMALL)},
-        BOTH: {64: Choice(_NARROW[1:], (Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)))},
+        BOTH: {64: TileChoice(_NARROW[1:], (Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)))},
     },
     90: {
         FORWARD: {
-            64: Choice(_SCORES, (_SCORES[0], _AHEAD[1]), _LONG),
-            128: Choice((_AHEAD[0], _SCORES[1]), (_SCORES[0], _AHEAD[1]), _SCORES[:1]),
-            256: Choice(_NARROW, (_NARROW[0], Tile(64, 16, 4, 2))),
+            64: TileChoice(_SCORES, (_SCORES[0], _AHEAD[1]), _LONG),
+            128: TileChoice((_AHEAD[0], _SCORES[1]), (_SCORES[0], _AHEAD[1]), _SCORES[:1]),
+            256: TileChoice(_NARROW, (_NARROW[0], Tile(64, 16, 4, 2))),
         },
         QUERIES: {
-            64: Choice((_AHEAD[1], _WIDE[1]), _AHEAD[1:]),
-            128: Choice((_AHEAD[0], _WIDE[1]), _AHEAD[1:]),
-            256: Choice((_NARROW[0], Tile(64, 16, 4, 2)), (_NARROW[0], Tile(32, 32, 4, 2))),
+            64: TileChoice((_AHEAD[1], _WIDE[1]), _AHEAD[1:]),
+            128: TileChoice((_AHEAD[0], _WIDE[1]), _AHEAD[1:]),
+            256: TileChoice((_NARROW[0], Tile(64, 16, 4, 2)), (_NARROW[0], Tile(32, 32, 4, 2))),
         },
         KEYS: {
-            128: Choice(_NARROW, (_NARROW[0], Tile(64, 16, 4, 2))),
-            256: Choice((_SMALL,), (Tile(16, 32, 4, 1),)),
+            128: TileChoice(_NARROW, (_NARROW[0], Tile(64, 16, 4, 2))),
+            256: TileChoice((_SMALL,), (Tile(16, 32, 4, 1),)),
         },
         VALUES: {
             128: _same(*_NARROW),
-            256: Choice((Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)), (Tile(32, 32, 4, 2),)),
+            256: TileChoice((Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)), (Tile(32, 32, 4, 2),)),
         },
         BOTH: {
-            64: Choice(_SCORES[1:], _NARROW[1:]),
-            128: Choice((_WIDE[1], _AHEAD[1]), (_AHEAD[1], _NARROW[1]), _SCORES[:1]),
+            64: TileChoice(_SCORES[1:], _NARROW[1:]),
+            128: TileChoice((_WIDE[1], _AHEAD[1]), (_AHEAD[1], _NARROW[1]), _SCORES[:1]),
         },
     },
     100: {
         FORWARD: {
-            64: Choice(_SCORES, _SCORES, _LONG),
-            128: Choice(_SCORES, _SCORES, _LONG),
+            64: TileChoice(_SCORES, _SCORES, _LONG),
+            128: TileChoice(_SCORES, _SCORES, _LONG),
             256: _same(*_NARROW),
         },
-        QUERIES: {64: Choice(_WIDE, _NARROW), 128: Choice(_WIDE, _NARROW), 256: _same(*_NARROW)},
+        QUERIES: {
+            64: TileChoice(_WIDE, _NARROW),
+            128: TileChoice(_WIDE, _NARROW),
+            256: _same(*_NARROW),
+        },
         KEYS: {128: _same(*_NARROW), 256: _same(_SMALL)},
         VALUES: {128: _same(*_NARROW), 256: _same(_SMALL)},
         BOTH: {64: _same(*_NARROW)},

@@ -115,13 +115,13 @@ ADAM = steps.KINDS[0]
 MATRICES = (3, 8, 600)
 
 
-def _measured_step(kind: steps.Kind, plan: Plan = STEP) -> dict[str, Result]:
+def _measured_step(kind: steps.StepKind, plan: Plan = STEP) -> dict[str, Result]:
     (found,) = steps.measure(steps.few(kind, "cpu", MATRICES), plan, wall_time)
     return {result.contender: result for result in found}
 
 
 @pytest.mark.parametrize("kind", steps.KINDS, ids=lambda kind: f"{kind.rule} {kind.variant}")
-def test_a_step_is_timed_beside_torchs(kind: steps.Kind) -> None:
+def test_a_step_is_timed_beside_torchs(kind: steps.StepKind) -> None:
     found = _measured_step(kind)
     assert list(found) == ["eager", "cpu"]
     assert all(result.status == "timed" and result.ms for result in found.values())
@@ -142,7 +142,7 @@ def test_a_wrong_step_is_refused() -> None:
 
 
 def test_a_peer_that_fails_ends_nothing() -> None:
-    peers = {"broken": steps.Peer("json", lambda module: module.no_such_optimizer)}
+    peers = {"broken": steps.StepPeer("json", lambda module: module.no_such_optimizer)}
     plan = dataclasses.replace(STEP, rivals=["broken"])
     found = _measured_step(dataclasses.replace(ADAM, peers=peers), plan)
     assert found["cpu"].status == "timed"

@@ -14,7 +14,7 @@ from conftest import PLACES
 
 @pytest.mark.parametrize("fault", mutate.FAULTS, ids=str)
 def test_a_fault_of_the_suite_can_be_planted(fault: mutate.Fault) -> None:
-    """One of 57 named code that was gone, and the script that runs them ended there."""
+    """Two of 57 named code that was gone, and the script that runs them ended there."""
     assert fault.old in (mutate.ROOT / fault.file).read_text()
     named = [word.strip("'") for word in fault.tests.split() if word.startswith("tests/")]
     assert named

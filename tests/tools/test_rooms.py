@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -194,3 +195,25 @@ def test_a_question_has_one_home(words: str) -> None:
     }
     assert found <= HOMES[words], found - HOMES[words]
     assert found, "nothing has these words"
+
+
+# Class names that stand for two things. The list may only fall.
+SHARED = {
+    *("Activation", "Change", "Config", "Factors", "Form", "GELU", "GatedMLP", "Kind", "LayerNorm"),
+    *("LinearAct", "Needs", "Pair", "Plan", "Proposal", "QuickGELU", "RMSNorm", "Ready", "Record"),
+    *("Rewritten", "SiLU", "SoftmaxDropout", "Tile", "_Call", "_Calls", "_Experts", "_Functions"),
+    *("_Kind", "_Options", "_Products", "_Recorder", "_Reference", "_Rows", "_Run", "_Scope"),
+    *("_Step", "_Watch"),
+}
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    """48 stood for several: to know what a `Job` is, a reader had to open both files."""
+    classes = [
+        node.name
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    found = {name for name, count in Counter(classes).items() if count > 1}
+    assert found <= SHARED, found - SHARED
