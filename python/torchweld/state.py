@@ -56,6 +56,18 @@ def has_modes() -> bool:
     return bool(count_dispatch_modes() or count_function_modes())
 
 
+def is_watched() -> bool:
+    """Whether more than autograd sees or changes calls: a mode, transform, recorder or compiler."""
+    return bool(
+        is_compiling()  # first: Dynamo traces no more of this
+        or count_dispatch_modes()
+        or count_function_modes()
+        or is_transforming()
+        or torch._C._get_tracing_state()
+        or forward_ad._current_level >= 0
+    )
+
+
 def has_forward_ad() -> bool:
     """Whether forward-mode AD is on."""
     return forward_ad._current_level >= 0
@@ -103,6 +115,7 @@ __all__ = [
     "is_recording",
     "is_tracing",
     "is_transforming",
+    "is_watched",
     "retains_graph",
     "will_run",
 ]

@@ -16,7 +16,6 @@ from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.judge import ROWS
 from torchweld.dispatch.engine.question import Question, Results
 from torchweld.dispatch.warm.guards import ALIGNMENT
-from torchweld.dispatch.warm.recorder import leave_open
 from torchweld.registry import EAGER, OPS, Composite, Op, materialize
 from torchweld.registry.constant import assume_constant_result
 from torchweld.registry.op import why_not_now
@@ -28,13 +27,10 @@ _ROWS_BEHIND_GEMMS = 251
 def choose_on_gpu(op: Op, inputs: Sequence[Any]) -> str:
     """The backend for a call on this GPU; the first call of its class makes a trial."""
     if why_not_now() is not None:  # tensors of a transform have no address, which a class has
-        leave_open()
         return EAGER
-    backend, settled = asking.pick(class_of(op, inputs), partial(make_question, op, inputs))
+    backend, _ = asking.pick(class_of(op, inputs), partial(make_question, op, inputs))
     if op.why_refused(backend, inputs) is not None:
         backend = EAGER
-    if not settled:
-        leave_open()
     return backend
 
 
@@ -150,7 +146,7 @@ def _run(op: Op, backend: str, inputs: Sequence[Any]) -> Any:
     if backend == EAGER:
         return op.reference(*inputs)
     if isinstance(op, Composite):
-        return op.fused(backend, *inputs)
+        return op.plan(backend, *inputs)(*inputs)
     return op.kernels[backend](*inputs)
 
 

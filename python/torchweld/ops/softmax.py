@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchweld import checks
 from torchweld.dispatch.autograd import exports_a_derivative
-from torchweld.dispatch.call import call
+from torchweld.dispatch.call import call, decide
 from torchweld.dispatch.kernels import define
 from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
@@ -54,7 +54,7 @@ def softmax_dropout(
     inputs = _inputs(input, mask, scale, causal, p, training, seed, shard)
     if isinstance(mask, Tensor) and mask.requires_grad and torch.is_grad_enabled():
         return _with_gradient_of_mask(*inputs)
-    return call(OP, *inputs)
+    return decide(OP, *inputs)
 
 
 def _inputs(

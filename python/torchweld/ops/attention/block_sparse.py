@@ -10,7 +10,7 @@ import torch
 
 from torchweld import checks
 from torchweld.dispatch.autograd import derive_from_reference
-from torchweld.dispatch.call import call_arranged
+from torchweld.dispatch.call import decide_arranged
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.dispatch.kernels import define
 from torchweld.dispatch.warm.cache import short
@@ -88,14 +88,13 @@ def block_sparse_attention(
     """
     settings = (scale, causal, key_padding_mask, alibi_slopes, bias, sinks, softcap)
     arranged = _prepare(q, k, v, layout, *settings, dropout_p, training, seed, shard)
-    y, lse = call_arranged(OP, *arranged)
-    return (y, lse) if return_lse else y
+    return decide_arranged(OP, *arranged, returned=("y", "lse") if return_lse else "y")
 
 
 def _inputs(*given: Any, **named: Any) -> Sequence[Any]:
     """The op's arguments, made of the public function's."""
     arrange, raw, *rest = _prepare(*given, **named)
-    return (*arrange(*raw), *rest)
+    return (*arrange(*raw.values()), *rest)
 
 
 def _prepare(
@@ -148,7 +147,8 @@ def _prepare(
     if bias is not None and is_dtensor(bias) and not is_dtensor(q):
         raise ArgumentError(name, "bias", "a DTensor", "a plain tensor, as q is")
     arrange = partial(_arrange, narrow, group, row)
-    given = (q, k, v, layout, sinks, bias, key_padding_mask, alibi_slopes)
+    given = {"q": q, "k": k, "v": v, "layout": layout, "sinks": sinks, "bias": bias}
+    given |= {"key_padding_mask": key_padding_mask, "alibi_slopes": alibi_slopes}
     own = (row, layout.block, group, float(scale), causal, float(softcap))
     return (arrange, given, *own, p, seed, whole, offset)
 

@@ -21,9 +21,10 @@ from torchweld.dispatch.autograd import (
     make_unaliased,
     take_left_over,
 )
-from torchweld.dispatch.call import call
+from torchweld.dispatch.call import call, decide
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.dispatch.warm.cache import short
+from torchweld.dispatch.warm.guards import are_comparable
 from torchweld.errors import ArgumentError
 from torchweld.names import ActivationName, Approximation
 from torchweld.ops import activation as activations
@@ -110,7 +111,9 @@ def experts_mlp(
     def run(*tensors: torch.Tensor | None) -> torch.Tensor:
         return call(OP, *tensors, *form, *more)  # type: ignore[no-any-return]
 
-    return run_on_devices(run, tensors) if any(map(is_dtensor, tensors)) else run(*tensors)
+    if any(map(is_dtensor, tensors)):
+        return run_on_devices(run, tensors)
+    return decide(OP, *tensors, *form, *more)  # type: ignore[no-any-return]
 
 
 # --- The node -------------------------------------------------------------------------------------
@@ -161,22 +164,24 @@ _READY = _PASSES | {"cpu": (grouped.run_forward, grouped.backward)}
 _DIFFERENTIABLE = (0, 1, 2, 4, 5, 6)
 
 
-def _fused(backend: str, *inputs: Any) -> torch.Tensor:
+def _plan(backend: str, *inputs: Any) -> Callable[..., torch.Tensor]:
     _check(*inputs)
-    x = inputs[0]
-    kind = gemm.find_dtype(x)
-    at = (0, 1, 2, 5, 6)
-    given = [t if t is None or i not in at else t.to(kind) for i, t in enumerate(inputs[:_TENSORS])]
-    passes = _PASSES[backend]
-    made: torch.Tensor = _Experts.apply(passes, *given, *inputs[_TENSORS:])  # type: ignore[no-untyped-call]
+    dtype = gemm.find_dtype(inputs[0])
+    is_cast = any(inputs[at] is not None and inputs[at].dtype is not dtype for at in _CAST)
+    if is_cast or not are_comparable(inputs):
+        return partial(_run_cast, _PASSES[backend])
+    return partial(_apply, _READY[backend])
+
+
+# Positions of what autocast casts.
+_CAST = (0, 1, 2, 5, 6)
+
+
+def _run_cast(passes: Passes, *inputs: Any) -> torch.Tensor:
+    x, dtype = inputs[0], gemm.find_dtype(inputs[0])
+    given = [t.to(dtype) if at in _CAST and t is not None else t for at, t in enumerate(inputs)]
+    made: torch.Tensor = _Experts.apply(passes, *given)  # type: ignore[no-untyped-call]
     return made.to(x.dtype)
-
-
-def _plan(backend: str, *inputs: Any) -> Callable[..., torch.Tensor] | None:
-    """What `_fused` does for calls like this one, if it casts nothing."""
-    kind = gemm.find_dtype(inputs[0])
-    is_cast = any(inputs[at] is not None and inputs[at].dtype is not kind for at in (0, 1, 2, 5, 6))
-    return None if is_cast else partial(_apply, _READY[backend])
 
 
 # --- The reference --------------------------------------------------------------------------------
@@ -417,7 +422,6 @@ OP = Composite(
     + ", ".join(f"Tensor {name}" for name in _RESULTS[1:])
     + ")",
     reference=_reference,
-    fused=_fused,
     plan=_plan,
     check=_check,
     fake=lambda x, gate_up, down, indices, weights, gate_up_bias, down_bias, *how: (

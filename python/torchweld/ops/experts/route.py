@@ -12,9 +12,9 @@ from torchweld import checks, state
 from torchweld.dispatch import choice
 from torchweld.dispatch.autograd import find_apply, wants_gradient
 from torchweld.dispatch.bare import BareOp
+from torchweld.dispatch.call import Decision
 from torchweld.dispatch.warm.cache import short
 from torchweld.dispatch.warm.guards import is_lazy
-from torchweld.dispatch.warm.recorder import run_final
 from torchweld.errors import ArgumentError
 from torchweld.registry import EAGER, Op
 from torchweld.registry.op import why_not_now
@@ -81,12 +81,13 @@ def route(
     how = (k, scores, groups, top_groups, best_of_group, renormalize, float(scale))
     backend = _find_backend(input, k, groups)
     run = partial(_compute_routes, how) if backend is None else _plan(backend, input, how)
-    return Routes(*run_final(run, input, choice_bias, token_mask))
+    names = ("input", "choice_bias", "token_mask")
+    return Decision(None, run, (input, choice_bias, token_mask), names)  # type: ignore[return-value]
 
 
-def _compute_routes(how: tuple[Any, ...], logits: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
+def _compute_routes(how: tuple[Any, ...], logits: torch.Tensor, *rest: Any) -> Routes:
     with torch.autocast(logits.device.type, enabled=False):
-        return _compute(logits, *rest, *how)[:4]
+        return Routes(*_compute(logits, *rest, *how)[:4])
 
 
 def _compute(
@@ -270,7 +271,7 @@ def _run_kernel(
     logits: torch.Tensor,
     choice_bias: torch.Tensor | None,
     token_mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
+) -> Routes:
     is_flat = logits.ndim == 2
     mask = None if token_mask is None else token_mask.reshape(-1)
     bias = None if choice_bias is None else choice_bias.detach()
@@ -285,7 +286,7 @@ def _run_kernel(
     if not is_flat:
         shape = (*logits.shape[:-1], how[0])
         indices, weights = indices.view(shape), weights.view(shape)
-    return (indices, weights, *losses)
+    return Routes(indices, weights, *losses)
 
 
 def _check(

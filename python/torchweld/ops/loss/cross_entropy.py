@@ -10,8 +10,8 @@ import torch
 
 from torchweld import checks
 from torchweld.dispatch import choice
+from torchweld.dispatch.call import Decision
 from torchweld.dispatch.warm.cache import short
-from torchweld.dispatch.warm.recorder import run_final
 from torchweld.errors import ArgumentError
 from torchweld.names import Reduction
 from torchweld.ops.loss import arguments, fused, nodes, results, small
@@ -19,6 +19,7 @@ from torchweld.ops.loss.arguments import Settings
 from torchweld.registry import why_not_now
 
 _NAME = "cross_entropy"
+_TENSORS = ("input", "target", "weight", "temperature", "token_weights")
 # With fewer logits plain torch is as fast as the general path, and torch's loss as one op of ours.
 _SMALL, _PLAIN = 2**14, 2**16
 
@@ -108,7 +109,7 @@ def cross_entropy(
         settings, token_weights, input, target, weight, temperature
     ):
         whole = _fuse(settings, input)
-    return run_final(whole, *given, **span)
+    return Decision(None, whole, given, _TENSORS, **span)
 
 
 def _fuse(settings: Settings, input: torch.Tensor) -> small.Run:

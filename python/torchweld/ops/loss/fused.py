@@ -110,7 +110,8 @@ class _Call(NamedTuple):
     settings: Settings  # without the sizes of the rows
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    linear: Callable[..., torch.Tensor]
+    linear: Any  # of a layer: its logits
+    product: Callable[..., torch.Tensor]  # of two matrices, for gradients
     numbers: tuple[Any, ...]
     dtype: torch.dtype  # of the loss
     layer: tuple[Any, ...]  # the fields of a Layer after its tensors
@@ -139,8 +140,8 @@ class _Call(NamedTuple):
         needs, plan = self.needs, self.plan
         if plan is None:
             return (
-                product.multiply(of_logits, layer.weight) if needs.input else None,
-                product.multiply(of_logits.t(), x) if needs.weight else None,
+                self.product(of_logits, layer.weight) if needs.input else None,
+                self.product(of_logits.t(), x) if needs.weight else None,
                 of_logits.sum(0) if needs.bias else None,
             )
         gemms = Gemms(layer, plan, logits=of_logits)
@@ -238,7 +239,8 @@ def make_run(
         settings._replace(leading=()),
         FORWARD.find_for_all(layer.input),
         BACKWARD.find_for_all(layer.input),
-        find_linear(layer.input.dtype),
+        find_linear(layer.input, layer.weight, layer.bias) if layer.weight is not None else None,
+        product.find_multiply(layer.input),
         (
             settings.scale,
             settings.softcap,

@@ -6,7 +6,7 @@ Where one of them refuses a call, `whole` serves it: it names the argument.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from torchweld import checks, state
 from torchweld.dispatch import choice
 from torchweld.dispatch.warm.guards import PLAIN
-from torchweld.dispatch.warm.recorder import RECORDER
 from torchweld.ops.gemm import gemm
 from torchweld.ops.loss.arguments import FLOATS, Settings
 from torchweld.registry import why_not_now
@@ -31,7 +30,7 @@ Run = Callable[..., Any]
 
 def find_span(few: int, settings: Settings, x: torch.Tensor) -> dict[str, int]:
     """The numbers of x's elements, all of its rows', on one side of so few logits."""
-    if RECORDER.notes is None:  # a graph's sizes may be unknown
+    if state.is_watched():  # a graph's sizes may be unknown
         return {}
     rows = math.prod(settings.leading)
     limit = -(-few // max(settings.classes, 1)) * (x.numel() // max(rows, 1))
@@ -84,10 +83,10 @@ def _compute(
     return whole(input, target, weight, *others)
 
 
-def linear_cross_entropy(settings: Settings, trains: bool, dtype: torch.dtype, whole: Run) -> Run:
+def linear_cross_entropy(settings: Settings, trains: bool, layer: Sequence[Any], whole: Run) -> Run:
     """torch's loss of a linear layer's logits."""
     find, is_flat = cross_entropy(settings, trains, _refuse), len(settings.leading) == 1
-    return partial(_compute_layer, gemm.find_linear(dtype), find, is_flat, settings.classes, whole)
+    return partial(_compute_layer, gemm.find_linear(*layer), find, is_flat, settings.classes, whole)
 
 
 def _refuse(*_: Any) -> None:
@@ -107,10 +106,10 @@ def _compute_layer(
     return made.view(target.shape) if made.ndim else made
 
 
-def linear_logprobs(settings: Settings, dtype: torch.dtype, whole: Run) -> Run:
+def linear_logprobs(settings: Settings, layer: Sequence[Any], whole: Run) -> Run:
     """The log-probabilities of classes [*], or [*, K]."""
     return (
-        partial(_find_logprobs, gemm.find_linear(dtype), whole) if settings.ignored < 0 else whole
+        partial(_find_logprobs, gemm.find_linear(*layer), whole) if settings.ignored < 0 else whole
     )
 
 
