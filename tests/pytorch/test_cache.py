@@ -165,7 +165,7 @@ def call(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 def _whole_path() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         cache.forget()
-        patch.setattr(cache, "make_comparison", lambda *_, **__: None)
+        patch.setattr(cache, "make_guard", lambda *_, **__: None)
         yield
     cache.forget()
 

@@ -30,10 +30,10 @@ from torchweld.dispatch.warm.generate import compile_function
 from torchweld.dispatch.warm.guards import (
     INCOMPARABLE,
     PLAIN,
-    IsLike,
+    Guard,
     copy_constant,
     is_constant,
-    make_comparison,
+    make_guard,
 )
 from torchweld.dispatch.warm.sizes import Extents, find_varying, measure
 from torchweld.registry import OPS, Op
@@ -48,7 +48,7 @@ _SIZES, _ALIKE, _FORMS, _CALLS = 1024, 4, 16, 8
 class _Way(NamedTuple):
     """A cached call: which calls are like it, and the function that serves them."""
 
-    is_like: IsLike
+    matches: Guard
     run: Callable[..., Any]
 
 
@@ -87,7 +87,7 @@ class _Cache:
             return None
         try:
             for form in self.forms.get(self.key_of(x), ()):
-                if len(form.calls) > 1 and form.way.is_like(*given):
+                if len(form.calls) > 1 and form.way.matches(*given):
                     self.keep(-1, form.way)
                     return form.way.run
         except INCOMPARABLE:
@@ -121,7 +121,7 @@ def list_generated(function: Callable[..., Any], given: Sequence[Any]) -> list[A
     kept = _caches[function].ways.get(choice.forced, {-1: ()})
     for way in (*kept.get(given[0].numel(), ()), *kept[-1]):
         with suppress(*INCOMPARABLE):
-            if way.is_like(*given):
+            if way.matches(*given):
                 served = [cell.cell_contents for cell in way.run.__closure__ or ()]
                 nodes = [getattr(each, "__self__", None) for each in served]
                 forwards = [getattr(node, "forward", None) for node in nodes]
@@ -144,7 +144,7 @@ def short(
     """Give a public function the short way; its first argument is a tensor.
 
     The function may do anything but depend on numbers in its tensors, or on anything of torch that
-    `make_comparison` does not compare.
+    `make_guard` does not compare.
 
     Args:
         small: the function has the arguments of the op with its name, and the op's reference is a
@@ -229,8 +229,8 @@ def _whole({given}):
 _SERVE = """\
     try:{small}
         _kept, _size = _ways[_choice.forced], _numel({first})
-        for _is_like, _run in _kept.get(_size, ()):
-            if _is_like({given}):
+        for _matches, _run in _kept.get(_size, ()):
+            if _matches({given}):
                 break
         else:
             _run = None
@@ -285,15 +285,15 @@ def _keep(cache: _Cache, decision: Decision, given: Sequence[Any]) -> None:
     # What is no op's decides by alignment itself, as losses do: their targets may be a slice.
     aligned = decision.op is not None and choice.is_on_gpu(x)
     compare = functools.partial(
-        make_comparison, given, aligned=aligned, shaped=cache.shaped, seed_at=cache.seed_at
+        make_guard, given, aligned=aligned, shaped=cache.shaped, seed_at=cache.seed_at
     )
-    is_like = compare()
-    made = is_like and _make_run(decision, cache, given)
-    if not (is_like and made):
+    matches = compare()
+    made = matches and _make_run(decision, cache, given)
+    if not (matches and made):
         return
     run, recipe = made
     recipe = (_describe(given, cache.shaped, cache.seed_at), recipe)
-    way = _Way(is_like, run)
+    way = _Way(matches, run)
     calls: list[Extents] = [measure(given)]
     key = cache.key_of(x)
     forms = list(cache.forms.get(key, ())) if _may_vary(decision, x) else []
@@ -301,8 +301,8 @@ def _keep(cache: _Cache, decision: Decision, given: Sequence[Any]) -> None:
         if len(form.calls) >= _CALLS or not _is_equal(form.recipe, recipe):
             continue
         varying = find_varying([*form.calls, *calls], cache.sources)
-        if varying and (is_like := compare(varying=varying, conditions=_write_span(decision))):
-            way, calls = _Way(is_like, run), [*form.calls, *calls]
+        if varying and (matches := compare(varying=varying, conditions=_write_span(decision))):
+            way, calls = _Way(matches, run), [*form.calls, *calls]
             del forms[at]
             break
     cache.keep(-1 if len(calls) > 1 else x.numel(), way)
