@@ -64,7 +64,8 @@ def find_way(kind: Kind, *given: Any, in_chunks: bool = False) -> Run:
     """
     parts, is_loss = given[:3], kind.wanted is None
     if not in_chunks and kind.is_plain and small.may_serve(_FEW, kind.settings, *given):
-        again = partial(_run_in_chunks, kind)
+        of_any_size = kind._replace(settings=kind.settings._replace(leading=()))
+        again = partial(_run_in_chunks, of_any_size)
         if is_loss:
             return small.linear_cross_entropy(kind.settings, any(kind.needs), parts, again)
         return small.linear_logprobs(kind.settings, parts, again)
