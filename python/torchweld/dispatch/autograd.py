@@ -63,7 +63,7 @@ def make_ready(op: Differentiable, steps: Ready, inputs: Sequence[Any]) -> Ready
     """What a ready node takes for calls like the one with these inputs."""
     rest = [value for at, value in enumerate(inputs) if at not in op.tensors_at]
     return steps._replace(
-        rest=tuple(map(copy_constant, rest)),
+        rest=copy_constant(tuple(rest)),
         unsaved=op.unsaved(*inputs) if op.unsaved else (),
         same=[is_so(*inputs) for _, is_so in op.same_gradient.values()],
     )

@@ -18,7 +18,7 @@ from torchweld.dispatch.engine.question import Question, Results
 from torchweld.dispatch.warm.guards import ALIGNMENT
 from torchweld.registry import EAGER, OPS, Composite, Op, materialize
 from torchweld.registry.constant import assume_constant_result
-from torchweld.registry.op import why_not_now
+from torchweld.state import why_not_now
 
 # The rows of a sample whose op contains GEMMs: a prime, like ROWS.
 _ROWS_BEHIND_GEMMS = 251

@@ -9,7 +9,6 @@ import torch
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from torchweld import checks
 from torchweld.ops.optimizer.batch import Stepped, Task, Tensor, Tensors
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.ops.optimizer.torchs import take_torchs_step
@@ -131,4 +130,4 @@ class SGD(SgdStep, torch.optim.SGD):
             return True
         # The first gradient is not dampened.
         step = state.get(STEP) if group["dampening"] != 0 else None
-        return step is not None and checks.can_read(step) and bool(step == 0)
+        return step is not None and state.can_read(step) and bool(step == 0)

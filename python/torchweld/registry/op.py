@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from torchweld import state
 from torchweld.registry.backends import BACKENDS, EAGER
 from torchweld.registry.samples import take_rows
 from torchweld.registry.schema import Signature
 from torchweld.registry.sharding import Rows
+from torchweld.state import why_not_now
 
 OPS: dict[str, Op] = {}
 
@@ -181,16 +181,3 @@ class Op(Differentiable):
         names = self.forward_signature.arguments  # the doctor passes fewer inputs
         arguments = dict(zip(names, inputs, strict=False))
         return self.refuses(backend, arguments)
-
-
-def why_not_now() -> str | None:
-    """The current mode of torch that only eager serves; None if there is none."""
-    if state.is_transforming():
-        return "inside a torch.func transform, whose rules eager has"
-    if state.has_forward_ad():
-        return "inside forward-mode AD, whose rules eager has"
-    if state.is_tracing():
-        return "while torch.jit.trace records, which takes eager's ops"
-    if state.is_exporting() and torch.onnx.is_in_onnx_export():
-        return "inside torch.onnx.export, which knows eager's ops"
-    return None

@@ -338,10 +338,10 @@ def _describe(given: Sequence[Any], shaped: type | None, seed_at: int | None) ->
         elif at == seed_at and type(value) is int:
             each.append(int)
         else:
-            each.append((type(value), copy_constant(value)))
+            each.append((type(value), value))
     kind = given[0].device.type
     is_cast = torch.is_autocast_enabled(kind)
-    return (*each, torch.get_autocast_dtype(kind) if is_cast else None)
+    return copy_constant((*each, torch.get_autocast_dtype(kind) if is_cast else None))
 
 
 def _is_equal(one: Any, other: Any) -> bool:
@@ -371,7 +371,7 @@ def _make_run(
         places = [f"r[{at}]" for at in range(len(results))] if len(results) > 1 else ["r"]
     constants, arguments = [*first], [f"c{at}" for at in range(len(first))]
     taken: dict[str, int] = {}
-    arranging = ""
+    arranging, others = "", []  # others must be constants
     if decision.arrange is not None:
         for name, value in decision.given.items():
             if value is None and name not in cache.places:
@@ -385,8 +385,7 @@ def _make_run(
         is_tensor, is_arranged = isinstance(value, torch.Tensor), at < decision.arranged
         is_raw = is_tensor and name in raw and given[raw[name]] is value
         if at not in taken_at:  # a part of `first`
-            if not is_constant(value):
-                return None
+            others.append(value)
         elif is_arranged or is_raw:
             if is_raw and not is_arranged:
                 taken[name] = raw[name]
@@ -396,11 +395,13 @@ def _make_run(
                 constants.append(casting.dtype)
         elif is_tensor and op is not None and at == op.seed_at:
             arguments.append(_write_seed(op, given, seed_at))
-        elif is_constant(value):
-            arguments.append(f"c{len(constants)}")
-            constants.append(copy_constant(value))
         else:
-            return None
+            arguments.append(f"c{len(constants)}")
+            constants.append(value)
+            others.append(value)
+    if not is_constant(others):
+        return None
+    constants[len(first) :] = copy_constant(constants[len(first) :])
     # A tensor that the op does not take may have decided an argument by its numbers.
     if {*raw.values()} - {*taken.values(), seed_at}:
         return None

@@ -62,12 +62,17 @@ def is_lazy(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_neg() or value._is_zerotensor())
 
 
+def has_lazy(values: Sequence[Any]) -> bool:
+    """Whether any of the values is such a tensor."""
+    return any(map(is_lazy, values))
+
+
 def are_comparable(values: Sequence[Any]) -> bool:
     """Whether guards may recognise calls with these tensors, which then need no dispatcher."""
     if state.is_watched():
         return False
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return all(map(is_plain, tensors)) and not any(map(is_lazy, tensors))
+    return all(map(is_plain, tensors)) and not has_lazy(tensors)
 
 
 def make_guard(

@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchweld.dispatch.warm.generate import compile_function
-from torchweld.dispatch.warm.guards import Guard, guards, is_lazy, make_guard
+from torchweld.dispatch.warm.guards import Guard, guards, has_lazy, make_guard
 from torchweld.isolate import leave_dispatch_modes
 
 _ALLOCATIONS = {
@@ -297,7 +297,7 @@ class Planned:
         else:
             function = self._find()
             launching = getattr(function, "launching", None)
-            is_fit = launching and not any(map(is_lazy, inputs))
+            is_fit = launching and not has_lazy(inputs)
             found = is_fit and make_guard(inputs, aligned=True)
             if found and len(plans) < _ALIKE and _recording.acquire(blocking=False):
                 try:

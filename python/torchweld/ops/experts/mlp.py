@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from torchweld import checks
+from torchweld import checks, state
 from torchweld.dispatch.autograd import (
     derive_from_reference,
     find_apply,
@@ -203,7 +203,7 @@ def _reference(*inputs: Any) -> torch.Tensor:
         made = _run_expert(form, factors, at, given).to(kind)
         return made if form.weights_first else made * scale[:, None].to(kind)
 
-    if checks.can_read(indices):
+    if state.can_read(indices):
         rows = grouped.sort(indices, gate_up.shape[0])
         spans = list(zip(rows.bounds, rows.bounds[1:], strict=False))
         present = [at for at, (first, end) in enumerate(spans) if end > first] or [0]
@@ -240,10 +240,12 @@ def _run_expert(form: Form, factors: Factors, at: int, rows: torch.Tensor) -> to
 # --- Checks ---------------------------------------------------------------------------------------
 
 
+_FLAGS = ("gated", "interleaved", "transposed", "weights_first", "recompute")
+
+
 def _check(*inputs: Any) -> None:
     name, given = OP.name, dict(zip(OP.forward_signature.arguments, inputs, strict=True))
-    for flag in ("gated", "interleaved", "transposed", "weights_first", "recompute"):
-        checks.flag(name, flag, given[flag])
+    checks.flags(name, **{flag: given[flag] for flag in _FLAGS})
     x, limit, up_offset = given["input"], given["limit"], given["up_offset"]
     if limit is not None and not (isinstance(limit, checks.NUMBER) and limit > 0):
         raise ArgumentError(name, "limit", repr(limit), "a number > 0 or None")
@@ -263,14 +265,12 @@ def _check(*inputs: Any) -> None:
 
 def _check_routing(x: torch.Tensor, indices: Any, weights: Any) -> None:
     name = OP.name
-    checks.dense(name, "indices", indices, (torch.int64, torch.int32))
-    checks.like(name, "indices", indices, x, "input")
+    checks.companion(name, "indices", indices, (torch.int64, torch.int32), x, "input")
     if indices.ndim != x.ndim or indices.shape[:-1] != x.shape[:-1] or indices.shape[-1] == 0:
         accepted = f"{[*x.shape[:-1], 'K']}, to go with input"
         raise ArgumentError(name, "indices", f"of shape {list(indices.shape)}", accepted)
-    checks.dense(name, "weights", weights, OP.dtypes)
-    checks.like(name, "weights", weights, x, "input")
-    checks.shaped(name, "weights", weights, indices.shape, "one an index")
+    how: dict[str, Any] = {"shape": indices.shape, "meaning": "one an index"}
+    checks.companion(name, "weights", weights, OP.dtypes, x, "input", **how)
 
 
 def _check_factors(
@@ -279,8 +279,7 @@ def _check_factors(
     name, x = OP.name, input
     dtypes = OP.dtypes if checks.autocasts(x.device.type) else (x.dtype,)
     for of, factor in (("gate_up", gate_up), ("down", down)):
-        checks.dense(name, of, factor, dtypes, "input")
-        checks.like(name, of, factor, x, "input")
+        checks.companion(name, of, factor, dtypes, x, "input")
     width, doubled = x.shape[-1], "2 * " if gated else ""
     out, at = (2, 1) if transposed else (1, 2)
     shape = f"[E, {width}, {doubled}hidden]" if transposed else f"[E, {doubled}hidden, {width}]"
@@ -294,9 +293,8 @@ def _check_factors(
         raise ArgumentError(name, "down", f"of shape {list(down.shape)}", accepted)
     for of, size in (("gate_up_bias", gate_up.shape[out]), ("down_bias", down.shape[out])):
         if (bias := others[of]) is not None:
-            checks.dense(name, of, bias, dtypes, "input")
-            checks.like(name, of, bias, x, "input")
-            checks.shaped(name, of, bias, (experts, size), "a row an expert")
+            how: dict[str, Any] = {"shape": (experts, size), "meaning": "a row an expert"}
+            checks.companion(name, of, bias, dtypes, x, "input", **how)
 
 
 # --- The declaration ------------------------------------------------------------------------------

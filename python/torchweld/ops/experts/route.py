@@ -17,7 +17,7 @@ from torchweld.dispatch.warm.cache import short
 from torchweld.dispatch.warm.guards import is_lazy
 from torchweld.errors import ArgumentError
 from torchweld.registry import EAGER, Op
-from torchweld.registry.op import why_not_now
+from torchweld.state import why_not_now
 
 _NAME = "route"
 _SCORES = ("softmax", "sigmoid")
@@ -231,7 +231,7 @@ class _Route(torch.autograd.Function):
     def backward(ctx: Any, _: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         backward = _BACKWARD.run if ctx.run is None else ctx.run.backward
         is_compiling = torch.compiler.is_compiling()
-        if not is_compiling and (torch.is_grad_enabled() or not checks.can_read(*grads)):
+        if not is_compiling and (torch.is_grad_enabled() or not state.can_read(*grads)):
             backward = _differentiate
         made = backward(*grads, *ctx.saved_tensors, *ctx.how)
         return None, made, *[None] * (2 + len(ctx.how))
@@ -259,7 +259,7 @@ def _fits_triton(logits: torch.Tensor, k: int, groups: int) -> bool:
 
 
 def _plan(backend: str, logits: torch.Tensor, how: tuple[Any, ...]) -> Callable[..., Any]:
-    is_direct = backend == "cpu" and checks.can_read(logits) and not state.has_modes()
+    is_direct = backend == "cpu" and state.can_read(logits) and not state.has_modes()
     run = _Run(_FORWARD.direct, _BACKWARD.direct) if is_direct and not is_lazy(logits) else None
     return partial(_run_kernel, run, wants_gradient(logits), how)
 

@@ -157,27 +157,29 @@ def why_not_fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 # --- Autograd -------------------------------------------------------------------------------------
 
 
+def _differentiate(ctx: Any, *grads: Any) -> Any:
+    grad, (x, weight) = grads[0], ctx.saved_tensors
+    to_x, to_weight, to_bias, *_ = goes_on = list_reached(ctx)
+    gradients: list[Any] = [None] * len(goes_on)
+    if grad is None:
+        return tuple(gradients)
+    rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
+    if to_x:
+        gradients[0] = product.multiply(grad, weight)
+    if to_weight:
+        gradients[1] = weight_gradient(rows, x.reshape(rows.shape[0], x.shape[-1]))
+    if to_bias:
+        gradients[2] = rows.sum(0)
+    return tuple(gradients)
+
+
 class LinearNode(torch.autograd.Function):
     """The backward of a linear layer that saved x and weight; a schedule can run it in parts.
 
     A subclass's first arguments are x, weight and bias; its first result is the layer's.
     """
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        grad, (x, weight) = grads[0], ctx.saved_tensors
-        to_x, to_weight, to_bias, *_ = goes_on = list_reached(ctx)
-        gradients: list[Any] = [None] * len(goes_on)
-        if grad is None:
-            return tuple(gradients)
-        rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
-        if to_x:
-            gradients[0] = product.multiply(grad, weight)
-        if to_weight:
-            gradients[1] = weight_gradient(rows, x.reshape(rows.shape[0], x.shape[-1]))
-        if to_bias:
-            gradients[2] = rows.sum(0)
-        return tuple(gradients)
+    backward = staticmethod(_differentiate)
 
 
 class ComputedNode(LinearNode):
@@ -221,7 +223,7 @@ class _Converted(LinearNode):
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = grads[0]
         if torch.is_grad_enabled() or state.is_watched() or not is_plain(grad):
-            return LinearNode.backward(ctx, grad)
+            return _differentiate(ctx, grad)
         x, weight = ctx.saved_tensors
         to_x, to_weight, to_bias = list_reached(ctx)
         rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])

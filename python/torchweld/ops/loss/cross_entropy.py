@@ -102,7 +102,7 @@ def cross_entropy(
     asked = [x for x in (*scaling.values(), token_weights) if x is not None]
     is_plain = not (asked or settings.z_loss or return_lse or inplace)
     few = _PLAIN if input.dtype.itemsize < 8 else 2**63  # torch's takes less time in float64
-    span = small.find_span(few if is_plain else _SMALL, settings, input)
+    span = small.find_span(settings, input, few if is_plain else _SMALL)
     if is_plain and small.may_serve(few, settings, *given):
         whole = small.cross_entropy(settings, trains and input.requires_grad, whole)
     elif not (refuses or return_lse or inplace) and fused.may_serve(

@@ -102,12 +102,11 @@ def linear_cross_entropy(
     if soft and ignore_index is not None:
         raise ArgumentError(_CROSS_ENTROPY, "ignore_index", ignore_index, "None with probabilities")
     place, parts = arguments.find_place(_CROSS_ENTROPY, input, linear_weight, linear_bias)
-    target = place.take_target(target)
-    weight, temperature, token_weights = (
-        place.take_whole("weight", weight),
-        place.take_rows("temperature", temperature),
-        place.take_rows("token_weights", token_weights),
-    )
+    if place.mesh is not None:
+        target = place.take_target(target)
+        weight = place.take_whole("weight", weight)
+        temperature = place.take_rows("temperature", temperature)
+        token_weights = place.take_rows("token_weights", token_weights)
     scaling |= {"weight": weight, "temperature": temperature}
     kind = _prepare(_CROSS_ENTROPY, place, parts, chunking, target, ignored, **scaling)
     kind = _prepare_loss(kind, parts, token_weights, return_lse, **terms)
@@ -211,7 +210,7 @@ def _prepare(
 
     `given` are the arguments about chunks.
     """
-    casts_to, chunking = _check_layer(function, parts, place.classes, *given)
+    casts_to, dtype, chunking = _check_layer(function, parts, place.classes, *given)
     input, shared, own = parts[0], place.classes, parts[1].shape[0]
     leading, classes = tuple(input.shape[:-1]), own if shared is None else shared.whole
     check = _check_picked if function == _LOGPROBS else arguments.check_target
@@ -227,7 +226,7 @@ def _prepare(
         settings,
         place,
         casts_to,
-        None if checks.autocasts(input.device.type) else input.dtype,
+        dtype,
         chunking,
         into_grad=accumulate == "grad",
         needs=Needs(*[trains and x is not None and x.requires_grad for x in parts]),
@@ -259,8 +258,8 @@ def _check_layer(
     memory: int | None,
     accumulate: str,
     batch_invariant: bool,
-) -> tuple[torch.dtype | None, tuple[Any, ...]]:
-    """The dtype that autocast casts to, if it does, and the fields of a Layer after its tensors."""
+) -> tuple[torch.dtype | None, torch.dtype | None, tuple[Any, ...]]:
+    """The dtype that autocast casts to, a loss's, and the fields of a Layer after its tensors."""
     input, weight, bias = parts
     arguments.check_tensor(function, "input", input)
     if input.ndim == 0:
@@ -268,14 +267,12 @@ def _check_layer(
     device = input.device.type
     autocasts = checks.autocasts(device)
     dtypes: tuple[torch.dtype, ...] = arguments.FLOATS if autocasts else (input.dtype,)
-    arguments.check_tensor(function, "linear_weight", weight, dtypes, "input")
-    checks.like(function, "linear_weight", weight, input, "input")
+    arguments.check_companion(function, "linear_weight", weight, input, dtypes, "input")
     if weight.ndim != 2 or weight.shape[1] != input.shape[-1]:
         accepted = f"[V, {input.shape[-1]}], to go with input"
         raise ArgumentError(function, "linear_weight", f"of shape {list(weight.shape)}", accepted)
     if bias is not None:
-        arguments.check_tensor(function, "linear_bias", bias, dtypes, "input")
-        checks.like(function, "linear_bias", bias, input, "input")
+        arguments.check_companion(function, "linear_bias", bias, input, dtypes, "input")
         checks.shaped(function, "linear_bias", bias, weight.shape[:1], "one a class")
     casts_to = None
     if autocasts and input.dtype != torch.float64:
@@ -300,7 +297,8 @@ def _check_layer(
         raise ArgumentError(function, "accumulate", "'grad'", accepted)
     widest = weight.shape[0] if shared is None else shared.most
     sums = accumulate == "float32"
-    return casts_to, (memory, logits_dtype or dtype, sums, batch_invariant, widest)
+    chunking = (memory, logits_dtype or dtype, sums, batch_invariant, widest)
+    return casts_to, None if autocasts else input.dtype, chunking
 
 
 def _check_picked(

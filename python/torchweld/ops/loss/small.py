@@ -17,7 +17,6 @@ from torchweld.dispatch import choice
 from torchweld.dispatch.warm.guards import PLAIN
 from torchweld.ops.gemm import gemm
 from torchweld.ops.loss.arguments import FLOATS, Settings
-from torchweld.registry import why_not_now
 
 _REFUSALS = (RuntimeError, IndexError)
 # What torch's cross_entropy calls, and its numbers of reductions.
@@ -28,20 +27,25 @@ _LISTED = 64
 Run = Callable[..., Any]
 
 
-def find_span(few: int, settings: Settings, x: torch.Tensor) -> dict[str, int]:
-    """The numbers of x's elements, all of its rows', on one side of so few logits."""
+def find_span(settings: Settings, x: torch.Tensor, *limits: int) -> dict[str, int]:
+    """The numbers of x's elements, all of its rows', on one side of each limit of logits."""
+    span: dict[str, int] = {}
     if state.is_watched():  # a graph's sizes may be unknown
-        return {}
+        return span
     rows = math.prod(settings.leading)
-    limit = -(-few // max(settings.classes, 1)) * (x.numel() // max(rows, 1))
-    return {"below" if rows * settings.classes < few else "least": limit}
+    for few in limits:  # the lowest first
+        limit = -(-few // max(settings.classes, 1)) * (x.numel() // max(rows, 1))
+        if rows * settings.classes < few:
+            return span | {"below": limit}
+        span = {"least": limit}
+    return span
 
 
 def may_serve(few: int, settings: Settings, *tensors: Any) -> bool:
     """Whether torch's ops may serve: few logits on a CPU, and all tensors of one dtype."""
-    if choice.forced is not None or state.is_compiling() or state.has_modes():
+    if choice.forced is not None or settings.several is None:
         return False
-    if why_not_now() is not None or checks.autocasts("cpu") or settings.several is None:
+    if state.is_watched() or checks.autocasts("cpu"):
         return False
     given = [t for t in tensors if t is not None]
     if any(type(t) not in PLAIN or not t.is_cpu for t in given):

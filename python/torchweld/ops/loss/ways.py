@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweld import checks, state
+from torchweld import state
 from torchweld.dispatch import choice
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import arguments, chunks, fused, nodes, results, rows, sharded, small
@@ -82,10 +82,8 @@ def find_way(kind: Kind, *given: Any, in_chunks: bool = False) -> Run:
 
 def find_span(kind: Kind, x: torch.Tensor) -> dict[str, int]:
     """The numbers of the input's elements for which the same way serves."""
-    few, kept = (small.find_span(most, kind.settings, x) for most in (_FEW, _KEPT))
-    if not kind.is_plain:
-        return kept
-    return few if "below" in few else few | kept
+    limits = (_FEW, _KEPT) if kind.is_plain else (_KEPT,)
+    return small.find_span(kind.settings, x, *limits)
 
 
 def _run_in_chunks(kind: Kind, *given: Any) -> Any:
@@ -159,14 +157,14 @@ def _plan_both(kind: Kind, layer: Layer, token_weights: torch.Tensor | None) -> 
     if kind.place.classes is not None:
         run = partial(sharded.run_both, kind.place.classes)
         return chunks.make_plan(layer, kind.needs, run)
-    if not checks.can_read(*layer[:3], token_weights):
+    if not state.can_read(*layer[:3], token_weights):
         return None
     return chunks.make_plan(layer, kind.needs, rows.BOTH_IN_PLACE.find(layer.input))
 
 
 def _plan_again(kind: Kind, layer: Layer) -> tuple[Plan, Plan] | None:
     """The plans of a forward and a backward pass; None: numbers cannot be read."""
-    if not checks.can_read(*layer[:3]):
+    if not state.can_read(*layer[:3]):
         return None
     forward, backward = (op.find(layer.input) for op in (rows.FORWARD, rows.BACKWARD_IN_PLACE))
     plan = chunks.make_plan(layer, chunks.NO_GRADIENT, forward)
