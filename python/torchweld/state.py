@@ -94,13 +94,14 @@ def can_read(*tensors: torch.Tensor | None) -> bool:
 
 def why_not_now() -> str | None:
     """The current mode of torch that only eager serves; None if there is none."""
+    # Products ask at each call, so this calls none of the functions above.
     if is_transforming():
         return "inside a torch.func transform, whose rules eager has"
-    if has_forward_ad():
+    if forward_ad._current_level >= 0:
         return "inside forward-mode AD, whose rules eager has"
-    if is_tracing():
+    if torch._C._get_tracing_state():
         return "while torch.jit.trace records, which takes eager's ops"
-    if is_exporting() and torch.onnx.is_in_onnx_export():
+    if torch.compiler._is_exporting_flag and torch.onnx.is_in_onnx_export():
         return "inside torch.onnx.export, which knows eager's ops"
     return None
 

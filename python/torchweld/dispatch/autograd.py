@@ -314,9 +314,14 @@ def list_reached(ctx: Any) -> list[bool]:
     """For each input, whether the running backward pass continues to it."""
     if is_compiling():  # compiled graphs run whole
         return list(ctx.needs_input_grad)
-    nodes = iter([node for node, _ in ctx.next_functions if node is not None])
-    # Of a leaf, whose gradient torch.autograd.grad returns, nothing is known.
-    return [need and state.will_run(next(nodes)) is not False for need in ctx.needs_input_grad]
+    reached, nodes = [*ctx.needs_input_grad], iter(ctx.next_functions)
+    for at, need in enumerate(reached):
+        if need:
+            while (node := next(nodes)[0]) is None:
+                pass
+            # Of a leaf, whose gradient torch.autograd.grad returns, nothing is known.
+            reached[at] = state.will_run(node) is not False
+    return reached
 
 
 def find_eager_backward(op: Differentiable) -> Callable[..., Any]:
