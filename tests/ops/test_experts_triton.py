@@ -248,7 +248,7 @@ def test_a_sample_takes_the_calls_tiles(tokens: int, experts_: int, top: int) ->
     )
     assert whole == part
     others = [*inputs[:3], torch.zeros(100000, top, dtype=torch.int64), *inputs[4:]]
-    assert (OP.regime(inputs) == OP.regime(others)) == whole  # calls of another class
+    assert (OP.find_regime(inputs) == OP.find_regime(others)) == whole  # calls of another class
 
 
 def test_no_tokens() -> None:

@@ -79,7 +79,7 @@ def class_of(op: Op, inputs: Sequence[Any]) -> tuple[Any, ...]:
     for at in op.flags_at:
         alike.append(inputs[at])
     if op.regime is not None:
-        alike.append(op.regime(inputs))
+        alike.append(op.find_regime(inputs))
     return tuple(alike)
 
 
@@ -87,7 +87,7 @@ def make_question(op: Op, inputs: Sequence[Any]) -> Question:
     """The question for a call with these inputs."""
     _, _, autocast, width, _, *rest = class_of(op, inputs)
     direction, is_composite = find_direction(inputs), isinstance(op, Composite)
-    regime = None if op.regime is None else op.regime(inputs)
+    regime = op.find_regime(inputs)
     # The dtype in which autocast computes this op; None if it has no rule for it.
     cast_to = autocast if is_composite or autocast is None else op.autocast.get(_kind_of(inputs[0]))
 

@@ -248,9 +248,7 @@ class _AddNorm:
             same_gradient={
                 "input": (
                     "grad_residual",
-                    lambda x, residual, *rest: (
-                        residual is not None and residual.dtype is x.dtype and rest[-4] is None
-                    ),
+                    lambda *inputs: self._is_shared(self.op.Args(*inputs)),
                 )
             },
             check=self._check,
@@ -273,13 +271,20 @@ class _AddNorm:
         inputs = self._inputs(x, residual, parameters, *rest)
         if residual is not None or self.op.draws(inputs):
             return decide(self.op, *inputs, returned=("y", "z") if returns_z else "y")
-        shape, eps, wide_y = inputs[2], rest[1], inputs[-1]
-        if not wide_y:
-            returned = ("y", "input") if returns_z else "y"
-            return decide(self.norm, x, shape, *parameters, eps, returned=returned)
-        wide = x.float()
-        y = call(self.norm, wide, shape, *map(norms.as_float32, parameters), eps).to(wide.dtype)
+        args = self.op.Args(*inputs)
+        if not args.wide_y:
+            how = (args.normalized_shape, *parameters, args.eps)
+            return decide(self.norm, x, *how, returned=("y", "input") if returns_z else "y")
+        learnt = map(norms.as_float32, parameters)
+        y = call(self.norm, x.float(), args.normalized_shape, *learnt, args.eps).float()
         return (y, x) if returns_z else y
+
+    @staticmethod
+    def _is_shared(args: Any) -> bool:
+        """Whether both have the same gradient."""
+        if args.residual is None or args.seed is not None:
+            return False
+        return args.residual.dtype is args.input.dtype
 
     def _inputs_by_name(self, *, return_residual: bool = False, **given: Any) -> tuple[Any, ...]:
         parameters = tuple(given.pop(name) for name in self.parameters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -118,7 +118,6 @@ def experts_mlp(
 
 # --- The node -------------------------------------------------------------------------------------
 
-_TENSORS = 7
 Passes = tuple[Callable[..., Any], Callable[..., Any]]
 
 
@@ -160,27 +159,29 @@ _PASSES = {
 }
 # Those of calls whose numbers Python may read.
 _READY = _PASSES | {"cpu": (grouped.run_forward, grouped.backward)}
-# Positions of the arguments that get a gradient, in the order of `grouped.Needs`.
-_DIFFERENTIABLE = (0, 1, 2, 4, 5, 6)
 
 
 def _plan(backend: str, *inputs: Any) -> Callable[..., torch.Tensor]:
     _check(*inputs)
-    dtype = gemm.find_dtype(inputs[0])
-    is_cast = any(inputs[at] is not None and inputs[at].dtype is not dtype for at in _CAST)
+    args = OP.Args(*inputs)
+    dtype = gemm.find_dtype(args.input)
+    cast = [t for name in _CAST if (t := getattr(args, name)) is not None]
+    is_cast = any(t.dtype is not dtype for t in cast)
     if is_cast or not are_comparable(inputs):
         return partial(_run_cast, _PASSES[backend])
     return partial(_apply, _READY[backend])
 
 
-# Positions of what autocast casts.
-_CAST = (0, 1, 2, 5, 6)
+# What autocast casts.
+_CAST = ("input", *Factors._fields)
 
 
 def _run_cast(passes: Passes, *inputs: Any) -> torch.Tensor:
-    x, dtype = inputs[0], gemm.find_dtype(inputs[0])
-    given = [t.to(dtype) if at in _CAST and t is not None else t for at, t in enumerate(inputs)]
-    made: torch.Tensor = _Experts.apply(passes, *given)  # type: ignore[no-untyped-call]
+    args = OP.Args(*inputs)
+    x, dtype = args.input, gemm.find_dtype(args.input)
+    factors = {name: getattr(args, name) for name in _CAST}
+    cast = {name: None if t is None else t.to(dtype) for name, t in factors.items()}
+    made: torch.Tensor = _Experts.apply(passes, *args._replace(**cast))  # type: ignore[no-untyped-call]
     return made.to(x.dtype)
 
 
@@ -189,8 +190,10 @@ def _run_cast(passes: Passes, *inputs: Any) -> torch.Tensor:
 
 def _reference(*inputs: Any) -> torch.Tensor:
     _check(*inputs)
-    x, gate_up, down, indices, weights, *biases = inputs[:_TENSORS]
-    form, factors = Form(*inputs[_TENSORS:-1]), Factors(gate_up, down, *biases)
+    args = OP.Args(*inputs)
+    x, indices, weights, experts = args.input, args.indices, args.weights, args.gate_up.shape[0]
+    form = Form(*[getattr(args, name) for name in Form._fields])
+    factors = Factors(*[getattr(args, name) for name in Factors._fields])
     flat, top = x.reshape(x.shape[:-1].numel(), x.shape[-1]), indices.shape[-1]
     kind = grouped.accumulate_type(x.dtype)
     ids, scales = indices.reshape(-1), weights.reshape(-1)
@@ -204,7 +207,7 @@ def _reference(*inputs: Any) -> torch.Tensor:
         return made if form.weights_first else made * scale[:, None].to(kind)
 
     if state.can_read(indices):
-        rows = grouped.sort(indices, gate_up.shape[0])
+        rows = grouped.sort(indices, experts)
         spans = list(zip(rows.bounds, rows.bounds[1:], strict=False))
         present = [at for at, (first, end) in enumerate(spans) if end > first] or [0]
         places = [rows.order[slice(*spans[at])] for at in present]
@@ -216,7 +219,7 @@ def _reference(*inputs: Any) -> torch.Tensor:
         zero = torch.zeros((), dtype=kind, device=x.device)
         results = sum(  # type: ignore[assignment]
             torch.where((ids == at)[:, None], run(at, tokens, scales), zero)
-            for at in range(gate_up.shape[0])
+            for at in range(experts)
         )
     y = results.new_zeros((flat.shape[0], results.shape[-1])).index_add(0, tokens, results)
     return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
@@ -320,29 +323,31 @@ def _has_many_rows(rows: int, experts: int) -> bool:
     return kernels.has_many_rows(rows, experts)  # type: ignore[no-any-return]
 
 
-def _find_regime(inputs: Sequence[Any]) -> bool:
-    return _has_many_rows(inputs[3].numel(), inputs[1].shape[0])
+def _find_regime(args: Any) -> bool:
+    return _has_many_rows(args.indices.numel(), args.gate_up.shape[0])
 
 
-def _take_sample(inputs: Sequence[Any], rows: int) -> tuple[Any, ...]:
+def _take_sample(args: Any, rows: int) -> tuple[Any, ...]:
     """The first tokens and experts: float64 copies of all experts might not fit the memory.
 
     They are so many that the same tiles serve.
     """
-    x, gate_up, down, indices, weights, gate_up_bias, down_bias, *how = inputs
-    top, count, tokens = indices.shape[-1], gate_up.shape[0], indices.shape[:-1].numel()
+    indices, count = args.indices, args.gate_up.shape[0]
+    top, tokens = indices.shape[-1], indices.shape[:-1].numel()
     tokens, few = min(tokens, rows), min(_FEW, count)
-    if _find_regime(inputs):
+    if _find_regime(args):
         while few > 1 and not _has_many_rows(tokens * top, few):
             few -= 1
     else:
         while tokens > 1 and _has_many_rows(tokens * top, few):
             tokens -= 1
-    x, indices, weights = (t.flatten(0, -2)[:tokens] for t in (x, indices, weights))
-    is_known = (indices >= 0) & (indices < count)
-    indices = torch.where(is_known, indices % few, indices)
-    factors = [None if t is None else t[:few] for t in (gate_up, down, gate_up_bias, down_bias)]
-    return (x, *factors[:2], indices, weights, *factors[2:], *how)
+    of_tokens = ("input", "indices", "weights")
+    made = {name: getattr(args, name).flatten(0, -2)[:tokens] for name in of_tokens}
+    is_known = (made["indices"] >= 0) & (made["indices"] < count)
+    made["indices"] = torch.where(is_known, made["indices"] % few, made["indices"])
+    factors = {name: getattr(args, name) for name in Factors._fields}
+    made |= {name: None if t is None else t[:few] for name, t in factors.items()}
+    return args._replace(**made)  # type: ignore[no-any-return]
 
 
 def _route(leading: tuple[int, ...], top: int, experts: int, skipped: bool = False) -> Made:
@@ -440,3 +445,6 @@ OP = Composite(
     eager_rounds=True,
 )
 _derive = derive_from_reference(OP)
+# Tensors are the first arguments. Some get a gradient, in the order of `grouped.Needs`.
+_TENSORS = len(OP.tensors_at)
+_DIFFERENTIABLE = tuple(map(OP.forward_signature.arguments.index, OP.differentiable))

@@ -191,9 +191,19 @@ _FORWARD = BareOp(
 )
 
 
-def _differentiate(*inputs: Any) -> torch.Tensor:
+def _differentiate(
+    grad_weights: torch.Tensor,
+    grad_balance_loss: torch.Tensor,
+    grad_z_loss: torch.Tensor,
+    logits: torch.Tensor,
+    choice_bias: torch.Tensor | None,
+    token_mask: torch.Tensor | None,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    *how: Any,
+) -> torch.Tensor:
     """The gradient of the logits in eager torch, differentiable if they are."""
-    grads, (logits, choice_bias, token_mask), how = inputs[:3], inputs[3:6], inputs[8:]
+    grads = (grad_weights, grad_balance_loss, grad_z_loss)
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         leaf = logits if again else logits.detach().requires_grad_()
