@@ -329,6 +329,7 @@ def _describe(given: Sequence[Any], shaped: type | None, seed_at: int | None) ->
     """All of a call's arguments that is compared, but for the sizes of tensors."""
     first = {id(value): at for at, value in reversed([*enumerate(given)])}
     each: list[Any] = [torch.is_grad_enabled()]
+    constants: list[Any] = []
     for at, value in enumerate(given):
         if isinstance(value, torch.Tensor):
             each.append((first[id(value)], type(value), value.dtype, value.device))
@@ -338,10 +339,11 @@ def _describe(given: Sequence[Any], shaped: type | None, seed_at: int | None) ->
         elif at == seed_at and type(value) is int:
             each.append(int)
         else:
-            each.append((type(value), value))
+            each.append(type(value))
+            constants.append(value)
     kind = given[0].device.type
     is_cast = torch.is_autocast_enabled(kind)
-    return copy_constant((*each, torch.get_autocast_dtype(kind) if is_cast else None))
+    return *each, copy_constant(constants), torch.get_autocast_dtype(kind) if is_cast else None
 
 
 def _is_equal(one: Any, other: Any) -> bool:
