@@ -1,4 +1,8 @@
-"""linear_cross_entropy and linear_logprobs: the logits exist only in chunks."""
+"""linear_cross_entropy and linear_logprobs: the logits exist only in chunks.
+
+This file checks the arguments. ways.py decides whether logits are kept, or computed again in chunks
+of rows, and chunks.py how many rows a chunk has.
+"""
 
 from __future__ import annotations
 
