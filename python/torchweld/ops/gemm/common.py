@@ -66,8 +66,9 @@ def plan_in_two_steps(
     needs_z = gemm.wants_gradient(x, weight, bias if in_gemm else None)
     z = x.new_empty(0, dtype=dtype).requires_grad_(needs_z)
     act = plan_act(BIAS_ACT, backend, z, None if in_gemm else bias, *kind)
-    run = _run_split if is_split else _run_with_bias if in_gemm else _run_before_bias
-    return partial(run, linear, *act)
+    if is_split:
+        return partial(_run_split, dtype, linear, *act)
+    return partial(_run_with_bias if in_gemm else _run_before_bias, linear, *act)
 
 
 def _run_each(
@@ -107,6 +108,7 @@ def _run_before_bias(
 
 
 def _run_split(
+    dtype: torch.dtype,
     linear: Callable[..., torch.Tensor],
     act: Callable[..., torch.Tensor],
     how: tuple[str, ...],
@@ -115,7 +117,7 @@ def _run_split(
     bias: torch.Tensor,
     *_: Any,
 ) -> torch.Tensor:
-    most, rest = _split(bias, weight.dtype)
+    most, rest = _split(bias, dtype)
     return act(linear(x, weight, most), rest, *how)
 
 
