@@ -271,12 +271,14 @@ class _AddNorm:
         inputs = self._inputs(x, residual, parameters, *rest)
         if residual is not None or self.op.draws(inputs):
             return decide(self.op, *inputs, returned=("y", "z") if returns_z else "y")
-        args = self.op.Args(*inputs)
-        if not args.wide_y:
+        args, kind = self.op.Args(*inputs), x.device.type
+        autocast_widens = kind in self.norm.autocast and checks.autocasts(kind)
+        if not (args.wide_y or autocast_widens):
             how = (args.normalized_shape, *parameters, args.eps)
             return decide(self.norm, x, *how, returned=("y", "input") if returns_z else "y")
-        learnt = map(norms.as_float32, parameters)
-        y = call(self.norm, x.float(), args.normalized_shape, *learnt, args.eps).float()
+        wide = x.float() if args.wide_y else x
+        learnt = map(norms.as_float32, parameters) if args.wide_y else parameters
+        y = call(self.norm, wide, args.normalized_shape, *learnt, args.eps).to(wide.dtype)
         return (y, x) if returns_z else y
 
     @staticmethod
