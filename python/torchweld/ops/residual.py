@@ -271,7 +271,8 @@ class _AddNorm:
         inputs = self._inputs(x, residual, parameters, *rest)
         if residual is not None or self.op.draws(inputs):
             return decide(self.op, *inputs, returned=("y", "z") if returns_z else "y")
-        args, kind = self.op.Args(*inputs), x.device.type
+        args = self.op.Args(*inputs)
+        kind = x.device.type if isinstance(x, Tensor) else "meta"  # the check raises
         autocast_widens = kind in self.norm.autocast and checks.autocasts(kind)
         if not (args.wide_y or autocast_widens):
             how = (args.normalized_shape, *parameters, args.eps)
