@@ -184,8 +184,8 @@ def _is_gpu_ready(tensors: Sequence[torch.Tensor]) -> bool:
 def _make_guard(leaves: Sequence[Any]) -> Guard | None:
     """Recognises calls with such leaves, of any strides: a graph has inputs of its own."""
     tensors = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-    sizes = {at: [*t.shape] for at, t in tensors.items()}
-    strides = {at: [None] * t.ndim for at, t in tensors.items()}
+    sizes: dict[int, list[int | None]] = {at: [*t.shape] for at, t in tensors.items()}
+    strides: dict[int, list[int | None]] = {at: [None] * t.ndim for at, t in tensors.items()}
     return make_guard(leaves, varying=Varying(sizes, strides, ()))
 
 

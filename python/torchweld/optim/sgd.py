@@ -15,6 +15,7 @@ from torchweld.ops.optimizer.torchs import take_torchs_step
 from torchweld.optim._base import FusedOptimizer, Group, moments_of
 from torchweld.optim._codecs import STEP, Moments, State
 from torchweld.optim._options import StateOptions, takes
+from torchweld.state import can_read
 
 
 class SgdSettings(NamedTuple):
@@ -130,4 +131,4 @@ class SGD(SgdStep, torch.optim.SGD):
             return True
         # The first gradient is not dampened.
         step = state.get(STEP) if group["dampening"] != 0 else None
-        return step is not None and state.can_read(step) and bool(step == 0)
+        return step is not None and can_read(step) and bool(step == 0)

@@ -56,8 +56,7 @@ def _plan_in_steps(
 ) -> Callable[..., torch.Tensor]:
     linear = gemm.find_linear(x, gate_weight, up_weight)
     if not are_comparable((x, gate_weight, up_weight)):
-        act = partial(run_on, activations.GATED_ACT, backend), how
-        return partial(_run_in_steps, linear, *act)
+        return partial(_run_in_steps, linear, partial(run_on, activations.GATED_ACT, backend), how)
     gate, up = (
         x.new_empty(0, dtype=gemm.find_dtype(x)).requires_grad_(gemm.wants_gradient(x, weight))
         for weight in (gate_weight, up_weight)

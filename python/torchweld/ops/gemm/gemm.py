@@ -80,7 +80,8 @@ def _run_converted(
     trains: bool, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The layer by float32 GEMMs, or torch's where the sizes do not pay."""
-    if not product.pays(x.shape[:-1].numel(), *weight.shape, weight.stride(1)):
+    columns, terms = weight.shape
+    if not product.pays(x.shape[:-1].numel(), columns, terms, weight.stride(1)):
         return torch.nn.functional.linear(x, weight, bias)
     return (_apply_converted if trains else _convert)(x, weight, bias)  # type: ignore[no-any-return]
 

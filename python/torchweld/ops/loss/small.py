@@ -27,9 +27,9 @@ _LISTED = 64
 Run = Callable[..., Any]
 
 
-def find_span(settings: Settings, x: torch.Tensor, *limits: int) -> dict[str, int]:
+def find_span(settings: Settings, x: torch.Tensor, *limits: int) -> dict[str, Any]:
     """The numbers of x's elements, all of its rows', on one side of each limit of logits."""
-    span: dict[str, int] = {}
+    span: dict[str, Any] = {}
     if state.is_watched():  # a graph's sizes may be unknown
         return span
     rows = math.prod(settings.leading)

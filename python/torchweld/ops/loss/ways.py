@@ -80,7 +80,7 @@ def find_way(kind: Kind, *given: Any, in_chunks: bool = False) -> Run:
     return partial(run_rows, partial(_compute_eagerly, kind))
 
 
-def find_span(kind: Kind, x: torch.Tensor) -> dict[str, int]:
+def find_span(kind: Kind, x: torch.Tensor) -> dict[str, Any]:
     """The numbers of the input's elements for which the same way serves."""
     limits = (_FEW, _KEPT) if kind.is_plain else (_KEPT,)
     return small.find_span(kind.settings, x, *limits)
