@@ -1,7 +1,7 @@
 """linear_cross_entropy and linear_logprobs: the logits exist only in chunks.
 
-This file checks the arguments. ways.py decides whether logits are kept, or computed again in chunks
-of rows, and chunks.py how many rows a chunk has.
+This file checks the arguments. `find_way` of ways.py decides whether logits are kept, or computed
+again in chunks of rows, and `find_rows` of chunks.py how many rows a chunk has.
 """
 
 from __future__ import annotations
