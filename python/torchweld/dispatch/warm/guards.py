@@ -172,7 +172,9 @@ def _write_guard(
     conditions = ["is_grad_enabled() is train"]
     for kind, singleton in (("n", None), ("y", True), ("f", False)):
         conditions += [f"{name} is {singleton}" for name in select(kind)]
-    conditions.append(f"check({', '.join(select('t'))})")
+    # An optimizer's guard has a thousand tensors, which need no names.
+    given = "*all" if {*kinds} == {"t"} and not (aligned or more) else ", ".join(names)
+    conditions.append(f"check({'*all' if given == '*all' else ', '.join(select('t'))})")
     again = zip(names, kinds, strict=True)
     conditions += [f"{name} is {first}" for name, first in again if first[0] == "a"]
     if aligned:
@@ -192,9 +194,7 @@ def _write_guard(
     conditions.append("(autocast is None or get_autocast_dtype(autocast[0]) == autocast[1])")
     source = (
         "def make(check, values, classes, inner, train, autocast):\n"
-        f"    return lambda {', '.join(names)}: (\n        "
-        + "\n        and ".join(conditions)
-        + "\n    )\n"
+        f"    return lambda {given}: (\n        " + "\n        and ".join(conditions) + "\n    )\n"
     )
     scope = {
         "is_grad_enabled": torch.is_grad_enabled,

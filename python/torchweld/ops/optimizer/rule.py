@@ -273,26 +273,29 @@ class Ready:
         self._ascends = ascends
         factor = -torch.ones((), dtype=torch.float32, device="cpu") if ascends else None
         others = None, factor, None, task.average_rate, None, task.settings_of_each, ()
-        values = (*batch.lists(), task.lr, *others, *task.settings)
+        self._arguments: list[Any] = [*batch.lists(), task.lr, *others, *task.settings]
         names = [argument.name for argument in overload._schema.arguments]
-        self._arguments = dict(zip(names, values, strict=True))
-        self._arguments["grads"] = None  # each step has its own, and lets them go
+        # Where in the arguments are those that change.
+        wanted = ("grads", "found_inf", "grad_factor", "lr")
+        self._grads, self._found_inf, self._factor, self._lr = map(names.index, wanted)
+        self._arguments[self._grads] = None  # each step has its own, and lets them go
 
     def __call__(
         self, factor: torch.Tensor | None = None, found_inf: torch.Tensor | None = None
     ) -> None:
         """Step with a factor of the gradients; if `found_inf` is not 0, nothing changes."""
-        batch, arguments, usual = self._batch, self._arguments, self._arguments["grad_factor"]
-        arguments["grads"], arguments["found_inf"] = batch.grads, found_inf
+        batch, arguments, usual = self._batch, self._arguments, self._arguments[self._factor]
+        arguments[self._grads], arguments[self._found_inf] = batch.grads, found_inf
         if factor is not None:
-            arguments["grad_factor"] = -factor if self._ascends else factor
+            arguments[self._factor] = -factor if self._ascends else factor
         if batch.lr != self._rate:
-            self._rate, arguments["lr"] = batch.lr, make_rate(batch.lr)
+            self._rate, arguments[self._lr] = batch.lr, make_rate(batch.lr)
         torch.autograd.graph.increment_version(self._written)
         try:
-            self._kernel(*arguments.values())
+            self._kernel(*arguments)
         finally:
-            arguments |= {"grads": None, "found_inf": None, "grad_factor": usual}
+            arguments[self._grads], arguments[self._found_inf] = None, None
+            arguments[self._factor] = usual
 
 
 def _is_adapted(task: Task) -> bool:
