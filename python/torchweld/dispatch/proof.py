@@ -68,6 +68,8 @@ mode = read_mode(os.environ)
 choose_fastest: Callable[[Calls], tuple[str, dict[str, float]]] | None = None
 # Backends by the mode and the class of the call.
 _served: dict[tuple[str, Hashable], str] = {}
+# How many questions were left open. What was decided meanwhile is not kept for later calls.
+left_open = 0
 # Held during a check. Meanwhile the fallback serves the questions of other threads, such as
 # autograd's; questions that the check's own thread asks have checks of their own.
 _checking = threading.RLock()
@@ -103,6 +105,7 @@ class Question:
 
 def pick(call_class: Hashable, make: Callable[[], Question]) -> tuple[str, bool]:
     """The backend for a class of calls, and whether it is final for this process."""
+    global left_open
     known = _served.get((mode, call_class))
     if known is not None:
         return known, True
@@ -110,6 +113,7 @@ def pick(call_class: Hashable, make: Callable[[], Question]) -> tuple[str, bool]
     # Where no backend can serve this call nothing is kept: the next one may differ.
     answer = checker_for(question.device).ask(question) if question.candidates else None
     if answer is None:
+        left_open += 1
         return question.fallback, False
     _served[mode, call_class] = answer.backend
     return answer.backend, True

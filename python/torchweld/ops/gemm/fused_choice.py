@@ -17,7 +17,6 @@ import torch
 from torchweld.dispatch import proof
 from torchweld.dispatch.proof import ROWS, Question, Results, some_rows
 from torchweld.dispatch.store import Answer
-from torchweld.dispatch.warm.recorder import leave_open
 from torchweld.registry.constant import assume_constant_result
 
 # Everything that a timing depends on besides the number of rows, as names and values.
@@ -54,9 +53,7 @@ def choose_tile(
     kind, size = _with_precision(kind), _count_rows(x).bit_length()
     call_class = (x.device, kind, size)
     make = partial(_make_question, x.device, kind, size, list_tiles, make_forms)
-    name, is_final = proof.pick(call_class, make)
-    if not is_final:
-        leave_open()
+    name, _ = proof.pick(call_class, make)
     return _read_tile(name)
 
 
