@@ -170,6 +170,19 @@ def test_the_environment() -> None:
         assert proof.read_mode({proof.VARIABLE: "always"}) == "check"
 
 
+def test_answers_depend_on_kernels_in_folders(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The hash took the files of one folder: kernels below it would have kept old answers."""
+    kernel = tmp_path / "triton_kernels" / "attention" / "forward.py"
+    kernel.parent.mkdir(parents=True)
+    monkeypatch.setattr(proof, "_PACKAGE", tmp_path / "python" / "torchweld")
+    kernel.write_text("y = x")
+    before = proof._hash_kernels.__wrapped__()
+    kernel.write_text("y = 2 * x")
+    assert proof._hash_kernels.__wrapped__() != before
+
+
 def test_a_capture_tries_nothing(checker: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script(ms=FAST)
     with monkeypatch.context() as capture:

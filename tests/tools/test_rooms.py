@@ -207,7 +207,7 @@ def test_a_question_has_one_home(words: str) -> None:
 # Class names that stand for two things. The list may only fall.
 SHARED = {
     *("Activation", "Change", "Config", "Factors", "Form", "GELU", "GatedMLP", "Kind", "LayerNorm"),
-    *("LinearAct", "Needs", "Pair", "Plan", "Proposal", "QuickGELU", "RMSNorm", "Ready", "Record"),
+    *("LinearAct", "Needs", "Pair", "Plan", "Proposal", "QuickGELU", "RMSNorm", "Record"),
     *("Rewritten", "SiLU", "SoftmaxDropout", "Tile", "_Call", "_Calls", "_Experts", "_Functions"),
     *("_Options", "_Products", "_Reference", "_Rows", "_Run", "_Scope"),
     *("_Step", "_Watch"),

@@ -214,7 +214,7 @@ class Rule:
             return False
         return True
 
-    def make_ready(self, task: Task, ascends: bool) -> Ready | None:
+    def keep_step(self, task: Task, ascends: bool) -> KeptStep | None:
         """The step as one call of a CPU kernel; None if it takes more than that."""
         batch = task.batch
         p = batch.params[0]
@@ -228,7 +228,7 @@ class Rule:
             or (overload := self._op.kernel(p)) is None
         ):
             return None
-        return Ready(overload, task, ascends)
+        return KeptStep(overload, task, ascends)
 
     def _kernel(self, op: BareOp, task: Task) -> Any:
         p = task.batch.params[0]
@@ -262,7 +262,7 @@ class Rule:
             write(task, i, *update, self.signed, self.has_companion)
 
 
-class Ready:
+class KeptStep:
     """A step that is one call of a kernel, for later steps with other gradients and rates."""
 
     def __init__(self, overload: Any, task: Task, ascends: bool) -> None:
