@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import triton
 
-from .contest import Tile
+from .tiled import Tile
 
 Tiles = tuple[Tile, ...]
 
@@ -143,15 +143,15 @@ def tiles_of(
     tiles = choice.heavy if heavy else choice.light
     by_rule, *smaller = [tile for tile in tiles if tile.own <= block] or [tiles[-1]]
     # From sm_100 on, products of 64 rows take slower instructions.
-    contenders = [t for t in smaller if t.own == 64 and generation < 100]
+    others = [t for t in smaller if t.own == 64 and generation < 100]
     if not heavy:  # a longer part of long lines
-        contenders += [t for t in choice.further if t.own <= block and 4 * t.taken <= line]
+        others += [t for t in choice.further if t.own <= block and 4 * t.taken <= line]
     of_keys = kernel in (KEYS, VALUES, BOTH)
     # The gradients of keys, two sums of products, would spill with four warps.
     fixed = ((32, 8, 2) if of_keys else (32, 4, 3)) if biased else (32, 8, 1)
     if wide or biased:
-        by_rule, contenders = Tile(min(by_rule.own, 32), *fixed), []
-    return list(dict.fromkeys(_shrink(tile, block, line) for tile in (by_rule, *contenders)))
+        by_rule, others = Tile(min(by_rule.own, 32), *fixed), []
+    return list(dict.fromkeys(_shrink(tile, block, line) for tile in (by_rule, *others)))
 
 
 def _shrink(tile: Tile, block: int, line: int) -> Tile:

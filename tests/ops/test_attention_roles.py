@@ -32,7 +32,7 @@ def _choose(tiles: Sequence[Any], persistent: bool) -> Any:
 @pytest.fixture(params=[True])
 def started(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[list[str]]:
     """The kernels with roles that ran: where there is one, it serves."""
-    from torchweld.triton_kernels import attention_roles, contest, launch
+    from torchweld.triton_kernels import attention_roles, launch, tiled
 
     found: list[str] = []
     plain = launch.start
@@ -47,9 +47,7 @@ def started(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(attention_roles, "runs_on", lambda device: True)
     monkeypatch.setattr(attention_roles, "processors", lambda device: 1)
-    monkeypatch.setattr(
-        contest, "choose", lambda on, contest: _choose(contest.tiles, request.param)
-    )
+    monkeypatch.setattr(tiled, "choose", lambda on, tiled: _choose(tiled.tiles, request.param))
     with running_at("interpreter", monkeypatch):
         yield found
 

@@ -40,7 +40,7 @@ def trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Trials]:
 def tiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels and tiles that calls run with, outside of trials."""
     from torchweld.triton_kernels import block_sparse_attention as kernels
-    from torchweld.triton_kernels import contest
+    from torchweld.triton_kernels import tiled
 
     ran: list[str] = []
 
@@ -53,7 +53,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ran.append(f"{sizes[0]} x {sizes[1]} by {warps} warps, {stages} stages")
         kernels.run(on, launched)
 
-    monkeypatch.setattr(contest, "run", run)
+    monkeypatch.setattr(tiled, "run", run)
     return ran
 
 
@@ -190,9 +190,9 @@ def test_nothing_is_chosen_before_the_engine_is_connected(
     tiles: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torchweld.triton_kernels import block_sparse_attention as kernels
-    from torchweld.triton_kernels import contest
+    from torchweld.triton_kernels import tiled
 
-    monkeypatch.setattr(contest, "choose", None)
+    monkeypatch.setattr(tiled, "choose", None)
     arguments = OP.inputs(*(t.detach() for t in _inputs()), LAYOUT)  # type: ignore[misc]
     kernels.block_sparse_attention(*arguments)
     assert tiles == [BY_RULE]

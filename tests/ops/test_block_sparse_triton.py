@@ -209,11 +209,11 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pieces of at least 16 tokens. A test fails if one of its calls had no line of several."""
     from torchweld.triton_kernels import attention_tiles, block_sparse_attention
 
-    counts, key_contests = [], block_sparse_attention._key_contests
+    counts, list_tiled_keys = [], block_sparse_attention._list_tiled_keys
 
     def launch_and_count(call: Any, *rest: Any) -> Any:
-        contests, after = key_contests(call, *rest)
-        (summed,) = after or contests[0].after
+        tiled_launches, after = list_tiled_keys(call, *rest)
+        (summed,) = after or tiled_launches[0].after
         *_, extras, least = summed.args
         table = call.columns.table
         if table is None or summed.options["PER_HEAD"]:
@@ -222,10 +222,10 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             lengths = (table[0, 0, :, 3] - table[0, 0, :, 1]) * call.group
             most = max(-(-int(lengths.sum()) // extras), least)
             counts.append(int((lengths > most).sum()))
-        return contests, after
+        return tiled_launches, after
 
     monkeypatch.setattr(attention_tiles, "LEAST_TOKENS", 16)
-    monkeypatch.setattr(block_sparse_attention, "_key_contests", launch_and_count)
+    monkeypatch.setattr(block_sparse_attention, "_list_tiled_keys", launch_and_count)
     yield
     assert counts
     assert all(counts)

@@ -185,7 +185,7 @@ def find_agreed(name: str, index: int | None) -> str:
 def _word(value: Any) -> Any:
     """The part of an argument that an answer depends on: its dtype, a flag, or whether it is 0.
 
-    Scalars that change every step must not trigger a new trial.
+    Scalars that change every step must not trigger a new check.
     """
     if value is None or value is True or value is False:
         return value

@@ -116,7 +116,7 @@ def choose(op: Choosable, inputs: Sequence[Any]) -> str:
 
 
 def _choose_on_gpu(op: Choosable, inputs: Sequence[Any]) -> str:
-    """The backend that a trial found correct and fast; eager if the call cannot be tried."""
+    """The preferred backend that was found right; eager if the call cannot be checked."""
     x = inputs[0]
     if not isinstance(op, Op) or proof.mode == "off":
         return EAGER

@@ -1,6 +1,6 @@
 """A linear layer and its activation in one kernel: a GEMM with bias and activation at its end.
 
-- triton: our kernel, for every activation, if a trial found it faster than two steps.
+- triton: our kernel, for every activation, if `torchweld tune` found it faster than two steps.
 - cpu: oneDNN's 16-bit GEMM, if no gradient is needed.
 """
 
@@ -36,7 +36,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 MADE_OF = (
     "torch's GEMMs; after the first {}. On the GPU one kernel replaces the first GEMM and that"
-    " pass if a trial measured it faster"
+    " pass where it is faster"
 )
 
 # With fewer products a GEMM takes microseconds, no longer than its launch.
@@ -236,7 +236,7 @@ def choose_tile_for(
     if why_not(x, weight, bias) is not None:
         return None
     arguments = (x, weight, bias)
-    # A trial runs outside of the caller's autocast, and without gradients.
+    # A check runs outside of the caller's autocast, and without gradients.
     dtype, save_z = gemm.find_dtype(x), gemm.wants_gradient(x, weight, bias)
     tiles = partial(list_tiles, x, weight)
     forms = partial(_make_forms, dtype, save_z, *arguments, *kind)

@@ -114,7 +114,7 @@ def _is_in_one_kernel(
     if _why_not(*arguments) is not None:
         return False
     kind, by_rule = _kind(*arguments, *how), [fused_choice.kernels().BY_RULE]
-    # A trial runs outside of the caller's autocast, and without gradients.
+    # A check runs outside of the caller's autocast, and without gradients.
     kept = gemm.find_dtype(x), gemm.wants_gradient(*arguments)
     forms = partial(_make_forms, *kept, *arguments, *how)
     return fused_choice.choose_tile(x, kind, lambda: by_rule, forms) is not None
