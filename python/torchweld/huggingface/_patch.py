@@ -57,8 +57,9 @@ def patch(model: Any, kind: Any = AutoModelForCausalLM) -> Iterator[dict[str, ty
 
 def _check_kind(kind: Any, config: PretrainedConfig) -> None:
     is_auto = hasattr(kind, "_model_mapping")  # and says itself which configs it knows
-    if isinstance(kind, type) and (is_auto or issubclass(kind, PreTrainedModel)):
-        if is_auto or isinstance(config, kind.config_class or PretrainedConfig):
+    if is_auto or (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        taken = PretrainedConfig if is_auto else getattr(kind, "config_class", None)
+        if isinstance(config, taken or PretrainedConfig):
             return
         accepted = f"a class for a {type(config).__name__}"
     else:
