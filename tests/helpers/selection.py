@@ -25,10 +25,6 @@ Combination = TypeVar("Combination")
 
 GPU = torch.cuda.is_available()
 WHOLE = os.environ.get("TORCHWELD_MATRIX") == "1"
-# Of how many samples such places take one: all of them would take hours in an emulated processor.
-OF_SAMPLES = {"emulator": 2, "interpreter": 2}
-if os.environ.get("TORCHWELD_EMULATED_CPU") == "1":
-    OF_SAMPLES["cpu"] = 4
 
 
 def combine(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
@@ -164,11 +160,10 @@ def choose_samples(
     The CPU takes all samples: they cost least there. The other samples have the other dtype of
     parameters. In the other 16-bit dtype they swap.
     """
-    step = OF_SAMPLES.get(target.place, 1)
-    if WHOLE or step == 1:
+    if WHOLE or target.place not in ("emulator", "interpreter"):
         return samples
-    first = [*PLACES].index(target.place) + (dtype == torch.float16) + (param_dtype == dtype)
-    chosen = {*range(first % step, len(samples), step)}
+    first = ([*PLACES].index(target.place) + (dtype == torch.float16) + (param_dtype == dtype)) % 2
+    chosen = {*range(first, len(samples), 2)}
     for at, argument in enumerate(samples[0]):
         if not isinstance(argument, torch.Tensor) or not argument.is_floating_point():
             continue
