@@ -57,6 +57,9 @@ _UNITS = 32.0
 _FEW = 16
 # From this many units of rounding on, something else is computed.
 _ANOTHER = 1e4
+# In 16 bits errors differ by more than the slack from run to run where a derivative jumps, as
+# relu's. Of modules of 70 models none had more than 0.92 of the bound without this factor.
+_ANOTHER_RUN = 2.0
 
 
 def measure_errors(result: torch.Tensor, exact: torch.Tensor) -> Errors:
@@ -159,7 +162,7 @@ def find_change(
         if not new <= strictness.slack * (factor * own + added):
             units = new / (unit * size) if size else _ANOTHER
             return f"differ by {units:.0f} units of rounding" if units < _ANOTHER else "differ"
-        if dtype in SHORT and not max(own, new) <= factor * by_rounding + added:
+        if dtype in SHORT and not max(own, new) <= _ANOTHER_RUN * (factor * by_rounding + added):
             return "differ"
     return None
 
