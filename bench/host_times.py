@@ -130,7 +130,7 @@ def _run_experts(x: torch.Tensor, up: Any, down: Any, weights: Any, indices: Any
 
 def _route(logits: torch.Tensor) -> Any:
     weights, indices = logits.float().softmax(-1).topk(2)
-    return weights, indices
+    return indices, weights
 
 
 def _normalize(x: torch.Tensor, w: Any, b: Any, mean: Any, var: Any) -> torch.Tensor:
@@ -205,7 +205,7 @@ def _dequantize_one_bit(bits: torch.Tensor, scale: torch.Tensor) -> torch.Tensor
 def _average_one_bit(bits: torch.Tensor, scale: torch.Tensor) -> Any:
     size = 8 * bits.shape[1]
     error = torch.empty(size)
-    return one_bit.mean_reference(bits, scale, None, error, size, one_bit.whole(size))
+    return (*one_bit.mean_reference(bits, scale, None, error, size, one_bit.whole(size)), error)
 
 
 _THRESHOLD = ((63, 256), (64, 256), (128, 256), (512, 2000))
