@@ -384,7 +384,7 @@ def test_few_elements_take_torchs_op(rows: int, dtype: torch.dtype) -> None:
         for _ in range(4):
             with torchweld.use_backend(None):
                 y = torchweld.functional.batch_norm_act(leaf, *found, weight, bias, True)
-            z = torch.nn.functional.batch_norm(x, *wanted, weight, bias, True)
+            z = torch.nn.functional.batch_norm(x, wanted[0], wanted[1], weight, bias, True)
         near = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 16 * torch.finfo(dtype).eps}
         torch.testing.assert_close([y, *found], [torch.nn.functional.gelu(z), *wanted], **near)
         if x.numel() < batch_norm._FEW[dtype.itemsize == 2]:

@@ -78,7 +78,8 @@ class _Shifted(nn.Module):
 
 class _FusedShifted(Weld):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight: Any = self.weight
+        own: Any = self
+        weight = own.weight
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return functional.layer_norm(wide + 512, weight.shape, weight.to(wide.dtype)).to(x.dtype)
 

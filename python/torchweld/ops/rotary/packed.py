@@ -117,7 +117,7 @@ def _turn(
     angles = [gather(table, positions).to(wide) for table in (cos, sin)]
     layout = (rotary_dim, interleaved, proportional)
     for t in _split(qkv, heads, key_heads, qkv.numel() < _FEW):
-        t.copy_(turn(t.to(wide), *angles, layout, transposed))
+        t.copy_(turn(t.to(wide), angles[0], angles[1], layout, transposed))
 
 
 class _Packed(torch.autograd.Function):
