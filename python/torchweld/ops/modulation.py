@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchweld import checks
-from torchweld.dispatch.call import call_arranged
+from torchweld.dispatch.call import decide_arranged
 from torchweld.dispatch.kernels import define
 from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
@@ -40,8 +40,8 @@ def adaptive_layer_norm(
     Returns:
         A contiguous tensor of input's shape and dtype.
     """
-    y: Tensor = call_arranged(ADAPTIVE_LAYER_NORM, _arrange, (input, scale, shift), eps)
-    return y
+    given = {"input": input, "scale": scale, "shift": shift}
+    return decide_arranged(ADAPTIVE_LAYER_NORM, _arrange, given, eps)  # type: ignore[no-any-return]
 
 
 @short()
@@ -57,8 +57,8 @@ def adaptive_rms_norm(
     Returns:
         A contiguous tensor of input's shape and dtype.
     """
-    y: Tensor = call_arranged(ADAPTIVE_RMS_NORM, _arrange, (input, scale, shift), eps)
-    return y
+    given = {"input": input, "scale": scale, "shift": shift}
+    return decide_arranged(ADAPTIVE_RMS_NORM, _arrange, given, eps)  # type: ignore[no-any-return]
 
 
 @short()
@@ -73,8 +73,8 @@ def gated_residual(input: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
     Returns:
         A contiguous tensor of input's shape, of the wider dtype of input and branch.
     """
-    y: Tensor = call_arranged(GATED_RESIDUAL, _arrange_gated, (input, gate, branch))
-    return y
+    given = {"input": input, "gate": gate, "branch": branch}
+    return decide_arranged(GATED_RESIDUAL, _arrange_gated, given)  # type: ignore[no-any-return]
 
 
 @short()
@@ -102,9 +102,9 @@ def gated_residual_layer_norm(
     Returns:
         y; z, both of the wider dtype of input and branch.
     """
-    given = (input, gate, branch, scale, shift)
-    z, y = call_arranged(GATED_RESIDUAL_LAYER_NORM, _arrange_gated, given, eps)
-    return (y, z) if return_residual else y
+    given = {"input": input, "gate": gate, "branch": branch, "scale": scale, "shift": shift}
+    returned = ("y", "z") if return_residual else "y"
+    return decide_arranged(GATED_RESIDUAL_LAYER_NORM, _arrange_gated, given, eps, returned=returned)
 
 
 @short()
@@ -128,9 +128,9 @@ def gated_residual_rms_norm(
     Returns:
         y; z, both of the wider dtype of input and branch.
     """
-    given = (input, gate, branch, scale, shift)
-    z, y = call_arranged(GATED_RESIDUAL_RMS_NORM, _arrange_gated, given, eps)
-    return (y, z) if return_residual else y
+    given = {"input": input, "gate": gate, "branch": branch, "scale": scale, "shift": shift}
+    returned = ("y", "z") if return_residual else "y"
+    return decide_arranged(GATED_RESIDUAL_RMS_NORM, _arrange_gated, given, eps, returned=returned)
 
 
 # --- Arguments ------------------------------------------------------------------------------------
