@@ -390,10 +390,10 @@ def _language(program: _Program) -> dict[str, Any]:
         load=load,
         store=store,
         warp_specialize=program.specialize,
-        zeros=lambda shape, *_: _registers(np.zeros(shape)),
+        zeros=lambda shape, kind, *_: _registers(np.zeros(shape, kind)),
         full=lambda shape, value, *_: _registers(np.full(shape, value)),
         arange=lambda first, last, layout: np.arange(first, last),
-        convert_layout=lambda x, layout: x,
+        convert_layout=lambda x, layout, assert_trivial=False: x,
         max=lambda x, axis: _registers(np.max(x, axis)),
         sum=lambda x, axis: _registers(np.sum(x, axis)),
         maximum=elementwise(np.maximum),
@@ -406,6 +406,7 @@ def _language(program: _Program) -> dict[str, Any]:
         DotOperandLayout=nothing,
         SliceLayout=nothing,
         SwizzledSharedLayout=nothing,
+        DistributedLinearLayout=nothing,
     )
     mbarrier = types.SimpleNamespace(
         MBarrierLayout=lambda: "barrier",
