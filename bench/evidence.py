@@ -28,7 +28,8 @@ PROVEN: dict[str, Proven] = {**OPS, **RULES}
 # The fields of a result that identify a case and direction, and those that the evidence keeps.
 CASE = ("shape", "variant", "dtype", "direction")
 _ABOUT = (*CASE, "elements", "bytes", "flops")
-KEPT = (*_ABOUT, "peak_bytes", "ms", "p20", "p80", "eager_ms", "gbps", "limit_ms", "share")
+_TIMES = ("peak_bytes", "ms", "p20", "p80", "eager_ms", "gbps", "limit_ms", "share")
+KEPT = (*_ABOUT, *_TIMES, "mhz", "peak_tflops")  # older rows lack the last two
 
 # Strings and character literals are matched too: they may contain what looks like a comment.
 _C_TOKEN = re.compile(
@@ -255,7 +256,7 @@ def list_results(record: dict[str, Any], folder: Path | None) -> list[Result]:
                 contender = backend if is_so else f"{backend} (stale)"
                 eager = kept["eager_ms"]  # None: eager did not fit
                 speed_up = None if eager is None else eager / kept["ms"]
-                figures = {name: kept[name] for name in KEPT}
+                figures = {name: kept.get(name) for name in KEPT}
                 results.append(Result(op=op, contender=contender, speed_up=speed_up, **figures))
     for result in results:
         result.automatic = result.contender == _find_winner(results, result)

@@ -11,7 +11,7 @@ import hashlib
 import importlib
 import pkgutil
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -125,9 +125,9 @@ def _collecting(op: Op) -> Iterator[tuple[Ready, list[tuple[Any, dict[str, Any]]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(launch, "start", start))
         for each in _list_modules():
-            if hasattr(each, "processors"):
-                many = mock.patch.object(each, "processors", return_value=_PROCESSORS)
-                stack.enter_context(many)
+            for name, answer in (("processors", _PROCESSORS), ("runs_on", True)):
+                if hasattr(each, name):
+                    stack.enter_context(mock.patch.object(each, name, return_value=answer))
         yield Ready(getattr(module, op.name), getattr(module, f"{op.name}_backward")), launches
 
 
@@ -136,6 +136,41 @@ def _list_modules() -> list[Any]:
 
     found = pkgutil.iter_modules(triton_kernels.__path__, f"{triton_kernels.__name__}.")
     return [importlib.import_module(module.name) for module in found]
+
+
+def compile_ahead(names: Iterable[str], known: Callable[[str, str], Sequence[str]]) -> int:
+    """Compile what the benchmark of these ops launches on a GPU, into Triton's cache; count it.
+
+    The cache serves the same versions of Triton and Python elsewhere. `known` are the rows of an op
+    and a backend that are not measured.
+    """
+    from torchweld.triton_kernels import contest
+    from torchweld.triton_kernels.launch import run
+
+    def try_all(on: torch.Tensor, asked: Any) -> Any:
+        for tile in asked.tiles[1:]:
+            run(on, *asked.launches_with(tile))
+        return asked.tiles[0]
+
+    found: dict[str, Any] = {}
+    for op in [OPS[name] for name in names if name in OPS and "triton" in OPS[name].sources]:
+        if isinstance(op, Composite):
+            continue
+        for given in CASES[op.name].benchmarks_on_gpu:
+            case = Case(op, given, torch.bfloat16, "cuda")
+            about = {"shape": case.shape, "variant": case.variant, "dtype": "bfloat16"}
+            for direction in ("fwd", "full"):
+                if evidence.name_row(about | {"direction": direction}) in known(op.name, "triton"):
+                    continue
+                with mock.patch.object(contest, "choose", try_all):
+                    for launched, options in list_launches(case, direction):
+                        signature = sign(launched)
+                        rest = {k: v for k, v in options.items() if k not in signature[0]}
+                        at = f"{launched.kernel.fn} {signature} {rest}"
+                        found.setdefault(at, (launched.kernel, signature, rest))
+    for kernel, signature, rest in found.values():
+        compile_launch(kernel, signature, rest)
+    return len(found)
 
 
 # --- What they compile to -------------------------------------------------------------------------

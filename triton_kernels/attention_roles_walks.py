@@ -140,9 +140,9 @@ def keys_of(entries_ptr, walk, n, N: gl.constexpr, BLOCK: gl.constexpr):
 def seen_keys(masks_ptr, mask, query, key, keys, shift, BLOCK: gl.constexpr,
               CAUSAL: gl.constexpr):  # fmt: skip
     """Words for queries: bit i says whether one sees the i-th key from `key` on."""
-    end = keys
+    end = keys + 0 * query
     if CAUSAL:
-        end = gl.minimum(keys, query + shift + 1)
+        end = gl.minimum(end, query + shift + 1)
     count = gl.minimum(gl.maximum(end - key, 0), 32)
     word = gl.where(count == 32, -1, (1 << count) - 1)
     if masks_ptr is not None:

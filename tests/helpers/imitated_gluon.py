@@ -113,6 +113,8 @@ class _Memory:
         return _registers(self.values.copy())
 
     def store(self, values: np.ndarray) -> None:
+        if values.shape != self.values.shape:
+            raise ProtocolError(f"{values.shape} is stored as {self.values.shape}")
         self.values[...] = values
         for each in self.unfenced:
             each.add(threading.get_ident())
