@@ -15,6 +15,7 @@ from torchweld import checks
 from torchweld.dispatch.call import call_arranged
 from torchweld.dispatch.kernels import define
 from torchweld.dispatch.warm.cache import short
+from torchweld.dispatch.warm.recorder import leave_open
 from torchweld.errors import ArgumentError
 from torchweld.ops import norm as norms
 from torchweld.registry import ROWS, Op, activation, residual
@@ -100,10 +101,12 @@ def gated_residual_layer_norm(
         return_residual: return (y, z).
 
     Returns:
-        y; z, both of the wider dtype of input and branch.
+        y; z, both of the wider dtype of input and branch. Where autocast computes torch's norm in
+        float32, as on CUDA, y is float32, and 16-bit input takes two passes.
     """
     given = (input, gate, branch, scale, shift)
-    z, y = call_arranged(GATED_RESIDUAL_LAYER_NORM, _arrange_gated, given, eps)
+    run = _run_both if _widens(norms.LAYER_NORM, input, branch) else call_arranged
+    z, y = run(GATED_RESIDUAL_LAYER_NORM, _arrange_gated, given, eps)
     return (y, z) if return_residual else y
 
 
@@ -126,11 +129,32 @@ def gated_residual_rms_norm(
         return_residual: return (y, z).
 
     Returns:
-        y; z, both of the wider dtype of input and branch.
+        y; z, both of the wider dtype of input and branch. Where autocast computes torch's norm in
+        float32, as on CUDA, y is float32, and 16-bit input takes two passes.
     """
     given = (input, gate, branch, scale, shift)
-    z, y = call_arranged(GATED_RESIDUAL_RMS_NORM, _arrange_gated, given, eps)
+    run = _run_both if _widens(norms.RMS_NORM, input, branch) else call_arranged
+    z, y = run(GATED_RESIDUAL_RMS_NORM, _arrange_gated, given, eps)
     return (y, z) if return_residual else y
+
+
+def _widens(norm: Op, x: Any, branch: Any) -> bool:
+    """Whether autocast makes float32 of a 16-bit stream in this norm."""
+    for each in (x, branch):
+        if not isinstance(each, Tensor) or each.dtype.itemsize != 2:  # others keep their dtype
+            return False
+    kind = x.device.type
+    return kind in norm.autocast and checks.autocasts(kind)
+
+
+def _run_both(op: Op, _: Any, given: tuple[Any, ...], eps: Any) -> tuple[Tensor, Tensor]:
+    """z and y by two ops, as autocast has rules for all tensors of an op alike."""
+    leave_open()  # a short way runs one op
+    x, gate, branch, scale, shift = given
+    adaptive = {GATED_RESIDUAL_LAYER_NORM: ADAPTIVE_LAYER_NORM}.get(op, ADAPTIVE_RMS_NORM)
+    z: Tensor = call_arranged(GATED_RESIDUAL, _arrange_gated, (x, gate, branch))
+    y: Tensor = call_arranged(adaptive, _arrange, (z, scale, shift), eps)
+    return z, y
 
 
 # --- Arguments ------------------------------------------------------------------------------------
@@ -358,6 +382,9 @@ class _AdaptiveNorm:
     def _reference(self, x: Tensor, scale: Tensor, shift: Tensor | None, eps: Any) -> Tensor:
         if not (_is_plain(x, scale, shift) and (eps is None or eps >= 0)):
             self._check(x, scale, shift, eps)
+        kind = x.device.type
+        if kind in self.op.autocast and checks.autocasts(kind):  # as a kernel's inputs are cast
+            x = x.to(self.op.autocast[kind])
         return self._compute(x, scale, shift, eps).contiguous()
 
     def _gated_reference(
