@@ -82,10 +82,12 @@ class _Memory:
     `unfenced` has, for each part of the allocation, the threads whose writes only threads see yet.
     """
 
-    def __init__(self, values: np.ndarray, unfenced: Sequence[set[int]], dtype: str) -> None:
+    layout = None
+
+    def __init__(self, values: Any, unfenced: Sequence[set[int]], dtype: str) -> None:
         self.values, self.unfenced, self.dtype = values, unfenced, dtype
 
-    def _view(self, values: np.ndarray) -> _Memory:
+    def _view(self, values: Any) -> _Memory:
         return _Memory(values, self.unfenced, self.dtype)
 
     def index(self, at: int) -> _Memory:
@@ -103,11 +105,15 @@ class _Memory:
         return self._view(self.values[(slice(None),) * dim + (slice(start, start + length),)])
 
     def reinterpret(self, shape: Sequence[int]) -> _Memory:
-        """Matrices of other rows, or one as parts of its columns, as a swizzled one's lie."""
+        """Matrices of other rows, or one as parts of its columns and their rows, as a swizzled
+        one's lie.
+        """
         if self.values.ndim == 3:
             return self._view(self.values.reshape(shape))
-        parts, rows, columns = shape
-        return self._view(self.values.reshape(rows, parts, columns).transpose(1, 0, 2))
+        _, rows, columns = shape
+        begins = [range(0, size, n) for size, n in zip(self.values.shape, shape[1:], strict=True)]
+        parts = [self.values[i : i + rows, j : j + columns] for j in begins[1] for i in begins[0]]
+        return self._view(parts)
 
     def load(self, layout: Any) -> _Registers:
         return _registers(self.values.copy())

@@ -40,6 +40,7 @@ NEVER_UNALIGNED = {
     "linear_act._linear_act": "reads copies of such views",
     "linear_act_roles.linear_act_roles": "reads descriptors: such views have none",
     "symmetric._symmetric": "reads descriptors: such views have none",
+    "symmetric_roles.symmetric_roles": "reads descriptors: such views have none",
     **{
         f"experts_products.{name}": "reads copies of such views"
         for name in ("_first_product", "_product", "_hidden_gradient", "_weight_gradient")

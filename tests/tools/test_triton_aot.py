@@ -52,7 +52,7 @@ WARPS = dict.fromkeys(
         "experts_products._weight_gradient",
     ),
     8,
-) | {"linear_act_roles.linear_act_roles": 12}
+) | dict.fromkeys(("linear_act_roles.linear_act_roles", "symmetric_roles.symmetric_roles"), 12)
 # Bytes that a thread may spill. Where a launch on sm_90 sums keys and values, an H200 is faster
 # with them; nearly all are outside the loop over blocks without conditions.
 MAY_SPILL = {
