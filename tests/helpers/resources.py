@@ -35,7 +35,7 @@ TAKEN = ("registers", "shared", "spilled", "repeats", "slow")
 
 # Kernels whose tensors are aligned, whatever views the caller passes.
 NEVER_UNALIGNED = {
-    "modulation._add_chunks": "reads and writes only tensors that were allocated for it",
+    "modulation_rows._add_chunks": "reads and writes only tensors that were allocated for it",
     "chunks._add_chunks": "reads and writes only tensors that were allocated for it",
     "linear_act._linear_act": "reads copies of such views",
     "linear_act_roles.linear_act_roles": "reads descriptors: such views have none",

@@ -69,9 +69,9 @@ MAY_SPILL = {
     "attention_roles_forward.attention_roles_forward on sm_90": 56,
     "attention_roles_keys.attention_roles_keys on sm_90": 88,
     # A 128th or 64th register too many, in the widest rows and on sm_100.
-    "modulation._backward on sm_100": 8,
-    "modulation._backward of views on sm_90": 8,
-    "modulation._backward of views on sm_100": 16,
+    "modulation_rows._backward on sm_100": 8,
+    "modulation_rows._backward of views on sm_90": 8,
+    "modulation_rows._backward of views on sm_100": 16,
     "rotary._differentiate on sm_80": 16,  # for a fifth program a multiprocessor
     "route._route on sm_90": 8,  # stored before its loops, loaded after them
     "route._route of views on sm_90": 8,
