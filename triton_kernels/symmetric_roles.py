@@ -101,7 +101,8 @@ def _multiply(factors, added, slots, dropping, barriers, sizes, alpha, beta, BAN
     PARTS: gl.constexpr = COLUMNS // SQUARE
     ready, dropped, taken, is_added = barriers
     size, inner, tiles, each = sizes
-    parts = reinterpret(dropping, dropping.dtype, [PARTS, ROWS, SQUARE], factors[0].layout)
+    flat: gl.constexpr = dropping.layout
+    parts = reinterpret(dropping, dropping.dtype, [PARTS, ROWS, SQUARE], flat)
     place = gl.program_id(0), 0, 0, 0
     for first in gl.static_range(STAGES - 1):
         place = _fetch(factors, slots, ready, first, place, sizes, BAND, ROWS, COLUMNS, INNER)
@@ -149,7 +150,8 @@ def _finish(result, dropping, turned, barriers, sizes, BAND: gl.constexpr, ROWS:
     is_lower = at >= gl.arange(0, SQUARE, gl.SliceLayout(0, layout))[None, :]
     HALVES: gl.constexpr = ROWS // SQUARE
     shape: gl.constexpr = [COLUMNS // SQUARE * HALVES, SQUARE, SQUARE]
-    squares = reinterpret(dropping, dropping.dtype, shape, dropping.layout)
+    flat: gl.constexpr = dropping.layout
+    squares = reinterpret(dropping, dropping.dtype, shape, flat)
     done = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row_tile, column_tile = place_of(tile % each, BAND)
