@@ -113,6 +113,28 @@ def hash_of(paths: Iterable[Path], folder: Path, on_cuda: bool = False) -> str:
     return digest.hexdigest()
 
 
+def find_device_code(op: Proven, folder: Path) -> str:
+    """The hash of what nvcc compiles: an op's CUDA files with their includes in place, and flags.
+
+    Files' names, comments, bindings and blocks of the CPU's build do not count.
+    """
+    seen: set[Path] = set()
+
+    def expand(path: Path) -> str:
+        if path in seen or not path.exists():
+            return ""
+        seen.add(path)
+        text = _drop_cpu_blocks(stripped(path))
+        return _INCLUDE.sub(lambda found: expand(folder / "csrc" / found[1]), text)
+
+    roots = [folder / name for name in files_of(op)["cuda"]]
+    flags = stripped(folder / "csrc" / "flags.py").splitlines()
+    told = [line.strip() for line in flags if "nvcc" in line.lower()]
+    lines = "\n".join([*map(expand, roots), *told]).splitlines()
+    text = "\n".join(line for line in lines if line.strip())
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def _drop_cpu_blocks(text: str) -> str:
     """The text without the blocks of `#if !defined(TW_CUDA)` that have no other branch."""
     kept: list[str] = []

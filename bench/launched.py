@@ -40,13 +40,15 @@ def renew(records: Mapping[str, dict[str, Any]], root: Path) -> Codes:
     """The codes of the present sources, of all rows that could be stale by their sources.
 
     Rows of the present sources get their codes. Ops of several steps have none: GEMMs of torch's
-    are among them. So have CUDA's kernels.
+    are among them. CUDA's kernels have the hash of their source, as nvcc gets it.
     """
     import triton
 
     codes: Codes = {}
     for record in records.values():
         for name, proofs in record["ops"].items():
+            if "cuda" in proofs and name in evidence.PROVEN:
+                _renew_cuda(name, proofs["cuda"], root, codes)
             op = OPS.get(name)
             if op is None or isinstance(op, Composite) or "triton" not in proofs:
                 continue
@@ -60,6 +62,18 @@ def renew(records: Mapping[str, dict[str, Any]], root: Path) -> Codes:
                 if proofs["triton"]["sources"] == now:
                     row.setdefault("code", {}).update(known)
     return codes
+
+
+def _renew_cuda(name: str, proof: dict[str, Any], root: Path, codes: Codes) -> None:
+    op = evidence.PROVEN[name]
+    if "cuda" not in evidence.files_of(op):
+        return
+    now = evidence.sources_hash(op, "cuda", root)
+    known = {"source": evidence.find_device_code(op, root)}
+    for row in proof["results"]:
+        codes[(name, now, evidence.name_row(row))] = known
+        if proof["sources"] == now:
+            row.setdefault("code", {}).update(known)
 
 
 def _find_case(op: Op, row: dict[str, Any]) -> Case | None:
