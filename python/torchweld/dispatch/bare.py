@@ -68,15 +68,18 @@ class BareOp:
         first = inputs[0][0] if isinstance(inputs[0], list) else inputs[0]
         return self._serving(self._choose_on_gpu(first, inputs)[0])(*inputs)
 
-    def find_for_all(self, first: torch.Tensor) -> Callable[..., Any]:
-        """As find, for calls of one class that a short way has compared.
+    def find_for_all(self, first: torch.Tensor, *others: BareOp) -> list[Callable[..., Any]]:
+        """As find, of this op and others with its backends, for calls of one class.
 
-        A GPU's answer for them is looked up once; a CPU kernel is called without the dispatcher.
+        A short way has compared them: a GPU's answer for them is looked up once, and a CPU kernel
+        is called without the dispatcher.
         """
-        run = self.find(first)
+        run, ops = self.find(first), (self, *others)
         if run == self._run_on_gpu:
-            return self._ask_once()
-        return self.direct if run is self._overloads.get("cpu") and not state.has_modes() else run
+            return [op._ask_once() for op in ops]
+        if run is self._overloads.get("cpu"):
+            return [op._overloads["cpu"] if state.has_modes() else op.direct for op in ops]
+        return [run, *(op.find(first) for op in others)]
 
     @functools.cached_property
     def direct(self) -> Callable[..., Any]:

@@ -16,10 +16,9 @@ from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.judge import ROWS
 from torchweld.dispatch.engine.question import Question, Results
 from torchweld.dispatch.warm.guards import ALIGNMENT
-from torchweld.dispatch.warm.recorder import leave_open
 from torchweld.registry import EAGER, OPS, Composite, Op, materialize
 from torchweld.registry.constant import assume_constant_result
-from torchweld.registry.op import why_not_now
+from torchweld.state import why_not_now
 
 # The rows of a sample whose op contains GEMMs: a prime, like ROWS.
 _ROWS_BEHIND_GEMMS = 251
@@ -28,13 +27,10 @@ _ROWS_BEHIND_GEMMS = 251
 def choose_on_gpu(op: Op, inputs: Sequence[Any]) -> str:
     """The backend for a call on this GPU; the first call of its class makes a trial."""
     if why_not_now() is not None:  # tensors of a transform have no address, which a class has
-        leave_open()
         return EAGER
-    backend, settled = asking.pick(class_of(op, inputs), partial(make_question, op, inputs))
+    backend, _ = asking.pick(class_of(op, inputs), partial(make_question, op, inputs))
     if op.why_refused(backend, inputs) is not None:
         backend = EAGER
-    if not settled:
-        leave_open()
     return backend
 
 
@@ -83,7 +79,7 @@ def class_of(op: Op, inputs: Sequence[Any]) -> tuple[Any, ...]:
     for at in op.flags_at:
         alike.append(inputs[at])
     if op.regime is not None:
-        alike.append(op.regime(inputs))
+        alike.append(op.find_regime(inputs))
     return tuple(alike)
 
 
@@ -91,7 +87,7 @@ def make_question(op: Op, inputs: Sequence[Any]) -> Question:
     """The question for a call with these inputs."""
     _, _, autocast, width, _, *rest = class_of(op, inputs)
     direction, is_composite = find_direction(inputs), isinstance(op, Composite)
-    regime = None if op.regime is None else op.regime(inputs)
+    regime = op.find_regime(inputs)
     # The dtype in which autocast computes this op; None if it has no rule for it.
     cast_to = autocast if is_composite or autocast is None else op.autocast.get(_kind_of(inputs[0]))
 
@@ -150,7 +146,7 @@ def _run(op: Op, backend: str, inputs: Sequence[Any]) -> Any:
     if backend == EAGER:
         return op.reference(*inputs)
     if isinstance(op, Composite):
-        return op.fused(backend, *inputs)
+        return op.plan(backend, *inputs)(*inputs)
     return op.kernels[backend](*inputs)
 
 

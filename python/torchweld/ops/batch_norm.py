@@ -22,11 +22,11 @@ from torchweld.dispatch.autograd import (
     wants_gradient,
 )
 from torchweld.dispatch.bare import BareOp
-from torchweld.dispatch.call import call, run_on
+from torchweld.dispatch.call import decide, run_on
 from torchweld.dispatch.kernels import define
 from torchweld.dispatch.library import make_step
 from torchweld.dispatch.warm.cache import short
-from torchweld.dispatch.warm.guards import is_lazy
+from torchweld.dispatch.warm.guards import are_comparable
 from torchweld.errors import ArgumentError
 from torchweld.names import ActivationName, Approximation
 from torchweld.ops import activation as activations
@@ -206,7 +206,7 @@ def normalize_act(
     Returns:
         A tensor of input's shape and dtype.
     """
-    return call(NORMALIZE_ACT, input, mean, var, weight, bias, eps, activation, approximate)
+    return decide(NORMALIZE_ACT, input, mean, var, weight, bias, eps, activation, approximate)
 
 
 def _normalize_act(x: Tensor, *rest: Any) -> Tensor:
@@ -290,7 +290,7 @@ def batch_norm_act(
     """
     columns = (running_mean, running_var, weight, bias)
     how = (training, momentum, eps, process_group, activation, approximate)
-    return call(BATCH_NORM_ACT, input, *columns, *how)
+    return decide(BATCH_NORM_ACT, input, *columns, *how)
 
 
 def _fake_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -393,55 +393,42 @@ class _Training:
         )
 
 
-def normalize_training(
+def plan_training(
     backend: str,
     x: Tensor,
     columns: Sequence[Tensor | None],
     momentum: float | Tensor,
     eps: float,
-    process_group: Any,
+    group: Any,
     *kind: str,
-    offset: Tensor | None = None,
-) -> Tensor:
-    """The result in training on this backend; `offset` only enters the running mean."""
-    arguments = (x, *columns, True, momentum, eps, process_group, *kind)
-    if exports_a_derivative():  # no single op covers the exchange and the update
-        return reference(BATCH_NORM_ACT, x if offset is None else x + offset, *arguments[1:])
-    training = _TRAINING[backend]
-    _, _, weight, bias = columns
-    if wants_gradient(x, weight, bias):
-        y, mean, var, count = training.function.apply(*arguments)
-    else:
-        y, mean, var, count = training.forward(*arguments)
-    statistics.finish(x, columns, offset, mean, var, count, momentum, process_group)
-    return y
-
-
-def plan(backend: str, x: Tensor, *rest: Any) -> Callable[..., Tensor] | None:
-    """What batch_norm_act does for calls like this one: a function of x, columns and an offset."""
-    *columns, training, momentum, eps, group, activation, approximate = rest
-    kind = (activation, approximate)
-    if not training:
-        made = NORMALIZE_ACT.kernels[backend].make_ready((x, *columns, eps, *kind))
-        function, first, taken_at, _ = made
-        return partial(_evaluate, function, tuple(first), (eps, *kind) if 5 in taken_at else ())
-    if group is not None or isinstance(momentum, Tensor) or any(map(is_lazy, (x, *columns))):
-        return None
-    how, run = (True, momentum, eps, None, *kind), _TRAINING[backend]
+) -> Callable[..., Tensor]:
+    """What serves training: a function of x, columns, the other arguments and an offset."""
+    run = _TRAINING[backend]
+    if group is not None or isinstance(momentum, Tensor) or not are_comparable((x, *columns)):
+        return partial(_train_in_group, run)
+    how = (True, momentum, eps, None, *kind)
     ready: Ready | None = None
     if wants_gradient(x, *columns[2:]):
         ready = make_ready(BATCH_NORM_ACT, run.ready, (x, *columns, *how))
     return partial(_train, run, ready, how)
 
 
+def plan_evaluation(
+    backend: str, x: Tensor, columns: Sequence[Tensor | None], eps: float, *kind: str
+) -> Callable[..., Tensor]:
+    """What serves evaluation: a function of x and columns."""
+    if not are_comparable((x, *columns)):
+        return partial(_evaluate, partial(run_on, NORMALIZE_ACT, backend), (eps, *kind))
+    made = NORMALIZE_ACT.kernels[backend].make_ready((x, *columns, eps, *kind))
+    function, first, taken_at, _ = made
+    how = (eps, *kind) if 5 in taken_at else ()
+    return partial(_evaluate, partial(function, *first), how)
+
+
 def _evaluate(
-    function: Callable[..., Tensor],
-    first: tuple[Any, ...],
-    how: tuple[Any, ...],
-    x: Tensor,
-    *rest: Any,
+    function: Callable[..., Tensor], how: tuple[Any, ...], x: Tensor, *rest: Any
 ) -> Tensor:
-    return function(*first, x, *rest[:4], *how)
+    return function(x, *rest[:4], *how)
 
 
 def _train(
@@ -461,18 +448,31 @@ def _train(
     return y  # type: ignore[no-any-return]
 
 
-def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
+def _train_in_group(run: _Training, x: Tensor, *rest: Any, offset: Tensor | None = None) -> Tensor:
+    *columns, training, momentum, eps, group, activation, approximate = rest
+    how = (training, momentum, eps, group, activation, approximate)
+    if exports_a_derivative():  # no single op covers the exchange and the update
+        return reference(BATCH_NORM_ACT, x if offset is None else x + offset, *columns, *how)
+    trains = wants_gradient(x, *columns[2:])
+    y, *made = (run.function.apply if trains else run.forward)(x, *columns, *how)
+    statistics.finish(x, columns, offset, *made, momentum, group)  # type: ignore[call-arg]
+    return y  # type: ignore[no-any-return]
+
+
+def _plan(backend: str, x: Tensor, *rest: Any) -> Callable[..., Tensor]:
     *columns, training, momentum, eps, group, activation, approximate = rest
     kind = (activation, approximate)
     statistics.check_numbers(BATCH_NORM_ACT, training, momentum, eps)
     if not training:
-        return run_on(NORMALIZE_ACT, backend, x, *columns, eps, *kind)
-    if not is_training(x, columns, group):
+        return plan_evaluation(backend, x, columns, eps, *kind)
+    if not is_training(x, x.shape[-1:], columns, group):
         _check_all(x, *rest)
-    return normalize_training(backend, x, columns, momentum, eps, group, *kind)
+    return plan_training(backend, x, columns, momentum, eps, group, *kind)
 
 
-def is_training(x: Tensor, columns: Sequence[Tensor | None], group: Any) -> bool:
+def is_training(
+    x: Tensor, width: Sequence[int], columns: Sequence[Tensor | None], group: Any
+) -> bool:
     """Whether there are enough rows and running statistics fit; no kernel checks this."""
     running_mean, running_var, *_ = columns
     is_alone = group is None or group.size() == 1
@@ -480,13 +480,13 @@ def is_training(x: Tensor, columns: Sequence[Tensor | None], group: Any) -> bool
         return False
     if running_mean is None or running_var is None:
         return running_mean is running_var
-    return are_running(x, x.shape[-1:], running_mean, running_var)
+    return are_running(x, width, running_mean, running_var)
 
 
 def _reference(x: Tensor, *rest: Any) -> Tensor:
     *columns, training, momentum, eps, group, _, _ = rest
     statistics.check_numbers(BATCH_NORM_ACT, training, momentum, eps)
-    wrong = training and not is_training(x, columns, group)
+    wrong = training and not is_training(x, x.shape[-1:], columns, group)
     if wrong or unlike(x, *columns):
         _check_all(x, *rest)
     return reference(BATCH_NORM_ACT, x, *rest)
@@ -576,8 +576,7 @@ BATCH_NORM_ACT = Composite(
     " Tensor grad_bias)",
     reference=_reference,
     backward_reference=_backward_reference,
-    fused=_fused,
-    plan=plan,
+    plan=_plan,
     made_of="passes of {}; processes exchange their statistics between them",
     saves="input, weight, bias, the statistics",
     check=_check_all,

@@ -6,16 +6,16 @@ call have the same shape; often they are parts of one projection.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchweld import checks
-from torchweld.dispatch.call import call_arranged
+from torchweld.dispatch.call import Decision, decide_arranged
 from torchweld.dispatch.kernels import define
 from torchweld.dispatch.warm.cache import short
-from torchweld.dispatch.warm.recorder import leave_open
 from torchweld.errors import ArgumentError
 from torchweld.ops import norm as norms
 from torchweld.registry import ROWS, Op, activation, residual
@@ -41,8 +41,8 @@ def adaptive_layer_norm(
     Returns:
         A contiguous tensor of input's shape and dtype.
     """
-    y: Tensor = call_arranged(ADAPTIVE_LAYER_NORM, _arrange, (input, scale, shift), eps)
-    return y
+    given = {"input": input, "scale": scale, "shift": shift}
+    return decide_arranged(ADAPTIVE_LAYER_NORM, _arrange, given, eps)  # type: ignore[no-any-return]
 
 
 @short()
@@ -58,8 +58,8 @@ def adaptive_rms_norm(
     Returns:
         A contiguous tensor of input's shape and dtype.
     """
-    y: Tensor = call_arranged(ADAPTIVE_RMS_NORM, _arrange, (input, scale, shift), eps)
-    return y
+    given = {"input": input, "scale": scale, "shift": shift}
+    return decide_arranged(ADAPTIVE_RMS_NORM, _arrange, given, eps)  # type: ignore[no-any-return]
 
 
 @short()
@@ -74,8 +74,8 @@ def gated_residual(input: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
     Returns:
         A contiguous tensor of input's shape, of the wider dtype of input and branch.
     """
-    y: Tensor = call_arranged(GATED_RESIDUAL, _arrange_gated, (input, gate, branch))
-    return y
+    given = {"input": input, "gate": gate, "branch": branch}
+    return decide_arranged(GATED_RESIDUAL, _arrange_gated, given)  # type: ignore[no-any-return]
 
 
 @short()
@@ -104,10 +104,11 @@ def gated_residual_layer_norm(
         y; z, both of the wider dtype of input and branch. Where autocast computes torch's norm in
         float32, as on CUDA, y is float32, and 16-bit input takes two passes.
     """
-    given = (input, gate, branch, scale, shift)
-    run = _run_both if _widens(norms.LAYER_NORM, input, branch) else call_arranged
-    z, y = run(GATED_RESIDUAL_LAYER_NORM, _arrange_gated, given, eps)
-    return (y, z) if return_residual else y
+    given = {"input": input, "gate": gate, "branch": branch, "scale": scale, "shift": shift}
+    if _widens(norms.LAYER_NORM, input, branch):
+        return _decide_both(adaptive_layer_norm, given, eps, return_residual)
+    returned = ("y", "z") if return_residual else "y"
+    return decide_arranged(GATED_RESIDUAL_LAYER_NORM, _arrange_gated, given, eps, returned=returned)
 
 
 @short()
@@ -132,10 +133,11 @@ def gated_residual_rms_norm(
         y; z, both of the wider dtype of input and branch. Where autocast computes torch's norm in
         float32, as on CUDA, y is float32, and 16-bit input takes two passes.
     """
-    given = (input, gate, branch, scale, shift)
-    run = _run_both if _widens(norms.RMS_NORM, input, branch) else call_arranged
-    z, y = run(GATED_RESIDUAL_RMS_NORM, _arrange_gated, given, eps)
-    return (y, z) if return_residual else y
+    given = {"input": input, "gate": gate, "branch": branch, "scale": scale, "shift": shift}
+    if _widens(norms.RMS_NORM, input, branch):
+        return _decide_both(adaptive_rms_norm, given, eps, return_residual)
+    returned = ("y", "z") if return_residual else "y"
+    return decide_arranged(GATED_RESIDUAL_RMS_NORM, _arrange_gated, given, eps, returned=returned)
 
 
 def _widens(norm: Op, x: Any, branch: Any) -> bool:
@@ -147,14 +149,17 @@ def _widens(norm: Op, x: Any, branch: Any) -> bool:
     return kind in norm.autocast and checks.autocasts(kind)
 
 
-def _run_both(op: Op, _: Any, given: tuple[Any, ...], eps: Any) -> tuple[Tensor, Tensor]:
-    """z and y by two ops, as autocast has rules for all tensors of an op alike."""
-    leave_open()  # a short way runs one op
-    x, gate, branch, scale, shift = given
-    adaptive = {GATED_RESIDUAL_LAYER_NORM: ADAPTIVE_LAYER_NORM}.get(op, ADAPTIVE_RMS_NORM)
-    z: Tensor = call_arranged(GATED_RESIDUAL, _arrange_gated, (x, gate, branch))
-    y: Tensor = call_arranged(adaptive, _arrange, (z, scale, shift), eps)
-    return z, y
+def _decide_both(
+    adaptive: Callable[..., Tensor], given: Mapping[str, Any], eps: Any, return_residual: bool
+) -> Decision:
+    """y, or (y, z), by two ops: autocast has one rule for all tensors of an op."""
+
+    def run(input: Tensor, gate: Tensor, branch: Tensor, *modulations: Tensor | None) -> Any:
+        z = gated_residual(input, gate, branch)
+        y = adaptive(z, *modulations, eps=eps)
+        return (y, z) if return_residual else y
+
+    return Decision(None, run, list(given.values()), list(given))
 
 
 # --- Arguments ------------------------------------------------------------------------------------

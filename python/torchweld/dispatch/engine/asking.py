@@ -50,6 +50,8 @@ mode = read_mode(os.environ)
 take_times: Callable[[Mapping[str, Callable[[], Any]]], dict[str, float]] | None = None
 # Backends by the mode and the class of the call.
 _served: dict[tuple[str, Hashable], str] = {}
+# How many questions were left open. What was decided meanwhile is not kept for later calls.
+left_open = 0
 # Held during a trial. Meanwhile the baseline serves the questions of other threads, such as
 # autograd's; questions that the trial's own thread asks have trials of their own.
 _trial = threading.RLock()
@@ -57,6 +59,7 @@ _trial = threading.RLock()
 
 def pick(call_class: Hashable, make: Callable[[], Question]) -> tuple[str, bool]:
     """The backend for a class of calls, and whether it is final for this process."""
+    global left_open
     known = _served.get((mode, call_class))
     if known is not None:
         return known, True
@@ -64,6 +67,7 @@ def pick(call_class: Hashable, make: Callable[[], Question]) -> tuple[str, bool]
     # Where no backend can serve this call nothing is kept: the next one may differ.
     answer = engine_for(question.device).ask(question) if question.contenders else None
     if answer is None:
+        left_open += 1
         return question.baseline, False
     _served[mode, call_class] = answer.backend
     return answer.backend, True

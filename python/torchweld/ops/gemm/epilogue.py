@@ -88,31 +88,20 @@ _backward = BareOp(
 ).step("triton")
 
 
-def linear_and_act(
-    backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kind: str
-) -> torch.Tensor:
-    """activation(linear(x, weight, bias)), in one kernel if that is faster, else in two steps."""
-    if kind[0] == "identity":
-        return gemm.linear(x, weight, bias)
-    arguments = (x, weight, bias)
-    if backend == "triton" and (tile := choose_tile_for(*arguments, *kind)) is not None:
-        return _in_one_kernel(*arguments, *kind, tile)
-    if backend == "cpu" and _onednn_activates(*arguments, *kind):
-        return _run_onednn(*arguments, *kind)
-    return layers.run_in_two_steps(backend, *arguments, *kind)
-
-
 def plan(
     backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kind: str
-) -> Callable[..., torch.Tensor] | None:
-    """What `linear_and_act` does for calls like this one, where nothing is left to decide."""
+) -> Callable[..., torch.Tensor]:
+    """What serves activation(linear(x, weight, bias)): one kernel if it is faster, or two steps.
+
+    It is a function of the three tensors.
+    """
+    arguments = (x, weight, bias)
     if kind[0] == "identity":
         return _run_gemm
-    arguments = (x, weight, bias)
     if backend == "triton" and (tile := choose_tile_for(*arguments, *kind)) is not None:
-        return lambda x, weight, bias, *_: _in_one_kernel(x, weight, bias, *kind, tile)
+        return partial(_run_in_one_kernel, (*kind, tile))
     if backend == "cpu" and _onednn_activates(*arguments, *kind):
-        return None  # not for all sizes
+        return partial(_run_onednn, kind)
     return layers.plan_in_two_steps(backend, *arguments, *kind)
 
 
@@ -123,7 +112,11 @@ def _run_gemm(
 
 
 def _run_onednn(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kind: str
+    kind: tuple[str, ...],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *_: Any,
 ) -> torch.Tensor:
     algorithm = kind[1] if kind[0] == "gelu" else ""
     return gemm.onednn(x, weight, bias, _ONEDNN[kind[0]], algorithm)
@@ -148,7 +141,7 @@ def _onednn_keeps_nan(dtype: torch.dtype, *kind: str) -> bool:
     """Whether oneDNN's activation maps NaN to NaN; torch 2.10's float16 sigmoid returns 0."""
     with leave_dispatch_modes():
         x, weight = torch.full((2, 8), torch.nan, dtype=dtype), torch.ones(3, 8, dtype=dtype)
-        return bool(_run_onednn(x, weight, None, *kind).isnan().all())
+        return bool(_run_onednn(kind, x, weight, None).isnan().all())
 
 
 # --- One kernel and its nodes ---------------------------------------------------------------------
@@ -156,8 +149,12 @@ def _onednn_keeps_nan(dtype: torch.dtype, *kind: str) -> bool:
 # run separately, then the activation's.
 
 
-def _in_one_kernel(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any
+def _run_in_one_kernel(
+    how: tuple[Any, ...],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *_: Any,
 ) -> torch.Tensor:
     *kind, tile = how
     dtype = gemm.find_dtype(x)
@@ -306,7 +303,7 @@ def _make_contest(
     names = ("y", "z") if save_z else ("y",)
 
     def unfused(x: torch.Tensor) -> torch.Tensor:
-        return layers.run_in_two_steps("triton", x, weight, bias, *how)
+        return layers.plan_in_two_steps("triton", x, weight, bias, *how)(x, weight, bias)
 
     def fused(tile: int, x: torch.Tensor) -> Results:
         return name_results(_kernel(x, weight, bias, *how, tile, save_z), *names)

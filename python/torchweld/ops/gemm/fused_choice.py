@@ -17,7 +17,6 @@ import torch
 from torchweld.dispatch.engine import asking
 from torchweld.dispatch.engine.judge import ROWS, some_rows
 from torchweld.dispatch.engine.question import Answer, Question, Results
-from torchweld.dispatch.warm.recorder import leave_open
 from torchweld.registry.constant import assume_constant_result
 
 # Everything that a timing depends on besides the number of rows, as names and values.
@@ -54,9 +53,7 @@ def choose_tile(
     kind, size = _with_precision(kind), _count_rows(x).bit_length()
     call_class = (x.device, kind, size)
     make = partial(_make_question, x.device, kind, size, list_tiles, make_contest)
-    name, is_settled = asking.pick(call_class, make)
-    if not is_settled:
-        leave_open()
+    name, _ = asking.pick(call_class, make)
     return _read_tile(name)
 
 

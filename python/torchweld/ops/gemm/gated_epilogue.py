@@ -17,6 +17,7 @@ from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import run_on
 from torchweld.dispatch.engine.judge import name_results
 from torchweld.dispatch.engine.question import Results
+from torchweld.dispatch.warm.guards import are_comparable
 from torchweld.ops import activation as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import epilogue, fused_choice, gemm
@@ -40,52 +41,43 @@ _kernel = BareOp(
 ).step("triton")
 
 
-def linear_and_gate(
-    backend: str, x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, *how: str
-) -> torch.Tensor:
-    """activation(linear(x, gate_weight)) * linear(x, up_weight)."""
-    arguments = (x, gate_weight, up_weight)
-    if backend == "triton" and _is_in_one_kernel(*arguments, *how):
-        return _run_in_one_kernel(*arguments, *how)
-    return _run_in_steps(backend, *arguments, *how)
-
-
 def plan(
     backend: str, x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, *how: str
-) -> Callable[..., torch.Tensor] | None:
-    """What `linear_and_gate` does for calls like this one, where nothing is left to decide."""
-    if backend == "triton" and _is_in_one_kernel(x, gate_weight, up_weight, *how):
-        return lambda x, gate_weight, up_weight: _run_in_one_kernel(x, gate_weight, up_weight, *how)
+) -> Callable[..., torch.Tensor]:
+    """What serves activation(linear(x, gate_weight)) * linear(x, up_weight)."""
+    arguments = (x, gate_weight, up_weight)
+    if backend == "triton" and _is_in_one_kernel(*arguments, *how):
+        return partial(_run_in_one_kernel, how)
+    return _plan_in_steps(backend, *arguments, *how)
+
+
+def _plan_in_steps(
+    backend: str, x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, *how: str
+) -> Callable[..., torch.Tensor]:
+    linear = gemm.find_linear(x, gate_weight, up_weight)
+    if not are_comparable((x, gate_weight, up_weight)):
+        return partial(_run_in_steps, linear, partial(run_on, activations.GATED_ACT, backend), how)
     gate, up = (
         x.new_empty(0, dtype=gemm.find_dtype(x)).requires_grad_(gemm.wants_gradient(x, weight))
         for weight in (gate_weight, up_weight)
     )
-    function, first, rest = layers.plan_act(activations.GATED_ACT, backend, gate, up, *how)
-    linear = gemm.find_linear(gate.dtype)
-    return partial(_run_planned, linear, function, tuple(first), tuple(rest))
+    act = layers.plan_act(activations.GATED_ACT, backend, gate, up, *how)
+    return partial(_run_in_steps, linear, *act)
 
 
-def _run_planned(
+def _run_in_steps(
     linear: Callable[..., torch.Tensor],
     function: Callable[..., torch.Tensor],
-    first: tuple[Any, ...],
     rest: tuple[str, ...],
     x: torch.Tensor,
     gate: torch.Tensor,
     up: torch.Tensor,
 ) -> torch.Tensor:
-    return function(*first, linear(x, gate), linear(x, up), *rest)
-
-
-def _run_in_steps(
-    backend: str, x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, *how: str
-) -> torch.Tensor:
-    gate, up = gemm.linear(x, gate_weight), gemm.linear(x, up_weight)
-    return run_on(activations.GATED_ACT, backend, gate, up, *how)  # type: ignore[no-any-return]
+    return function(linear(x, gate), linear(x, up), *rest)
 
 
 def _run_in_one_kernel(
-    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, *how: str
+    how: tuple[str, ...], x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor
 ) -> torch.Tensor:
     dtype = gemm.find_dtype(x)
     x, gate_weight, up_weight = (t.to(dtype) for t in (x, gate_weight, up_weight))
@@ -186,7 +178,7 @@ def _make_contest(
         return name_results(_kernel(x, *weights, *how, save), *names)
 
     def unfused(x: torch.Tensor) -> torch.Tensor:
-        return _run_in_steps("triton", x, *weights, *how)
+        return _plan_in_steps("triton", x, *weights, *how)(x, *weights)
 
     def trusted(x: torch.Tensor) -> Results:
         return name_results((unfused(x), *(gemm.linear(x, w) for w in weights)), *names)

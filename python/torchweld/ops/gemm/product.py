@@ -12,6 +12,7 @@ products, so that at 256 a product takes 1 + 2 * 16 / 256 of the GEMM's time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,6 +88,22 @@ class _Product(torch.autograd.Function):
             multiply(grad, right.mT) if to_left else None,
             multiply(rows[0].mT, rows[1]) if to_right else None,
         )
+
+
+def find_multiply(x: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """What multiplies matrices like x by others, in calls that guards have compared."""
+    is_converting = is_converted(x, x.dtype) and may_run()
+    return multiply_plain if is_converting else torch.matmul
+
+
+def multiply_plain(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left @ right of 16-bit CPU tensors that need no gradient; only sizes are left to decide."""
+    rows, (terms, columns) = left.shape[:-1].numel(), right.shape
+    if not pays(rows, columns, terms, right.stride(0)):
+        return left @ right
+    if left.ndim == 2:
+        return PRODUCT(left, right, None, 1.0, 1.0)  # type: ignore[no-any-return]
+    return _multiply(left, right)
 
 
 def multiply_into(

@@ -10,8 +10,8 @@ import torch
 
 from torchweld import checks
 from torchweld.dispatch import choice
+from torchweld.dispatch.call import Decision
 from torchweld.dispatch.warm.cache import short
-from torchweld.dispatch.warm.recorder import run_final
 from torchweld.errors import ArgumentError
 from torchweld.names import Reduction
 from torchweld.ops.loss import arguments, fused, nodes, results, small
@@ -19,6 +19,7 @@ from torchweld.ops.loss.arguments import Settings
 from torchweld.registry import why_not_now
 
 _NAME = "cross_entropy"
+_TENSORS = ("input", "target", "weight", "temperature", "token_weights")
 # With fewer logits plain torch is as fast as the general path, and torch's loss as one op of ours.
 _SMALL, _PLAIN = 2**14, 2**16
 
@@ -101,14 +102,14 @@ def cross_entropy(
     asked = [x for x in (*scaling.values(), token_weights) if x is not None]
     is_plain = not (asked or settings.z_loss or return_lse or inplace)
     few = _PLAIN if input.dtype.itemsize < 8 else 2**63  # torch's takes less time in float64
-    span = small.find_span(few if is_plain else _SMALL, settings, input)
+    span = small.find_span(settings, input, few if is_plain else _SMALL)
     if is_plain and small.may_serve(few, settings, *given):
         whole = small.cross_entropy(settings, trains and input.requires_grad, whole)
     elif not (refuses or return_lse or inplace) and fused.may_serve(
         settings, token_weights, input, target, weight, temperature
     ):
         whole = _fuse(settings, input)
-    return run_final(whole, *given, **span)
+    return Decision(None, whole, given, _TENSORS, **span)
 
 
 def _fuse(settings: Settings, input: torch.Tensor) -> small.Run:

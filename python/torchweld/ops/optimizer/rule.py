@@ -27,7 +27,6 @@ from torchweld.ops.optimizer.reference import number_of, read, sound, sound_only
 from torchweld.ops.quantize_8bit import absmax_reference
 
 BACKENDS = ("cpu", "cuda")
-_GRADS, _LR, _FACTOR, _FOUND_INF = 1, 10, 12, 13  # of the arguments of an op
 Updates = Iterator[tuple[torch.Tensor, torch.Tensor, Tensors]]
 
 RULES: dict[str, Rule] = {}
@@ -229,7 +228,7 @@ class Rule:
             or (overload := self._op.kernel(p)) is None
         ):
             return None
-        return Ready(make_direct(overload, overload), task, ascends)
+        return Ready(overload, task, ascends)
 
     def _kernel(self, op: BareOp, task: Task) -> Any:
         p = task.batch.params[0]
@@ -266,31 +265,37 @@ class Rule:
 class Ready:
     """A step that is one call of a kernel, for later steps with other gradients and rates."""
 
-    def __init__(self, kernel: Callable[..., None], task: Task, ascends: bool) -> None:
+    def __init__(self, overload: Any, task: Task, ascends: bool) -> None:
         batch = task.batch
-        self._kernel, self._batch, self._rate = kernel, batch, batch.lr
+        self._kernel = make_direct(overload, overload)
+        self._batch, self._rate = batch, batch.lr
         self._written = batch.list_written()
         self._ascends = ascends
         factor = -torch.ones((), dtype=torch.float32, device="cpu") if ascends else None
         others = None, factor, None, task.average_rate, None, task.settings_of_each, ()
         self._arguments: list[Any] = [*batch.lists(), task.lr, *others, *task.settings]
-        self._arguments[_GRADS] = None  # each step has its own, and lets them go
+        names = [argument.name for argument in overload._schema.arguments]
+        # Where in the arguments are those that change.
+        wanted = ("grads", "found_inf", "grad_factor", "lr")
+        self._grads, self._found_inf, self._factor, self._lr = map(names.index, wanted)
+        self._arguments[self._grads] = None  # each step has its own, and lets them go
 
     def __call__(
         self, factor: torch.Tensor | None = None, found_inf: torch.Tensor | None = None
     ) -> None:
         """Step with a factor of the gradients; if `found_inf` is not 0, nothing changes."""
-        batch, arguments, usual = self._batch, self._arguments, self._arguments[_FACTOR]
-        arguments[_GRADS], arguments[_FOUND_INF] = batch.grads, found_inf
+        batch, arguments, usual = self._batch, self._arguments, self._arguments[self._factor]
+        arguments[self._grads], arguments[self._found_inf] = batch.grads, found_inf
         if factor is not None:
-            arguments[_FACTOR] = -factor if self._ascends else factor
+            arguments[self._factor] = -factor if self._ascends else factor
         if batch.lr != self._rate:
-            self._rate, arguments[_LR] = batch.lr, make_rate(batch.lr)
+            self._rate, arguments[self._lr] = batch.lr, make_rate(batch.lr)
         torch.autograd.graph.increment_version(self._written)
         try:
             self._kernel(*arguments)
         finally:
-            arguments[_GRADS], arguments[_FOUND_INF], arguments[_FACTOR] = None, None, usual
+            arguments[self._grads], arguments[self._found_inf] = None, None
+            arguments[self._factor] = usual
 
 
 def _is_adapted(task: Task) -> bool:
