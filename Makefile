@@ -292,7 +292,7 @@ NEEDS_GPU = @$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available()
 	{ echo "torchweld: torch sees no GPU here"; exit 1; }
 
 .PHONY: gpu
-gpu: env ## On a GPU: check and time the kernels; ARGS: --minutes 10, --evidence DIR, op names
+gpu: env ## On a GPU: check and time the kernels; ARGS: --minutes 9, --evidence DIR, op names
 	$(NEEDS_GPU)
 	@$(PY) -m torchweld doctor && $(PY) -m torchweld bench --record $(ARGS)
 
