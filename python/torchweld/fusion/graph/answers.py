@@ -1,0 +1,305 @@
+"""What Dynamo answers a forward that asks whether it is compiled, or branches on a number of a tensor.
+
+A region's graph runs in eager torch and has to compute what the forward computes there. Dynamo would
+answer every question of a forward whether it is compiled with yes, and libraries compute other things
+then: transformers makes a causal mask where it is compiled, and none where it finds by the numbers
+of its arguments that none is needed. So the answer is no, and what follows a no, a branch on numbers,
+is decided by the numbers of this call: small functions of the inputs, which every later call
+compares before its graph runs.
+
+All names of Dynamo's tracer that have an underscore or may change are here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo import symbolic_convert, trace_rules
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.nn_module import NNModuleVariable, UnspecializedNNModuleVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+from torchweld import state
+from torchweld.fusion import probe
+from torchweld.fusion.graph.record import Record, recording
+
+LARGEST = 64  # operations between a graph's inputs and a number that decides a branch
+_QUESTIONS = ("compiler.is_compiling", "compiler.is_dynamo_compiling", "_utils.is_compiling")
+_OURS = tuple(f"{Path(path).parent}/" for path in (torch.__file__, __file__.split("/fusion/")[0]))
+_HANDS = (TensorVariable, NNModuleVariable, UnspecializedNNModuleVariable)
+_now = threading.local()
+
+
+class OtherNumbersError(Exception):
+    """A number that decided a branch at the capture is another one. Nothing has run yet."""
+
+
+def holds(number: torch.Tensor, wanted: bool) -> None:
+    """Stands in a graph for a branch that was decided."""
+
+
+class Answers:
+    """The answers of one kind of capture. `decides` says whether it may branch on numbers."""
+
+    # Lines of functions without tensors whose eager way Dynamo cannot follow: they are told yes.
+    told_yes: set[tuple[Any, int]] = set()
+
+    def __init__(self, decides: bool) -> None:
+        self.decides = decides
+        self._denied: list[list[Any]] = []  # the frames that were told no, from the outermost one
+
+    @contextlib.contextmanager
+    def serve(self) -> Iterator[None]:
+        _install()
+        before, _now.answers = getattr(_now, "answers", None), self
+        self._denied = []
+        try:
+            with _allowing(torch.xpu.is_current_stream_capturing):
+                yield
+        finally:
+            _now.answers = before
+
+    def is_yes(self, tx: Any) -> bool:
+        """What a frame is told that asks whether it is compiled."""
+        if tx.f_code.co_filename.startswith(_OURS):
+            return True  # torch has its own ways for Dynamo, and so has torchweld
+        frames = list(_list_frames(tx))
+        if any((each.f_code, each.lineno) in self.told_yes for each in frames):
+            return True
+        self._denied.append([(each.f_code, each.lineno, _has_tensors(each)) for each in frames])
+        return False
+
+    def learn(self, error: BaseException) -> bool:
+        """After a capture failed: whether a yes, which changes no tensor, may help."""
+        stack = _FRAME.findall(str(error))
+        for frames in reversed(self._denied):
+            common = None
+            for (code, line, has_tensors), (path, at, name) in zip(frames, stack, strict=False):
+                if (code.co_filename, code.co_name) != (path, name):
+                    break
+                common = code, line, has_tensors
+                if line != int(at):
+                    break
+            if common is not None and not common[2]:  # it failed in a function without tensors
+                self.told_yes.add(common[:2])
+                return True
+        return False
+
+
+_FRAME = re.compile(r'File "(.+?)", line (\d+), in (\w+)')
+
+
+def _list_frames(tx: Any) -> list[Any]:
+    """The frames that Dynamo is in, from the outermost one."""
+    frames = []
+    while tx is not None:
+        frames.append(tx)
+        tx = tx.parent
+    return frames[::-1]
+
+
+def _has_tensors(tx: Any) -> bool:
+    """Whether a frame has a tensor or a module among its variables."""
+    found = []
+
+    def look(value: Any) -> None:
+        if hasattr(value, "peek_value") and not value.is_realized():
+            found.append(isinstance(value.peek_value(), (torch.Tensor, torch.nn.Module)))
+        else:
+            found.append(isinstance(value, _HANDS))
+
+    symbolic_convert.VariableTracker.visit(look, dict(tx.symbolic_locals))
+    return any(found)
+
+
+# --- Numbers that decide branches ------------------------------------------------------------------
+
+
+def _decide(tx: Any) -> None:
+    """Let a branch on a tensor with one element go where this call goes."""
+    value = tx.stack[-1].realize()
+    if not isinstance(value, TensorVariable):
+        return
+    node = value.as_proxy().node
+    try:
+        number = _read(tx, node)
+    except Exception as error:  # e.g. on the meta device
+        probe.read_refusal(error)
+        return
+    if number is not None:
+        tx.output.create_proxy("call_function", holds, (value.as_proxy(), number), {})
+        tx.pop()
+        tx.push(ConstantVariable.create(number))
+
+
+def _read(tx: Any, node: torch.fx.Node) -> bool | None:
+    """The number in this call; None if it is no small function of the inputs as they came in."""
+    cut = _cut([node])
+    if cut is None:
+        return None
+    module, holders = cut
+    mode, record = tx.output.fake_mode, Record()
+    fakes = [holder.meta["example_value"] for holder in holders]
+    with mode, recording(record), mode.shape_env.suppress_guards():
+        module(*fakes)
+    if any(step.writes or step.is_random for step in record.steps):
+        return None
+    memory = {x.untyped_storage()._cdata for x in record.values}
+    for each in node.graph.nodes:
+        if _may_write(each) and not memory.isdisjoint(_list_memory(each)):
+            return None
+    numbers = [holder.meta["grapharg"].example for holder in holders]
+    numbers = [x.node.hint if isinstance(x, torch.SymInt) else x for x in numbers]
+    with torch.no_grad():
+        return bool(module(*numbers)[0])
+
+
+def _may_write(node: torch.fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    writes = name.endswith("_") or "set" in name or "out" in node.kwargs
+    return node.op not in ("placeholder", "get_attr") and writes
+
+
+def _list_memory(node: torch.fx.Node) -> set[int]:
+    values = [each.meta.get("example_value") for each in node.all_input_nodes]
+    return {x.untyped_storage()._cdata for x in values if isinstance(x, torch.Tensor)}
+
+
+def _cut(results: list[torch.fx.Node]) -> tuple[torch.fx.GraphModule, list[torch.fx.Node]] | None:
+    """The part of a graph that computes these results, and its inputs; None if it is large."""
+    wanted, waiting = set(results), list(results)
+    while waiting:
+        node = waiting.pop()
+        is_other = isinstance(node.target, torch._ops.HigherOrderOperator)
+        if is_other or node.op not in ("placeholder", "call_function", "call_method"):
+            return None
+        new = set(node.all_input_nodes) - wanted
+        wanted |= new
+        waiting += new
+        if len(wanted) > LARGEST:
+            return None
+    graph, copies = torch.fx.Graph(), {}
+    holders = []
+    for node in results[0].graph.nodes:
+        if node in wanted:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.op == "placeholder":
+                holders.append(node)
+    graph.output(tuple(copies[node] for node in results))
+    return torch.fx.GraphModule({}, graph), holders
+
+
+def take_out(module: torch.fx.GraphModule) -> Callable[..., None] | None:
+    """Take the decided branches out of a graph; returns what compares them for the inputs."""
+    marks = [node for node in module.graph.nodes if node.target is holds]
+    if not marks:
+        return None
+    tested = [node.args[0] for node in marks]
+    wanted = [node.args[1] for node in marks]
+    parts = [_cut([node]) for node in tested]
+    for mark in reversed(marks):
+        module.graph.erase_node(mark)
+    places = {node: at for at, node in enumerate(module.graph.find_nodes(op="placeholder"))}
+    inputs = [[places[holder] for holder in holders] for _, holders in parts]
+    for node in reversed(list(module.graph.nodes)):
+        is_step = node.op in ("call_function", "call_method") and not _may_write(node)
+        if is_step and not node.users and _cut([node]) is not None:
+            module.graph.erase_node(node)
+    module.recompile()
+
+    def compare(*args: Any) -> None:
+        with torch.no_grad():
+            for (part, _), places, number in zip(parts, inputs, wanted, strict=True):
+                if bool(part(*[args[at] for at in places])[0]) != number:
+                    raise OtherNumbersError
+
+    return compare
+
+
+# --- Dynamo's tables -------------------------------------------------------------------------------
+
+
+def _answer(handle: Callable[..., Any]) -> Callable[..., Any]:
+    def handle_question(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        answers = getattr(_now, "answers", None)
+        if answers is None or answers.is_yes(tx):
+            return handle(variable, tx, *args, **kwargs)
+        return ConstantVariable.create(False)
+
+    return handle_question
+
+
+def _branch(jump: Callable[..., Any]) -> Callable[..., Any]:
+    def jump_or_decide(tx: Any, inst: Any) -> Any:
+        answers = getattr(_now, "answers", None)
+        if answers is not None and answers.decides:
+            _decide(tx)
+        return jump(tx, inst)
+
+    return jump_or_decide
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph captures, also where torch has no CUDA."""
+    return torch.backends.cuda.is_built() and state.is_capturing()
+
+
+def _tell_capturing(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """Whether a stream captures, which is a key of a region's graphs."""
+    is_served = getattr(_now, "answers", None) is not None
+    return ConstantVariable.create(is_capturing()) if is_served else None
+
+
+@contextlib.contextmanager
+def _allowing(function: Any) -> Iterator[None]:
+    """Let Dynamo ask its table for a function that it leaves out otherwise."""
+    allowed = trace_rules._allowed_callable_ids
+    is_new = id(function) not in allowed()
+    allowed.add(id(function))
+    try:
+        yield
+    finally:
+        if is_new:
+            allowed.remove(id(function))
+
+
+_lock = threading.Lock()
+_installed: set[int] = set()
+
+
+def _install() -> None:
+    """Put the two functions above into Dynamo's tables, once; without answers they do nothing."""
+    with _lock:
+        handlers = TorchInGraphFunctionVariable._get_handlers()
+        if id(handlers) in _installed:
+            return
+        _installed.add(id(handlers))
+        for question in (_find(name) for name in _QUESTIONS):
+            if question in handlers:
+                handlers[question] = _answer(handlers[question])
+        for name in ("cuda.is_current_stream_capturing", "xpu.is_current_stream_capturing"):
+            handlers.setdefault(_find(name), _tell_capturing)
+        jumps = [dis.opmap[name] for name in dis.opmap if re.search("JUMP.*_IF_(TRUE|FALSE)", name)]
+        for cls in _list_subclasses(symbolic_convert.InstructionTranslatorBase):
+            for opcode in jumps:
+                if (jump := cls.dispatch_table[opcode]) is not None:
+                    cls.dispatch_table[opcode] = _branch(jump)
+
+
+def _find(name: str) -> Any:
+    found: Any = torch
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _list_subclasses(cls: Any) -> list[Any]:
+    return [cls, *(each for sub in cls.__subclasses__() for each in _list_subclasses(sub))]
