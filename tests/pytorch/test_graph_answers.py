@@ -1,4 +1,4 @@
-"""Forwards that ask whether they are compiled, or branch on numbers: captured as they run in eager."""
+"""Forwards that ask whether they are compiled, or branch on numbers, run as in eager torch."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Masked(Words):
 
 def test_a_forward_that_asks_whether_it_is_compiled() -> None:
     """Dynamo answers yes. PaliGemma without token types then masks the future, which it does not in
-    eager torch: gradients were 13% off in silence. No test had such a forward, and the table of heads
-    was written by a script whose errors nobody bounds.
+    eager torch: gradients were 13% off in silence. No test had such a forward, and nothing bounds
+    the errors in the table of heads.
     """
     torch.manual_seed(0)
     got, want = fuse_two(Masked())
@@ -106,6 +106,8 @@ class Writes(Words):
 
 
 class Draws(Words):
+    """Branches on a random number."""
+
     def forward(self, ids: torch.Tensor) -> Any:
         loss, logits = super().forward(ids)
         return (loss * 2 if torch.rand(()) > 0.5 else loss), logits
@@ -167,6 +169,8 @@ class Collector:
 
 
 class Collecting(Words):
+    """Asks where it keeps what hooks collect."""
+
     collector = Collector()
 
     def forward(self, ids: torch.Tensor) -> Any:

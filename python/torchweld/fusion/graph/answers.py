@@ -1,11 +1,11 @@
-"""What Dynamo answers a forward that asks whether it is compiled, or branches on a number of a tensor.
+"""What Dynamo answers a forward that asks whether it is compiled, or branches on a number.
 
-A region's graph runs in eager torch and has to compute what the forward computes there. Dynamo would
-answer every question of a forward whether it is compiled with yes, and libraries compute other things
-then: transformers makes a causal mask where it is compiled, and none where it finds by the numbers
-of its arguments that none is needed. So the answer is no, and what follows a no, a branch on numbers,
-is decided by the numbers of this call: small functions of the inputs, which every later call
-compares before its graph runs.
+A region's graph runs in eager torch and has to compute what the forward computes there. Dynamo
+tells each forward that it is compiled, and libraries compute other things then: transformers makes
+a causal mask where it is compiled, and none where it finds by the numbers of its arguments that
+none is needed. So the answer is no, and the branch on numbers that follows is decided by the
+numbers of this call: small functions of the inputs, which every later call compares before its
+graph runs.
 
 All names of Dynamo's tracer that have an underscore or may change are here.
 """
@@ -18,7 +18,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._dynamo import symbolic_convert, trace_rules
@@ -50,7 +50,7 @@ class Answers:
     """The answers of one kind of capture. `decides` says whether it may branch on numbers."""
 
     # Lines of functions without tensors whose eager way Dynamo cannot follow: they are told yes.
-    told_yes: set[tuple[Any, int]] = set()
+    told_yes: ClassVar[set[tuple[Any, int]]] = set()
 
     def __init__(self, decides: bool) -> None:
         self.decides = decides
@@ -69,6 +69,8 @@ class Answers:
 
     def is_yes(self, tx: Any) -> bool:
         """What a frame is told that asks whether it is compiled."""
+        if tx.f_code is state.has_compiler.__code__:
+            return False
         if tx.f_code.co_filename.startswith(_OURS):
             return True  # torch has its own ways for Dynamo, and so has torchweld
         frames = list(_list_frames(tx))
@@ -120,7 +122,7 @@ def _has_tensors(tx: Any) -> bool:
     return any(found)
 
 
-# --- Numbers that decide branches ------------------------------------------------------------------
+# --- Numbers that decide branches -----------------------------------------------------------------
 
 
 def _decide(tx: Any) -> None:
@@ -224,7 +226,7 @@ def take_out(module: torch.fx.GraphModule) -> Callable[..., None] | None:
     return compare
 
 
-# --- Dynamo's tables -------------------------------------------------------------------------------
+# --- Dynamo's tables ------------------------------------------------------------------------------
 
 
 def _answer(handle: Callable[..., Any]) -> Callable[..., Any]:
