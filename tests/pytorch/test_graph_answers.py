@@ -92,6 +92,25 @@ def test_more_ways_than_graphs() -> None:
     assert depth == regions.OTHERS
 
 
+class Warns(Words):
+    """Asks as transformers does which warns of padding: a test that reads a number by item()."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        loss, logits = super().forward(ids)
+        return (loss * 2 if 49 in ids[:, [-1, 0]] else loss), logits
+
+
+def test_a_number_that_is_read_by_item() -> None:
+    torch.manual_seed(0)
+    got, want = fuse_two(Warns())
+    for last in (48, 49, 48):
+        ids = make_ids().clamp(max=47)
+        ids[:, -1] = last
+        compare(step(got, ids), step(want, ids))
+    (slot,) = type(got).weld_captures.slots.values()
+    assert (slot.graphs, slot.other.graphs, slot.reason) == (1, 1, "")
+
+
 class Writes(Words):
     """Writes to what it branches on, before and afterwards."""
 

@@ -125,21 +125,23 @@ def _has_tensors(tx: Any) -> bool:
 # --- Numbers that decide branches -----------------------------------------------------------------
 
 
-def _decide(tx: Any) -> None:
-    """Let a branch on a tensor with one element go where this call goes."""
-    value = tx.stack[-1].realize()
+def _decide(tx: Any, value: Any) -> Any:
+    """The truth of a tensor with one element in this call, as a constant; None: it is no constant.
+
+    The graph gets a mark, so that later calls compare it.
+    """
     if not isinstance(value, TensorVariable):
-        return
-    node = value.as_proxy().node
+        return None
+    proxy = value.as_proxy()
     try:
-        number = _read(tx, node)
+        number = _read(tx, proxy.node)
     except Exception as error:  # e.g. on the meta device
         probe.read_refusal(error)
-        return
-    if number is not None:
-        tx.output.create_proxy("call_function", holds, (value.as_proxy(), number), {})
-        tx.pop()
-        tx.push(ConstantVariable.create(number))
+        return None
+    if number is None:
+        return None
+    tx.output.create_proxy("call_function", holds, (proxy, number), {})
+    return ConstantVariable.create(number)
 
 
 def _read(tx: Any, node: torch.fx.Node) -> bool | None:
@@ -241,12 +243,31 @@ def _answer(handle: Callable[..., Any]) -> Callable[..., Any]:
 
 def _branch(jump: Callable[..., Any]) -> Callable[..., Any]:
     def jump_or_decide(tx: Any, inst: Any) -> Any:
-        answers = getattr(_now, "answers", None)
-        if answers is not None and answers.decides:
-            _decide(tx)
+        if _decides():
+            number = _decide(tx, tx.stack[-1].realize())
+            if number is not None:
+                tx.pop()
+                tx.push(number)
         return jump(tx, inst)
 
     return jump_or_decide
+
+
+def _item(method: Callable[..., Any]) -> Callable[..., Any]:
+    def read_or_decide(variable: Any, *args: Any, **kwargs: Any) -> Any:
+        if _decides() and variable.dtype is torch.bool:
+            tx = args[0] if args else symbolic_convert.InstructionTranslator.current_tx()
+            number = _decide(tx, variable)
+            if number is not None:
+                return number
+        return method(variable, *args, **kwargs)
+
+    return read_or_decide
+
+
+def _decides() -> bool:
+    answers = getattr(_now, "answers", None)
+    return answers is not None and answers.decides
 
 
 def is_capturing() -> bool:
@@ -278,7 +299,7 @@ _installed: set[int] = set()
 
 
 def _install() -> None:
-    """Put the two functions above into Dynamo's tables, once; without answers they do nothing."""
+    """Put the functions above into Dynamo's tables, once; without answers they do nothing."""
     with _lock:
         handlers = TorchInGraphFunctionVariable._get_handlers()
         if id(handlers) in _installed:
@@ -289,6 +310,7 @@ def _install() -> None:
                 handlers[question] = _answer(handlers[question])
         for name in ("cuda.is_current_stream_capturing", "xpu.is_current_stream_capturing"):
             handlers.setdefault(_find(name), _tell_capturing)
+        TensorVariable.method_item = _item(TensorVariable.method_item)  # type: ignore[method-assign]
         jumps = [dis.opmap[name] for name in dis.opmap if re.search("JUMP.*_IF_(TRUE|FALSE)", name)]
         for cls in _list_subclasses(symbolic_convert.InstructionTranslatorBase):
             for opcode in jumps:
