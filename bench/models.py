@@ -115,7 +115,7 @@ Training steps of architectures of transformers, made small: width {width}, {lay
 {words} words, {batch} x {length} tokens, float32, on {machine} ({isa}, {threads} threads), torch
 {torch}, transformers {transformers}. This page is measured by
 `python -m torchweld.bench.models {command}`.
-"eager" is the model with torch's fused AdamW, "compiled" the same under torch.compile, "fused"
+"eager" is the model with torch's fused AdamW, {compiled}"fused"
 after `torchweld.fuse` with `torchweld.optim.AdamW`. {times}
 The peak is what a step holds beyond parameters, gradients and states; that of compiled code cannot
 be counted on a CPU.
@@ -128,8 +128,9 @@ be counted on a CPU.
 """
 _COMMANDS = {
     SMALL: "--write docs/models.md",
-    WIDE: "--size wide --write docs/models-wide.md",
+    WIDE: "--size wide --no-compile --write docs/models-wide.md",
 }
+_COMPILED = '"compiled" the same under torch.compile, '
 _TIMED = "The contenders take turns, and the times are medians."
 _NOT_TIMED = "This run took no times."
 
@@ -188,7 +189,8 @@ def write_page(rows: Sequence[Row], transformers: str, before: str = "", size: S
 
     The models that are not in `rows` keep their rows of the page before.
     """
-    names = ["eager", "compiled", "fused"]
+    compiles = any(step["contender"] == "compiled" for row in rows for step in row.steps)
+    names = ["eager", *["compiled"] * compiles, "fused"]
     timed = any("total" in row.steps[0] for row in rows)
     of_times = [*(f"{name} ms" for name in names), "eager / fused"] if timed else []
     header = ["model", *of_times, "peak MB, eager", "fused"]
@@ -213,6 +215,7 @@ def write_page(rows: Sequence[Row], transformers: str, before: str = "", size: S
         threads=machine["threads"],
         torch=torch.__version__.partition("+")[0],
         transformers=transformers,
+        compiled=_COMPILED if compiles else "",
         times=_TIMED if timed else _NOT_TIMED,
         table="\n".join([*head, *(lines[name] for name in named)]),
         reports="\n".join(reports[name] for name in named),

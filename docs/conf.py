@@ -70,7 +70,10 @@ _GROUPS = {
         *("experts", "ops"),
     ),
     "Scale": ("stack", "pipelines-and-memory", "offload", "fsdp2", "one-bit"),
-    "Understand": ("numerics", "performance", "gpu", "models", "welds", "support", "stability"),
+    "Understand": (
+        *("numerics", "performance", "gpu", "models", "models-wide", "welds", "support"),
+        "stability",
+    ),
     "API": (
         *("api/torchweld", "api/functional", "api/nn", "api/optim", "api/sparse"),
         *("api/distributed", "api/random", "api/errors"),

@@ -346,6 +346,11 @@ def test_the_page_of_models_has_what_was_measured() -> None:
     page = models.write_page([models.Row("B", untimed, report)], "5.0")
     assert "| B | 5 | 2 |" in page
     assert "This run took no times." in page
+    assert "compiled" not in page.partition("|")[0].replace("compiled code", "")
+    eager_and_fused = [timed[0], timed[2]]
+    assert "| A | 100 | 50 | 2.00x | 5 | 2 |" in models.write_page(
+        [models.Row("A", eager_and_fused, report)], "5.0"
+    )
     page = models.write_page([models.Row("A", timed, report)], "5.0")
     assert "**A**: 1 linear_act (gelu), 1 layer_norm" in page
     assert "transformers 5.0" in " ".join(page.split())

@@ -190,7 +190,7 @@ def _tuple(names: Iterable[str]) -> str:
 
 
 def _wants_all(op: Differentiable) -> bool:
-    """Whether zeros take the place of a missing gradient: the backward op cannot do without it."""
+    """Whether missing gradients become zeros."""
     signature = op.backward_signature
     kinds = dict(zip(signature.arguments, signature.types, strict=True))
     missing = any("Optional" not in kinds[f"grad_{name}"] for name in op.public)

@@ -89,10 +89,10 @@ class Weld:
 
 
 class Tried(Weld):
-    """A weld of the calls that are like the one that was tried.
+    """A weld for calls of the verified form; other calls run the original forward.
 
-    The class's own forward runs calls with other arguments, and all calls after something happened
-    to a submodule that the weld skips, or to the module's own settings.
+    So do all calls after a change of the module's own settings, or of a submodule that the weld
+    skips.
     """
 
     # How many arguments of the class's own forward the tried call has. They are the first ones.

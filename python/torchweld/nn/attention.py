@@ -21,7 +21,7 @@ class BlockSparseAttention(torch.nn.Module):
             such as `functools.partial(BlockLayout.bigbird, block=64)`. It is called once for each
             pair of lengths.
         dropout: probability that a weight is dropped while training.
-        causal: the last query sees every key, each one before it one key less.
+        causal: the last query sees every key, and each earlier query sees one key fewer.
         scale: factor of the scores; None: 1 / sqrt(head_dim).
         softcap: if not 0, scores become softcap * tanh(score / softcap).
     """
@@ -93,7 +93,7 @@ class BlockSparseMultiheadAttention(torch.nn.Module):
         batch_first: inputs are [batch, length, embed_dim], not [length, batch, embed_dim].
         device, dtype: of the parameters.
         layout: as BlockSparseAttention takes it.
-        causal: the last query sees every key, each one before it one key less.
+        causal: the last query sees every key, and each earlier query sees one key fewer.
     """
 
     in_proj_weight: torch.nn.Parameter | None

@@ -14,7 +14,7 @@ class SoftmaxDropout(torch.nn.Module):
     Args:
         p: probability that an element is dropped while training.
         scale: multiplies the scores, 1 / sqrt(head size) in attention.
-        causal: the last query sees every key, each one before it one key less.
+        causal: the last query sees every key, and each earlier query sees one key fewer.
     """
 
     def __init__(self, p: float = 0.0, scale: float = 1.0, causal: bool = False) -> None:

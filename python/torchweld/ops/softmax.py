@@ -41,7 +41,7 @@ def softmax_dropout(
             torch.nn.functional.scaled_dot_product_attention. Otherwise it is added; it has input's
             dtype, or float32 for 16-bit input, and gets a gradient if it requires one.
         scale: factor of input; representable in float32, or float64 for float64 input.
-        causal: the last query sees every key, each one before it one key less.
+        causal: the last query sees every key, and each earlier query sees one key fewer.
         p: probability that an element is dropped if training is true.
         training: False drops nothing.
         seed: what to drop, see torchweld.random; None draws one from torch's generator.

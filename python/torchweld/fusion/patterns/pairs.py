@@ -1,4 +1,4 @@
-"""Two submodules in a row that one of them computes, if the module around them asks it to."""
+"""Fuses two consecutive submodules when the parent's forward requests it."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def block_sparse_attention(
         layout: a torchweld.sparse.BlockLayout of these lengths, for all heads, each head or each
             key head. For packed sequences use `BlockLayout.documents`.
         scale: factor of the scores; None: 1 / sqrt(head_dim).
-        causal: the last query sees every key, and each earlier query one key fewer.
+        causal: the last query sees every key, and each earlier query sees one key fewer.
         key_padding_mask: booleans [batch, keys]; True is ignored, as in nn.MultiheadAttention.
         alibi_slopes: [heads] or [batch, heads], float32; the slope times the distance of query and
             key is subtracted from their score. Slopes get no gradient.

@@ -64,10 +64,10 @@ def route(
         k: experts per token.
         scores: "softmax" over the experts, or "sigmoid" of each logit.
         choice_bias: [E], added to the scores for the choice only, as in DeepSeek-V3; no gradient.
-        groups: experts are in so many groups of equal size, one after another.
-        top_groups: only the experts of this many groups are chosen from.
-        best_of_group: a group counts as the sum of so many of its best scores, 2 in DeepSeek-V3, 1
-            in DeepSeek-V2.
+        groups: the number of groups, each of as many consecutive experts.
+        top_groups: the number of groups whose experts may be chosen.
+        best_of_group: the number of largest scores whose sum is a group's score: 2 in DeepSeek-V3,
+            1 in DeepSeek-V2.
         renormalize: divide the weights by their sum.
         scale: a factor of the weights.
         token_mask: [*], True where a token counts in the losses; None: all do.
