@@ -67,7 +67,7 @@ _ROTATIONS = (
 
 CASES: dict[str, Case] = {
     **{
-        f"rms_norm {kind}": Case(rms_norm._norm, rms_norm._run_norm, (_X, _W), (1e-5, kind))
+        f"rms_norm {kind}": Case(rms_norm.compute, rms_norm._run_norm, (_X, _W), (1e-5, kind))
         for kind in rms_norm._KINDS
     },
     "rms_norm without weight": Case(rms_norm._norm_only, rms_norm._run_norm_only, (_X,), (1e-5,)),
@@ -129,6 +129,19 @@ CASES: dict[str, Case] = {
     **{
         f"rotation {name}": Case(rotary._both, rotary._run_both, shapes, (seq_dim, form))
         for name, shapes, seq_dim, form in _ROTATIONS
+    },
+    **{
+        f"rotation after norms {kind} {is_turned}": Case(
+            rotary._normed,
+            rotary._run_normed,
+            (*shapes, (8,), (8,), (1, 1, 6, 8), (1, 1, 6, 8)),
+            (-2, rotary.Form(), rotary.Norms(1e-5, kind, is_turned)),
+        )
+        for kind in rotary._ROUNDING
+        for is_turned, shapes in (
+            (False, ((2, 4, 6, 8), (2, 2, 6, 8))),
+            (True, ((2, 6, 4, 8), (2, 6, 2, 8))),
+        )
     },
     "rotation of one": Case(
         rotary._one,

@@ -23,7 +23,7 @@ from torchweld.fusion.graph.patterns.linear_act import find_linear_act
 from torchweld.fusion.graph.patterns.loss import find_large_loss, find_loss
 from torchweld.fusion.graph.patterns.modulation import find_gated_residual, find_modulated_norm
 from torchweld.fusion.graph.patterns.rms_norm import find_add_rms_norm, find_rms_norm
-from torchweld.fusion.graph.patterns.rotary import find_rotary
+from torchweld.fusion.graph.patterns.rotary import find_normed_rotary, find_rotary
 from torchweld.fusion.graph.patterns.softmax import find_softmax
 from torchweld.fusion.graph.prove import Proposal
 from torchweld.fusion.graph.record import Record
@@ -33,6 +33,7 @@ FINDERS: list[Callable[[Record, int], Iterable[Proposal]]] = [
     find_loss,
     find_modulated_norm,
     find_gated_residual,
+    find_normed_rotary,
     find_add_rms_norm,
     find_rms_norm,
     find_add_layer_norm,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -9,8 +10,9 @@ import torch
 
 from torchweld import functional
 from torchweld.fusion.graph.normal import aten
+from torchweld.fusion.graph.patterns import rms_norm
 from torchweld.fusion.graph.prove import Proposal
-from torchweld.fusion.graph.record import Record, Ref, Step
+from torchweld.fusion.graph.record import Number, Record, Ref, Step, list_refs
 
 _CAST = aten._to_copy.default
 
@@ -93,6 +95,79 @@ def find_rotary(record: Record, at: int) -> Iterator[Proposal]:
                         yield Proposal(name, inputs, outputs, _both, _run_both, constants)
         inputs = [x.at, cos.at, sin.at]
         yield Proposal("rotary_embedding", inputs, [out], _one, _run_one, constants)
+
+
+class Norms(NamedTuple):
+    """The norms of each head's queries and keys, as rms_norm writes them, before the rotation."""
+
+    eps: float
+    kind: str
+    is_turned: bool  # heads and tokens change places after the norm
+
+
+# Which values of a norm are rounded, in the op's words.
+_ROUNDING = {"rounded": "both", "wide": "result", "plus_one": "result"}
+
+
+def _normed(
+    q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, *how: Any
+) -> tuple[Any, Any]:
+    _, form, norms = how
+    q, k = (
+        rms_norm.compute(x, weight, norms.eps, norms.kind)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
+    if norms.is_turned:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    return _rotate(q, cos, sin, form), _rotate(k, cos, sin, form)
+
+
+def _run_normed(
+    q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, *how: Any
+) -> tuple[Any, Any]:
+    seq_dim, form, norms = how
+    if norms.is_turned:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    return functional.rotary_embedding_qk(
+        *(q, k, cos, sin),
+        q_norm_weight=q_weight,
+        k_norm_weight=k_weight,
+        norm_eps=norms.eps,
+        norm_plus_one=norms.kind == "plus_one",
+        norm_rounding=_ROUNDING[norms.kind],
+        **_options(cos, seq_dim, form),
+    )
+
+
+def find_normed_rotary(record: Record, at: int) -> Iterator[Proposal]:
+    """The rotation of queries and keys with the norms before it."""
+    for pair in find_rotary(record, at):
+        if pair.op != "rotary_embedding_qk":
+            continue
+        q, k, cos, sin = pair.inputs
+        for (x, x_weight, norms), (y, y_weight, others) in itertools.product(
+            _list_norms(record, q), _list_norms(record, k)
+        ):
+            if norms == others:
+                inputs, constants = [x, y, x_weight, y_weight, cos, sin], (*pair.constants, norms)
+                yield Proposal(pair.op, inputs, pair.outputs, _normed, _run_normed, constants)
+
+
+def _list_norms(record: Record, rotated: int) -> Iterator[tuple[int, int, Norms]]:
+    """Norms of the last dimension that made what is rotated."""
+    turn = record.maker(Ref(rotated), aten.transpose.int)
+    is_turned = turn is not None and turn.args[1:] == (Number("1"), Number("2"))
+    out = turn.args[0].at if turn is not None and is_turned else rotated
+    waiting, left = [out], 6  # steps up to the root
+    while waiting and left:
+        number, left = waiting.pop(0), left - 1
+        at = record.made_by.get(number)
+        if at is None:
+            continue
+        for x, weight, end, eps, kind in rms_norm.list_norms(record, at):
+            if end == out and weight is not None and kind in _ROUNDING:
+                yield x, weight, Norms(eps, kind, is_turned)
+        waiting += list_refs(record.steps[at].args)
 
 
 def _read(record: Record, step: Step) -> Iterator[_Rotation]:
