@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import _meta_registrations
 from torch._dynamo import symbolic_convert, trace_rules
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.nn_module import NNModuleVariable, UnspecializedNNModuleVariable
@@ -265,6 +266,19 @@ def _item(method: Callable[..., Any]) -> Callable[..., Any]:
     return read_or_decide
 
 
+def _widen(find_sizes: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's own sizes of grouped products refuse dtypes that its kernels take."""
+
+    def find_any_sizes(a: torch.Tensor, b: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        is_served = getattr(_now, "answers", None) is not None
+        if not is_served or a.dtype is not b.dtype or a.dtype not in (torch.float32, torch.float16):
+            return find_sizes(a, b, *rest, **named)
+        made = find_sizes(a.to(torch.bfloat16), b.to(torch.bfloat16), *rest, **named)
+        return made.to(a.dtype)
+
+    return find_any_sizes
+
+
 def _decides() -> bool:
     answers = getattr(_now, "answers", None)
     return answers is not None and answers.decides
@@ -310,6 +324,9 @@ def _install() -> None:
                 handlers[question] = _answer(handlers[question])
         for name in ("cuda.is_current_stream_capturing", "xpu.is_current_stream_capturing"):
             handlers.setdefault(_find(name), _tell_capturing)
+        _meta_registrations._meta_grouped_mm_common = _widen(
+            _meta_registrations._meta_grouped_mm_common
+        )
         TensorVariable.method_item = _item(TensorVariable.method_item)  # type: ignore[method-assign]
         jumps = [dis.opmap[name] for name in dis.opmap if re.search("JUMP.*_IF_(TRUE|FALSE)", name)]
         for cls in _list_subclasses(symbolic_convert.InstructionTranslatorBase):
