@@ -140,7 +140,21 @@ class Clamps(Words):
         return (loss * 2 if loss > 4 else loss), logits
 
 
-@pytest.mark.parametrize("kind", [Writes, Draws, Clamps])
+class WritesToAView(Words):
+    """Branches on a view of what it wrote to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(2))
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        first = self.calls[0]
+        self.calls += 1
+        loss, logits = super().forward(ids)
+        return (loss * 2 if first > 2 else loss), logits
+
+
+@pytest.mark.parametrize("kind", [Writes, WritesToAView, Draws, Clamps])
 def test_a_number_that_is_no_function_of_the_inputs(kind: Any) -> None:
     """Such a branch ends the capture, as before."""
     torch.manual_seed(0)

@@ -34,6 +34,7 @@ from torchweld.fusion.graph.record import Record, recording
 
 LARGEST = 64  # operations between a graph's inputs and a number that decides a branch
 _QUESTIONS = ("compiler.is_compiling", "compiler.is_dynamo_compiling", "_utils.is_compiling")
+_CAPTURING = "cuda.is_current_stream_capturing", "xpu.is_current_stream_capturing"
 _OURS = tuple(f"{Path(path).parent}/" for path in (torch.__file__, __file__.split("/fusion/")[0]))
 _HANDS = (TensorVariable, NNModuleVariable, UnspecializedNNModuleVariable)
 _now = threading.local()
@@ -63,7 +64,7 @@ class Answers:
         before, _now.answers = getattr(_now, "answers", None), self
         self._denied = []
         try:
-            with _allowing(torch.xpu.is_current_stream_capturing):
+            with _allowing(_find(_CAPTURING[1])):
                 yield
         finally:
             _now.answers = before
@@ -167,9 +168,15 @@ def _read(tx: Any, node: torch.fx.Node) -> bool | None:
         return bool(module(*numbers)[0])
 
 
+_IN_PLACE = {f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
+_IN_PLACE |= {f"i{name}" for name in ("and", "or", "xor", "lshift", "rshift", "matmul")}
+_IN_PLACE |= {f"__{name}__" for name in _IN_PLACE}
+
+
 def _may_write(node: torch.fx.Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    writes = name.endswith("_") or "set" in name or "out" in node.kwargs
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    writes = is_in_place or name in _IN_PLACE or "set" in name or "out" in node.kwargs
     return node.op not in ("placeholder", "get_attr") and writes
 
 
@@ -285,8 +292,8 @@ def _decides() -> bool:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph captures, also where torch has no CUDA."""
-    return torch.backends.cuda.is_built() and state.is_capturing()
+    """Whether a CUDA graph captures; torch raises an error where there is no CUDA, or no driver."""
+    return torch.cuda.is_initialized() and state.is_capturing()
 
 
 def _tell_capturing(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -299,8 +306,9 @@ def _tell_capturing(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
 def _allowing(function: Any) -> Iterator[None]:
     """Let Dynamo ask its table for a function that it leaves out otherwise."""
     allowed = trace_rules._allowed_callable_ids
-    is_new = id(function) not in allowed()
-    allowed.add(id(function))
+    is_new = function is not None and id(function) not in allowed()
+    if is_new:
+        allowed.add(id(function))
     try:
         yield
     finally:
@@ -322,8 +330,9 @@ def _install() -> None:
         for question in (_find(name) for name in _QUESTIONS):
             if question in handlers:
                 handlers[question] = _answer(handlers[question])
-        for name in ("cuda.is_current_stream_capturing", "xpu.is_current_stream_capturing"):
-            handlers.setdefault(_find(name), _tell_capturing)
+        for name in _CAPTURING:
+            if (question := _find(name)) is not None:  # not of XPU in torch 2.10
+                handlers.setdefault(question, _tell_capturing)
         _meta_registrations._meta_grouped_mm_common = _widen(
             _meta_registrations._meta_grouped_mm_common
         )
