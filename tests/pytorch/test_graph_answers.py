@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import torchweld
 from torchweld.fusion.graph import answers, regions
@@ -116,7 +117,7 @@ class Writes(Words):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
+        self.calls: torch.Tensor = nn.Buffer(torch.zeros(()))
 
     def forward(self, ids: torch.Tensor) -> Any:
         self.calls += 1
@@ -145,7 +146,7 @@ class WritesToAView(Words):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("calls", torch.zeros(2))
+        self.calls: torch.Tensor = nn.Buffer(torch.zeros(2))
 
     def forward(self, ids: torch.Tensor) -> Any:
         first = self.calls[0]
@@ -162,6 +163,23 @@ def test_a_number_that_is_no_function_of_the_inputs(kind: Any) -> None:
     for rows in (2, 3, 2, 2):
         compare(step(got, make_ids(rows)), step(want, make_ids(rows)))
     assert list_ops(got)
+
+
+class DrawsInVain(Words):
+    """Draws a number that nothing reads, which moves torch's generator."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        torch.rand(())
+        loss, logits = super().forward(ids)
+        return (loss * 2 if (ids > 90).any() else loss) * torch.rand(()), logits
+
+
+def test_an_unread_random_number_is_drawn() -> None:
+    torch.manual_seed(0)
+    got, want = fuse_two(DrawsInVain())
+    compare(step(got, make_ids()), step(want, make_ids()))
+    (slot,) = type(got).weld_captures.slots.values()
+    assert (slot.graphs, slot.reason) == (1, "")
 
 
 class Inputs(Words):

@@ -18,7 +18,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import _meta_registrations
@@ -148,24 +148,23 @@ def _decide(tx: Any, value: Any) -> Any:
 
 def _read(tx: Any, node: torch.fx.Node) -> bool | None:
     """The number in this call; None if it is no small function of the inputs as they came in."""
-    cut = _cut([node])
+    cut = _cut(node)
     if cut is None:
         return None
-    module, holders = cut
     mode, record = tx.output.fake_mode, Record()
-    fakes = [holder.meta["example_value"] for holder in holders]
+    fakes = [holder.meta["example_value"] for holder in cut.holders]
     with mode, recording(record), mode.shape_env.suppress_guards():
-        module(*fakes)
+        cut.run(*fakes)
     if any(step.writes or step.is_random for step in record.steps):
         return None
     memory = {x.untyped_storage()._cdata for x in record.values}
     for each in node.graph.nodes:
         if _may_write(each) and not memory.isdisjoint(_list_memory(each)):
             return None
-    numbers = [holder.meta["grapharg"].example for holder in holders]
+    numbers = [holder.meta["grapharg"].example for holder in cut.holders]
     numbers = [x.node.hint if isinstance(x, torch.SymInt) else x for x in numbers]
     with torch.no_grad():
-        return bool(module(*numbers)[0])
+        return bool(cut.run(*numbers))
 
 
 _IN_PLACE = {f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
@@ -185,28 +184,42 @@ def _list_memory(node: torch.fx.Node) -> set[int]:
     return {x.untyped_storage()._cdata for x in values if isinstance(x, torch.Tensor)}
 
 
-def _cut(results: list[torch.fx.Node]) -> tuple[torch.fx.GraphModule, list[torch.fx.Node]] | None:
-    """The part of a graph that computes these results, and its inputs; None if it is large."""
-    wanted, waiting = set(results), list(results)
+def _list_ancestors(node: torch.fx.Node) -> set[torch.fx.Node] | None:
+    """A node and all that it is computed from; None if that is much, or no plain operations."""
+    found, waiting = {node}, [node]
     while waiting:
-        node = waiting.pop()
-        is_other = isinstance(node.target, torch._ops.HigherOrderOperator)
-        if is_other or node.op not in ("placeholder", "call_function", "call_method"):
+        each = waiting.pop()
+        is_other = isinstance(each.target, torch._ops.HigherOrderOperator)
+        if is_other or each.op not in ("placeholder", "call_function", "call_method"):
             return None
-        new = set(node.all_input_nodes) - wanted
-        wanted |= new
+        new = set(each.all_input_nodes) - found
+        found |= new
         waiting += new
-        if len(wanted) > LARGEST:
+        if len(found) > LARGEST:
             return None
-    graph, copies = torch.fx.Graph(), {}
-    holders = []
-    for node in results[0].graph.nodes:
-        if node in wanted:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            if node.op == "placeholder":
-                holders.append(node)
-    graph.output(tuple(copies[node] for node in results))
-    return torch.fx.GraphModule({}, graph), holders
+    return found
+
+
+class _Cut(NamedTuple):
+    """The part of a graph that computes a number: its nodes, a module and the module's inputs."""
+
+    nodes: set[torch.fx.Node]
+    run: torch.fx.GraphModule
+    holders: list[torch.fx.Node]
+
+
+def _cut(result: torch.fx.Node) -> _Cut | None:
+    nodes = _list_ancestors(result)
+    if nodes is None:
+        return None
+    graph = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    ordered = [node for node in result.graph.nodes if node in nodes]
+    for node in ordered:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[result])
+    holders = [node for node in ordered if node.op == "placeholder"]
+    return _Cut(nodes, torch.fx.GraphModule({}, graph), holders)
 
 
 def take_out(module: torch.fx.GraphModule) -> Callable[..., None] | None:
@@ -214,23 +227,25 @@ def take_out(module: torch.fx.GraphModule) -> Callable[..., None] | None:
     marks = [node for node in module.graph.nodes if node.target is holds]
     if not marks:
         return None
-    tested = [node.args[0] for node in marks]
-    wanted = [node.args[1] for node in marks]
-    parts = [_cut([node]) for node in tested]
+    cuts = [cut for mark in marks if (cut := _cut(mark.all_input_nodes[0])) is not None]  # all
+    wanted = [mark.args[1] for mark in marks]
     for mark in reversed(marks):
         module.graph.erase_node(mark)
     places = {node: at for at, node in enumerate(module.graph.find_nodes(op="placeholder"))}
-    inputs = [[places[holder] for holder in holders] for _, holders in parts]
+    tests = [
+        (cut.run, [places[holder] for holder in cut.holders], number)
+        for cut, number in zip(cuts, wanted, strict=True)
+    ]
+    pure = set().union(*(cut.nodes for cut in cuts))
     for node in reversed(list(module.graph.nodes)):
-        is_step = node.op in ("call_function", "call_method") and not _may_write(node)
-        if is_step and not node.users and _cut([node]) is not None:
+        if node in pure and node.op != "placeholder" and not node.users:
             module.graph.erase_node(node)
     module.recompile()
 
     def compare(*args: Any) -> None:
         with torch.no_grad():
-            for (part, _), places, number in zip(parts, inputs, wanted, strict=True):
-                if bool(part(*[args[at] for at in places])[0]) != number:
+            for run, inputs, number in tests:
+                if bool(run(*[args[at] for at in inputs])) != number:
                     raise OtherNumbersError
 
     return compare

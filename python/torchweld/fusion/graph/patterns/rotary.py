@@ -185,9 +185,10 @@ def _read(record: Record, step: Step) -> Iterator[_Rotation]:
         base, interleaved = found
         for wide, x, out in _list_widths(record, plain.args[0], base, step.outs[0]):
             sliced = record.maker(x, aten.slice.Tensor)
-            for joined in record.readers(out, aten.cat.default) if sliced else ():
-                form = Form(interleaved, wide, rest=True)
-                yield _Rotation(sliced.args[0], cos, sin, joined.outs[0], form)
+            for joined in record.readers(out, aten.cat.default):
+                if sliced is not None:
+                    form = Form(interleaved, wide, rest=True)
+                    yield _Rotation(sliced.args[0], cos, sin, joined.outs[0], form)
             yield _Rotation(x, cos, sin, out, Form(interleaved, wide))
 
 
