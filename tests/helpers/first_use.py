@@ -294,7 +294,7 @@ FAULTS = (
     ),
     Fault(
         "a modulation for each token",
-        "modulation.py",
+        "modulation_rows.py",
         "tl.arange(0, BLOCK)[None, :], (at // period)[:, None]",
         "tl.arange(0, BLOCK)[None, :], (at // tl.maximum(period, 2))[:, None]",
         _modulated(True),

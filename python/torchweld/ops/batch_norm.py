@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchweld import checks, state
+from torchweld.dispatch import choice
 from torchweld.dispatch.autograd import (
     Ready,
     autograd_function,
@@ -410,7 +411,7 @@ def plan_training(
     ready: Ready | None = None
     if wants_gradient(x, *columns[2:]):
         ready = complete_steps(BATCH_NORM_ACT, run.ready, (x, *columns, *how))
-    return partial(_train, run, ready, how)
+    return partial(_train, run, ready, how, _find_few(backend, x, *columns))
 
 
 def plan_evaluation(
@@ -431,15 +432,49 @@ def _evaluate(
     return function(x, *rest[:4], *how)
 
 
+# With fewer elements running statistics take longer than the kernels: torch's op has both in one.
+_FEW = 2**13, 2**16  # in 32 bits, in 16 bits
+
+
+def _find_few(backend: str, x: Tensor, *columns: Tensor | None) -> int:
+    """The number of elements from which on kernels serve; torch's op has to take the columns."""
+    running_mean, running_var, weight, bias = columns
+    given = [t for t in columns if t is not None]
+    is_taken = all(t.dtype is x.dtype and t.is_contiguous() for t in given)
+    is_known = weight is not None or bias is None  # see `_by_torch`
+    are_fixed = not any(t is not None and t.requires_grad for t in (running_mean, running_var))
+    is_torchs = backend == "cpu" and choice.forced is None
+    return _FEW[x.dtype.itemsize == 2] * (is_torchs and is_taken and is_known and are_fixed)
+
+
+def _run_few(
+    x: Tensor, columns: Sequence[Tensor | None], how: Sequence[Any], offset: Tensor | None
+) -> Tensor:
+    """Training by torch's op, which updates copies where a checkpoint recomputes."""
+    mean, var, weight, bias = columns
+    momentum, eps, activation, approximate = how
+    if not (mean is None or var is None or statistics.is_first()):
+        mean, var = mean.clone(), var.clone()
+    if offset is not None:
+        x = x + offset.detach()
+    rows = x if x.ndim == 2 else rows_of(x)
+    z = torch.batch_norm(rows, weight, bias, mean, var, True, momentum, eps, False)
+    y = activations.ACTIVATIONS[activation, approximate].function(z)
+    return y if x.ndim == 2 else y.view(x.shape)
+
+
 def _train(
     run: _Training,
     ready: Ready | None,
     how: tuple[Any, ...],
+    few: int,
     x: Tensor,
     *rest: Any,
     offset: Tensor | None = None,
 ) -> Tensor:
     columns = rest[:4]
+    if x.numel() < few:
+        return _run_few(x, columns, (*how[1:3], *how[4:]), offset)
     if ready is None:
         y, *made = run.ready.forward(x, *columns, *how)
     else:

@@ -40,6 +40,8 @@ CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """torch.nn.functional.linear, or what computes the same in less time."""
+    if not torch.compiler.is_compiling() and product.is_small(x, weight):
+        return torch.nn.functional.linear(x, weight, bias)
     if is_converted(x, weight, bias):
         dtype = find_dtype(x)
         x, weight = x.to(dtype), weight.to(dtype)

@@ -33,9 +33,9 @@ PRODUCT = BareOp(
     f"({_ARGUMENTS}) -> Tensor",
     lambda left, right, *_: left.new_empty((*left.shape[:-1], right.shape[-1])),
 ).overload("cpu")
-# torch is as fast with fewer products, and with fewer rows of a left factor if a column of the
-# right one is contiguous.
-_SMALLEST, _FEW_ROWS = 2**15, 4
+# torch is as fast with fewer products, whose calls and buffers take longer than the GEMM, and with
+# fewer rows of a left factor if a column of the right one is contiguous.
+_SMALLEST, _FEW_ROWS = 2**18, 4
 
 
 def multiply(
@@ -136,10 +136,12 @@ def is_converted(x: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def serves(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether such factors are converted."""
-    dtype = left.dtype
+    dtype, compiles = left.dtype, torch.compiler.is_compiling()
+    if not compiles and left.numel() * right.shape[-1] < _SMALLEST:
+        return False
     if dtype.itemsize != 2 or not left.is_cpu or right.dtype is not dtype or has_units(dtype):
         return False
-    if torch.compiler.is_compiling():  # sizes must not become guards
+    if compiles:  # sizes must not become guards
         return may_run()
     terms, columns = right.shape[-2:]
     # Not by the batch: the bits of a matrix must not depend on how many others there are.
@@ -152,6 +154,11 @@ def serves(left: torch.Tensor, right: torch.Tensor) -> bool:
         and (right.ndim == 2 or left.shape[:-2] == right.shape[:-2])
         and may_run(left, right)
     )
+
+
+def is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a layer has so few products that no form of it gains."""
+    return x.numel() * weight.shape[:1].numel() < _SMALLEST
 
 
 def pays(rows: int, columns: int, terms: int, stride: int) -> bool:
