@@ -291,6 +291,9 @@ class StepCase:
 def cases(rules: Iterable[str], device: str, quick: bool) -> list[StepCase]:
     """The cases to measure; if `quick`, only a few large tensors."""
     cases = [few(kind, device, _shape_on(device)) for kind in KINDS if kind.rule in rules]
+    for kind in [case.kind for case in cases if case.kind.rule == "muon"]:  # also 4n x n
+        count, n, _ = _shape_on(device)
+        cases.append(few(kind, device, (count, n, n // 4)))
     if not quick:
         mixed = _draw_shapes(600, 2**24)
         kinds = [case.kind for case in cases]

@@ -21,9 +21,10 @@ Arithmetic. Scores are in units of log 2, so that an exponential is one `exp2`. 
 summed in float32; weights and their gradients are rounded to the dtype of their other factor. A
 score of -inf is never subtracted from another: rows that see nothing have a base of 0.
 
-On sm_90, attention_roles.py serves calls without conditions. A step of 128 x 128 pairs then takes
-1024 cycles of the tensor cores for each product at d = 128, and 1024 for its exponentials, which
-overlap the products: with heads of 64 the exponentials take as long as both products.
+On sm_90, attention_roles.py serves calls without biases, dropout, softcaps, slopes and padding. A
+step of 128 x 128 pairs then takes 1024 cycles of the tensor cores for each product at d = 128, and
+1024 for its exponentials, which overlap the products: with heads of 64 the exponentials take as
+long as both products.
 
 Dropout takes 18 integer operations per element, as much time as the tensor cores take for a product
 at d = 128. The tensor cores hide it only where two programs share a processor.

@@ -159,11 +159,12 @@ def companion(
     x: torch.Tensor,
     x_name: str,
     *,
+    beside: str | None = None,
     shape: Sequence[int] | None = None,
     meaning: str = "",
 ) -> None:
     """Check for a dense tensor on the device of x, of one of these dtypes, and of a shape."""
-    dense(function, name, value, dtypes, x_name)
+    dense(function, name, value, dtypes, x_name if beside is None else beside)
     like(function, name, value, x, x_name)
     if shape is not None:
         shaped(function, name, value, shape, meaning)

@@ -27,6 +27,14 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def has_compiler() -> bool:
+    """Whether torch.compile's front end traces, to hand the graph to a compiler.
+
+    Not for torch.export, nor for a graph of fuse(), which runs in eager torch.
+    """
+    return is_dynamo_compiling() and not torch.compiler._is_exporting_flag
+
+
 def is_tracing() -> bool:
     """Whether torch.jit.trace records."""
     return bool(torch._C._get_tracing_state())

@@ -1,11 +1,12 @@
 """What fuse() welds in each architecture of transformers is what docs/welds.md says.
 
-As a script, it writes that page's column for the installed release of transformers, or the cells of
-the architectures that it is given.
+As a script, it writes the columns of the installed release of transformers, or the cells of
+the architectures that it is given; after `--by trial` or `--by graph` only those of one way.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections import Counter
@@ -26,11 +27,16 @@ _NONE = "-"
 _NEXT = "\n## Heads"  # the table of peer_heads.py
 
 
-def _count(kind: str) -> Counter[str]:
+def _count(kind: str, way: str = "trial") -> Counter[str]:
     """The welds of an architecture, by function."""
     torch.manual_seed(0)
-    model = torchweld.fuse(models.make_kind(kind))
-    welded = (row.becomes for row in torchweld.explain_fusion(model) if row.welded)
+    model = models.make_kind(kind)
+    if way == "graph":
+        torch.compiler.reset()
+        welded = [row.becomes for row in torchweld.explain_fusion(model, by="graph")]
+    else:
+        torchweld.fuse(model)
+        welded = [row.becomes for row in torchweld.explain_fusion(model) if row.welded]
     found = (_FUNCTION.search(becomes) for becomes in welded)
     return Counter(match.group() for match in found if match)
 
@@ -43,38 +49,51 @@ def _read() -> tuple[list[str], dict[str, list[str]]]:
     return head[1:], {name.strip("`"): cells for name, *cells in rows}
 
 
-RELEASES, ROWS = _read()
-# The column of this release, or of the newest one that the page has.
-COLUMN = RELEASES.index(RELEASE) if RELEASE in RELEASES else 0
-KNOWN = {kind: cells[COLUMN] for kind, cells in ROWS.items() if cells[COLUMN] != _NONE}
+def _name(release: str, way: str) -> str:
+    """The head of a column."""
+    return release if way == "trial" else f"{release} by graph"
+
+
+HEADS, ROWS = _read()
+
+
+def _list_known() -> list[tuple[str, str, str]]:
+    """The cells of this release, or of the newest one that the page has."""
+    release = RELEASE if RELEASE in HEADS else HEADS[0]
+    known = []
+    for way in ("trial", "graph"):
+        if (name := _name(release, way)) in HEADS:
+            cells = ((kind, row[HEADS.index(name)]) for kind, row in ROWS.items())
+            known += [(kind, way, cell) for kind, cell in cells if cell != _NONE]
+    return known
 
 
 @pytest.mark.filterwarnings("ignore")  # of the models
-@pytest.mark.parametrize("kind", KNOWN)
-def test_no_weld_is_lost(kind: str) -> None:
-    expected = {name: int(count) for count, name in re.findall(r"(\d+) (\w+)", KNOWN[kind])}
+@pytest.mark.parametrize(("kind", "way", "cell"), _list_known())
+def test_no_weld_is_lost(kind: str, way: str, cell: str) -> None:
+    expected = {name: int(count) for count, name in re.findall(r"(\d+) (\w+)", cell)}
     assert expected
-    found = _count(kind)
+    found = _count(kind, way)
     assert {name: found[name] for name in expected if found[name] < expected[name]} == {}
 
 
-def _write(kinds: list[str]) -> None:
+def _write(kinds: list[str], ways: list[str]) -> None:
     """Write this release's cells; rows without a weld in any release are left out."""
-    releases = [RELEASE, *(release for release in RELEASES if release != RELEASE)]
-    releases.sort(key=lambda release: [int(part) for part in release.split(".")], reverse=True)
-    rows = {kind: dict(zip(RELEASES, cells, strict=True)) for kind, cells in ROWS.items()}
-    for kind in kinds or models.list_names():
+    names = list(dict.fromkeys((*HEADS, *(_name(RELEASE, way) for way in ways))))
+    names.sort(key=lambda name: [-int(part) for part in name.split()[0].split(".")])
+    rows = {kind: dict(zip(HEADS, cells, strict=True)) for kind, cells in ROWS.items()}
+    for kind, way in itertools.product(kinds or models.list_names(), ways):
         try:
-            counts = _count(kind)
+            counts = _count(kind, way)
         except (Exception, SystemExit) as error:  # models that cannot be made small
             print(f"{kind}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}")
             continue
         cell = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-        rows.setdefault(kind, {})[RELEASE] = cell or _NONE
+        rows.setdefault(kind, {})[_name(RELEASE, way)] = cell or _NONE
     text = PAGE.read_text()
-    lines = [f"| architecture | {' | '.join(releases)} |", "|---|" + "--|" * len(releases)]
+    lines = [f"| architecture | {' | '.join(names)} |", "|---|" + "--|" * len(names)]
     for kind, cells in sorted(rows.items()):
-        shown = [cells.get(release, _NONE) for release in releases]
+        shown = [cells.get(name, _NONE) for name in names]
         if set(shown) != {_NONE}:
             lines.append(f"| `{kind}` | {' | '.join(shown)} |")
     rest = _NEXT + text.partition(_NEXT)[2]
@@ -82,4 +101,8 @@ def _write(kinds: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _write(sys.argv[1:])
+    given = sys.argv[1:]
+    if given[:1] == ["--by"]:
+        _write(given[2:], given[1:2])
+    else:
+        _write(given, ["trial", "graph"])

@@ -128,7 +128,7 @@ def test_an_explanation_is_the_same_before_and_after() -> None:
         ("layers.1.norm", "dropout_add_rms_norm"),
     }
     step(model, ids)
-    slot = type(model).weld_captures.slots[True, True, False]
+    (slot,) = type(model).weld_captures.slots.values()
     assert [placed.op for placed in slot.placed] == [row.becomes for row in after]
 
 

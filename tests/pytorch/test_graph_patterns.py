@@ -52,9 +52,22 @@ def _qk(*angles: int) -> tuple[Any, ...]:
     return (2, 4, 6, 8), (2, 2, 6, 8), angles, angles
 
 
+_ROTATIONS = (
+    ("of a row for all", _qk(1, 1, 6, 8), -2, rotary.Form()),
+    ("by rows", _qk(2, 1, 6, 8), -2, rotary.Form()),
+    ("of a table", _qk(6, 8), -2, rotary.Form()),
+    ("heads last", ((2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 1, 8), (2, 6, 1, 8)), -3, rotary.Form()),
+    ("of pairs", _qk(1, 1, 6, 8), -2, rotary.Form(interleaved=True)),
+    ("of some columns", _qk(1, 1, 6, 4), -2, rotary.Form(rest=True)),
+    ("of some pairs", _qk(1, 1, 6, 4), -2, rotary.Form(interleaved=True, rest=True)),
+    ("cast early", _qk(1, 1, 6, 8), -2, rotary.Form(interleaved=True, wide="early")),
+    ("cast late", _qk(1, 1, 6, 8), -2, rotary.Form(interleaved=True, wide="late")),
+)
+
+
 CASES: dict[str, Case] = {
     **{
-        f"rms_norm {kind}": Case(rms_norm._norm, rms_norm._run_norm, (_X, _W), (1e-5, kind))
+        f"rms_norm {kind}": Case(rms_norm.compute, rms_norm._run_norm, (_X, _W), (1e-5, kind))
         for kind in rms_norm._KINDS
     },
     "rms_norm without weight": Case(rms_norm._norm_only, rms_norm._run_norm_only, (_X,), (1e-5,)),
@@ -74,9 +87,9 @@ CASES: dict[str, Case] = {
     ),
     **{
         f"adaptive norm {kind} {its}": Case(
-            modulation._norm, modulation._run_norm, (_X, its, its), (1e-5, kind)
+            modulation._norm, modulation._run_norm, (_X, its, its), (1e-5, frozenset(kind.split()))
         )
-        for kind in ("plain", "wide")
+        for kind in ("", "wide", "rows", "wide rows")
         for its in ((3, 16), (3, 1, 16), _X)
     },
     **{
@@ -85,11 +98,15 @@ CASES: dict[str, Case] = {
         )
         for kind in ("plain", "wide")
     },
+    "layer norm by hand": Case(layer_norm._by_hand, layer_norm._run_by_hand, (_X, _W, _W), (1e-5,)),
+    "layer norm by hand without bias": Case(
+        layer_norm._without_bias, layer_norm._run_without_bias, (_X, _W), (1e-5,)
+    ),
     "gated residual and norm": Case(
         modulation._gate_and_norm,
         modulation._run_gate_and_norm,
         (_X, (3, 16), _X, (3, 16), (3, 16)),
-        (1e-5, ("plain", "plain")),
+        (1e-5, ("plain", frozenset())),
     ),
     "dropout and add": Case(dropout_add._reference, dropout_add._run, (_X, _X), (0.0,)),
     **{
@@ -109,17 +126,28 @@ CASES: dict[str, Case] = {
     ),
     "Conv1D": Case(linear_act._conv, linear_act._run_conv, (_X, (16, 9), (9,)), (_TANH,)),
     "gelu by tanh": Case(activation.compute, activation._run, (_X,), (_TANH,)),
-    "rotation": Case(rotary._both, rotary._run_both, _qk(1, 1, 6, 8), (-2,)),
-    "rotation by rows": Case(rotary._both, rotary._run_both, _qk(2, 1, 6, 8), (-2,)),
-    "rotation of a table": Case(rotary._both, rotary._run_both, _qk(6, 8), (-2,)),
-    "rotation, heads last": Case(
-        rotary._both,
-        rotary._run_both,
-        ((2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 1, 8), (2, 6, 1, 8)),
-        (-3,),
-    ),
+    **{
+        f"rotation {name}": Case(rotary._both, rotary._run_both, shapes, (seq_dim, form))
+        for name, shapes, seq_dim, form in _ROTATIONS
+    },
+    **{
+        f"rotation after norms {kind} {is_turned}": Case(
+            rotary._normed,
+            rotary._run_normed,
+            (*shapes, (8,), (8,), (1, 1, 6, 8), (1, 1, 6, 8)),
+            (-2, rotary.Form(), rotary.Norms(1e-5, kind, is_turned)),
+        )
+        for kind in rotary._ROUNDING
+        for is_turned, shapes in (
+            (False, ((2, 4, 6, 8), (2, 2, 6, 8))),
+            (True, ((2, 6, 4, 8), (2, 6, 2, 8))),
+        )
+    },
     "rotation of one": Case(
-        rotary._one, rotary._run_one, ((2, 4, 6, 8), (1, 1, 6, 8), (1, 1, 6, 8)), (-2,)
+        rotary._one,
+        rotary._run_one,
+        ((2, 4, 6, 8), (1, 1, 6, 8), (1, 1, 6, 8)),
+        (-2, rotary.Form()),
     ),
     "softmax": Case(softmax._plain, softmax._run_plain, ((2, 4, 6, 6),), (0.25, 0.0)),
     "masked softmax": Case(

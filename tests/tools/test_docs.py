@@ -238,3 +238,12 @@ def test_the_docs_of_each_release_are_kept(tmp_path: Path) -> None:
     listed = re.findall(r'href="([\d.]+)/"', (site / "versions.html").read_text())
     assert listed == ["0.10.0", "0.9.0", "0.2.1"]
     assert "url=0.10.0/" in (site / "index.html").read_text()
+
+
+def test_the_citation_has_the_package_s_license_and_no_version() -> None:
+    """A release sets one number. CITATION.cff had the number, too, which nothing would change."""
+    lines = (ROOT / "CITATION.cff").read_text().splitlines()
+    given = dict(line.split(": ", 1) for line in lines if re.match(r"[a-z-]+: ", line))
+    assert given.keys() >= {"cff-version", "message", "title"}
+    assert f'license = "{given["license"]}"' in (ROOT / "pyproject.toml").read_text()
+    assert "version" not in given

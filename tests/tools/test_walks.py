@@ -18,6 +18,7 @@ from torchweld import functional, optim
 from torchweld.dispatch.warm import cache
 from torchweld.registry.processor import has_units
 from torchweld.sparse import BlockLayout
+from walking import find_returns
 
 OURS = (str(Path(torchweld.__file__).parent), "<torchweld: the ", "<torchweld: a ready function")
 
@@ -119,8 +120,6 @@ def test_a_walk_is_short(name: str) -> None:
 
 # --- Cold calls -----------------------------------------------------------------------------------
 
-# So often the path of a cold call comes back to a file at most.
-RETURNS = 8
 _LEAVES = [_leaf(256, 512), _leaf(512, 512), _leaf(512), _leaf(2048, 512)]
 COLD: dict[str, Callable[[], Callable[[], Any]]] = {
     "rms_norm": lambda: lambda: functional.rms_norm(_LEAVES[0], (512,), _LEAVES[2]),
@@ -138,25 +137,5 @@ def test_a_cold_call_goes_from_file_to_file(name: str) -> None:
     loss 22 times to state.py: predicates of one argument were called from other files."""
     COLD[name]()()  # what the process does once
     cache.forget()
-    call = COLD[name]()
-    entered: Counter[str] = Counter()
-    path = [""]
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        file = frame.f_code.co_filename
-        if not file.startswith(str(Path(torchweld.__file__).parent)):
-            return
-        if event == "call":
-            entered[file] += file != path[-1]
-            path.append(file)
-        elif event == "return":
-            path.pop()
-
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-        cache.forget()
-    assert len(entered) > 8
-    assert {file: count for file, count in entered.items() if count > 1 + RETURNS} == {}
+    assert find_returns(COLD[name]()) == {}
+    cache.forget()

@@ -130,6 +130,8 @@ def _find_function(op: Op, inputs: Sequence[Any]) -> Callable[..., Any]:
     compiling = is_dynamo_compiling() or torch.compiler._is_compiling_flag
     if choice.forced is None and not compiling and is_too_small(op, inputs):
         return op.reference
+    if compiling and _is_left_to_compiler(op, inputs):
+        return op.reference
     x = inputs[0]
     if x.is_nested or x.dtype not in op.dtypes:
         op.check(*inputs)  # torch would accept more
@@ -139,6 +141,16 @@ def _find_function(op: Op, inputs: Sequence[Any]) -> Callable[..., Any]:
     if type(x) not in PLAIN and dtensor.is_dtensor(x):  # each shard is served by itself
         return partial(dtensor.run_on_shards, op, lambda *local: _find_function(op, local)(*local))
     return find_function_of(op, choose(op, inputs), inputs)
+
+
+def _is_left_to_compiler(op: Op, inputs: Sequence[Any]) -> bool:
+    """Whether Inductor serves these inputs better than a kernel that it cannot see into."""
+    if op.left_to_compiler is None or choice.forced is not None or not state.has_compiler():
+        return False
+    x = inputs[0]
+    if type(x) not in PLAIN or x.is_nested:
+        return False
+    return op.left_to_compiler(*inputs)
 
 
 def find_function_of(op: Op, backend: str, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -146,6 +146,7 @@ BIAS_ACT = Op(
         *("gelu", "none"),
     ),
     flops=count_per_element(20, 25),
+    left_to_compiler=lambda *_: True,
 )
 define(BIAS_ACT)
 
@@ -209,5 +210,6 @@ GATED_ACT = Op(
     sized=lambda leading, row: (*[activation_spec(*leading, *row)] * 2, "silu", "none"),
     flops=count_per_element(20, 30),
     eager_rounds=True,
+    left_to_compiler=lambda *_: True,
 )
 define(GATED_ACT)

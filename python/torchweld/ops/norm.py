@@ -136,6 +136,7 @@ LAYER_NORM = Op(
     flops=count_per_element(8, 12),
     sources=_SOURCES,
     small=2**17,
+    left_to_compiler=lambda *_: True,
     # torch's variance in 16 bits is so inexact that equal elements give results up to 1, not 0.
     eager_rounds=True,
     autocast={"cuda": torch.float32},
@@ -212,6 +213,7 @@ RMS_NORM = Op(
     flops=count_per_element(5, 10),
     sources=_SOURCES,
     refuses=_refuses,
+    left_to_compiler=lambda *_: True,
     autocast={"cuda": torch.float32} if _AUTOCAST else {},
 )
 define(RMS_NORM)

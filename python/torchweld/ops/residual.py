@@ -134,6 +134,7 @@ BIAS_DROPOUT_ADD = Op(
         "triton": ("triton_kernels/bias_dropout_add.py",),
     },
     eager_rounds=True,
+    left_to_compiler=lambda *_: True,
 )
 define(BIAS_DROPOUT_ADD)
 
@@ -261,6 +262,8 @@ class _AddNorm:
                 "triton": ("triton_kernels/dropout_add_norm.py",),
             },
             eager_rounds=True,
+            # A sum of several layers and its norm: until Inductor sees the kernel.
+            left_to_compiler=lambda *_: True,
         )
         define(self.op)
 

@@ -101,6 +101,9 @@ class Op(Differentiable):
     trial: Callable[[Any], AbstractContextManager[Any]] | None = None
     # Stand-in arguments while compiling, when sizes may be symbolic. None: some of `sized`.
     arguments_while_compiling: tuple[Any, ...] | None = None
+    # Takes the forward's arguments: whether torch.compile gets the reference, which Inductor fuses
+    # with what stands around it.
+    left_to_compiler: Callable[..., bool] | None = None
     # Device type -> the dtype in which eager computes and returns under autocast, if it has a rule.
     autocast: dict[str, torch.dtype] = field(default_factory=dict)
     # Backend -> its implementation, made by torchweld.dispatch.

@@ -1,4 +1,4 @@
-"""What this processor computes with."""
+"""What this processor, or a GPU, computes with."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from torchweld.registry.constant import assume_constant_result
 def has_units(dtype: torch.dtype) -> bool:
     """Whether torch has a GEMM of this 16-bit dtype for this CPU, by oneDNN."""
     return _find(dtype)
+
+
+@assume_constant_result
+def has_descriptors(device: torch.device) -> bool:
+    """Whether a GPU copies tiles by descriptors, as Hopper does."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.fusion.graph.patterns import FINDERS
+from torchweld.fusion.graph.patterns import FINDERS, list_for_inductor
 from torchweld.fusion.graph.rewrite import Lazy, Rewritten, rewrite
 from torchweld.fusion.graph.trace import checkpoint
 from torchweld.fusion.patterns.logits import Deferred
@@ -31,9 +31,10 @@ def torchweld(module: torch.fx.GraphModule, inputs: list[Any], **options: Any) -
     if compiler not in _COMPILERS:
         accepted = " or ".join(map(repr, _COMPILERS))
         raise ArgumentError("torchweld", "options['compiler']", repr(compiler), accepted)
-    rewritten = rewrite(module, FINDERS)
     if compiler == "eager":
-        return run_eagerly(module, rewritten)
+        return run_eagerly(module, rewrite(module, FINDERS))
+    devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
+    rewritten = rewrite(module, list_for_inductor(devices[0]) if devices else [])
     from torch._inductor.compile_fx import compile_fx
 
     compiled: Any = compile_fx(module, inputs, config_patches=given or None)

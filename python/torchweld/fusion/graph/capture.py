@@ -23,6 +23,7 @@ from torch.fx import _symbolic_trace
 
 from torchweld import state
 from torchweld.fusion import probe
+from torchweld.fusion.graph.answers import Answers, take_out
 
 
 class CannotCaptureError(Exception):
@@ -44,10 +45,27 @@ def make(name: str, backend: Callable[..., Any], whole: bool) -> Callable[..., A
 
     code = call.__code__.replace(co_name=f"{name}_{next(_numbers)}")
     own = FunctionType(code, call.__globals__, name)
-    context = torch._dynamo.optimize(backend, nopython=whole)  # type: ignore[no-untyped-call]
+
+    def compile_graph(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        compare = take_out(module)
+        ready = backend(module, inputs)
+        return ready if compare is None else _in_turn(compare, ready)
+
+    context = torch._dynamo.optimize(  # type: ignore[no-untyped-call]
+        compile_graph, nopython=whole
+    )
     if isinstance(context, OptimizeContext):  # not with TORCHDYNAMO_DISABLE=1
-        context.callback = _Patched(context.callback)
+        context.callback = _Patched(context.callback, Answers(decides=whole))
     return context(own)  # type: ignore[no-any-return]
+
+
+def _in_turn(compare: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    @torch._dynamo.disable
+    def call(*args: Any) -> Any:
+        compare(*args)
+        return run(*args)
+
+    return call
 
 
 def is_known(run: Any) -> bool:
@@ -63,9 +81,9 @@ def only_known(run: Any) -> Callable[..., Any]:
 class _Patched:
     """Dynamo's compiler of a frame, with settings for this compilation only."""
 
-    def __init__(self, compile_frame: Any) -> None:
+    def __init__(self, compile_frame: Any, answers: Answers) -> None:
         vars(self).update(vars(compile_frame))  # torch reads attributes from C
-        self._compile_frame = compile_frame
+        self._compile_frame, self._answers = compile_frame, answers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         settings = config.patch(
@@ -79,11 +97,14 @@ class _Patched:
         with warnings.catch_warnings(), settings:
             # Dynamo reads gradients of inputs, which warns, and gives advice how to write models.
             warnings.simplefilter("ignore")
-            try:
-                return self._compile_frame(*args, **kwargs)
-            except Exception as error:  # Dynamo's own errors have many types
-                probe.read_refusal(error)
-                raise CannotCaptureError(str(error)) from error
+            while True:
+                try:
+                    with self._answers.serve():
+                        return self._compile_frame(*args, **kwargs)
+                except Exception as error:  # Dynamo's own errors have many types
+                    probe.read_refusal(error)
+                    if not self._answers.learn(error):
+                        raise CannotCaptureError(str(error)) from error
 
 
 def _list_logging() -> set[Any]:

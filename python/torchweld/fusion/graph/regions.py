@@ -17,6 +17,7 @@ import torch
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
 from torchweld.fusion.graph import capture
+from torchweld.fusion.graph.answers import OtherNumbersError, is_capturing
 from torchweld.fusion.graph.backend import run_eagerly
 from torchweld.fusion.graph.patterns import FINDERS
 from torchweld.fusion.graph.rewrite import Placed, rewrite
@@ -24,6 +25,7 @@ from torchweld.fusion.weld import Weld, forward_of, make_class, set_class, why_n
 
 # How many graphs a region has, of one mode: then its calls run as they are.
 LIMIT = 8
+OTHERS = 3  # how often it is captured again because a number decides a branch in another way
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 
 
@@ -66,7 +68,7 @@ class Captures:
 
     def __init__(self, name: str, left_out: set[str]) -> None:
         self.name, self.left_out = name, left_out
-        self.slots: dict[tuple[bool, bool, bool], Slot] = {}
+        self.slots: dict[tuple[bool, ...], Slot] = {}
         self._classes: tuple[Any, ...] = ()
         self._names: tuple[str, ...] = ()
         self._functions: tuple[Any, ...] = ()
@@ -82,11 +84,15 @@ class Captures:
         if not all(map(operator.is_, now, self._functions)):
             self.slots = {}
             self._watch(module)
-        key = torch.is_grad_enabled(), module.training, torch.is_inference_mode_enabled()
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), is_capturing()
+        key = (module.training, *modes)
         slot = self.slots.get(key)
         if slot is None:
             with self._lock:
                 slot = self.slots.setdefault(key, Slot(self))
+        return self._call_by(slot, module, run, args, kwargs)
+
+    def _call_by(self, slot: Slot, module: Any, run: Any, args: Any, kwargs: Any) -> Any:
         if slot.off:
             if slot.divides and module not in slot.divides:
                 slot.divide(module)
@@ -96,15 +102,22 @@ class Captures:
         graphs = slot.graphs
         try:
             return slot.run(run, args, kwargs)
+        except OtherNumbersError:
+            failed = None
         except capture.CannotCaptureError as error:
             failed = error
         finally:
             if slot.graphs != graphs:
                 self._watch(module)
                 slot.judge()
+        if failed is None:
+            other = slot.find_other()
+            return (
+                self._call_by(other, module, run, args, kwargs) if other else run(*args, **kwargs)
+            )
         if isinstance(module, Root) and not slot.reason:
             slot.split(failed)
-            return self.call(module, run, args, kwargs)
+            return self._call_by(slot, module, run, args, kwargs)
         slot.stop(failed)
         if not isinstance(module, Root):
             slot.divide(module)
@@ -137,10 +150,15 @@ _NONE = itertools.repeat(None)  # for a method that was deleted
 
 
 class Slot:
-    """The graphs of one mode: with or without gradients, training or evaluation."""
+    """The graphs of one mode: with or without gradients, training or evaluation.
 
-    def __init__(self, captures: Captures) -> None:
+    Of calls whose numbers decide a branch in another way the next slot has the graphs.
+    """
+
+    def __init__(self, captures: Captures, others: int = OTHERS) -> None:
         self.captures = captures
+        self.other: Slot | None = None
+        self._others = others
         self.placed: list[Placed] = []
         self.graphs = self.welds = 0
         self.off = False
@@ -157,6 +175,12 @@ class Slot:
         self.welds += made.count()
         self.placed += made.placed
         return run_eagerly(module, made)
+
+    def find_other(self) -> Slot | None:
+        """The slot for calls with other numbers; None after a few of them."""
+        if self.other is None and self._others:
+            self.other = Slot(self.captures, self._others - 1)
+        return self.other
 
     def stop(self, error: BaseException) -> None:
         """After a capture failed: the call runs as it is, now and later."""

@@ -16,6 +16,7 @@ from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import epilogue, gemm
 from torchweld.registry import ROWS, Composite
 from torchweld.registry.cost import count_for_gemms
+from torchweld.registry.processor import has_descriptors, has_units
 
 
 @short()
@@ -96,6 +97,13 @@ def _check_all(x: Any, weight: Any, bias: Any, *kind: Any) -> None:
     activations.check(OP.name, *kind)
 
 
+def is_left_to_compiler(x: Tensor, *_: Any) -> bool:
+    """Not where one kernel computes both, nor where torch's GEMM has no units for the dtype."""
+    if x.is_cuda:
+        return not has_descriptors(x.device)
+    return x.dtype.itemsize != 2 or has_units(x.dtype)
+
+
 OP = Composite(
     name="linear_act",
     forward="(Tensor input, Tensor weight, Tensor? bias, str activation, str approximate)"
@@ -113,4 +121,5 @@ OP = Composite(
     slower=(torch.float64,),
     detail=epilogue.explain,
     made_of=epilogue.MADE_OF,
+    left_to_compiler=is_left_to_compiler,
 )

@@ -34,9 +34,7 @@ def check_tensor(
 ) -> None:
     """Check for a dense tensor of one of these dtypes, whole on this device."""
     checks.dense(function, name, value, dtypes, beside)
-    if is_dtensor(value):
-        accepted = "a plain tensor: gather it with full_tensor()"
-        raise ArgumentError(function, name, "a DTensor", accepted)
+    _refuse_dtensor(function, name, value)
 
 
 def check_companion(
@@ -46,10 +44,17 @@ def check_companion(
     like: torch.Tensor,
     dtypes: tuple[torch.dtype, ...] = FLOATS,
     beside: str = "",
+    **shape: Any,
 ) -> None:
-    """Check for such a tensor on the device of the input."""
-    check_tensor(function, name, value, dtypes, beside)
-    checks.like(function, name, value, like, "input")
+    """Check for such a tensor on the device of the input; `shape` is that of checks.companion."""
+    _refuse_dtensor(function, name, value)
+    checks.companion(function, name, value, dtypes, like, "input", beside=beside, **shape)
+
+
+def _refuse_dtensor(function: str, name: str, value: Any) -> None:
+    if is_dtensor(value):
+        accepted = "a plain tensor: gather it with full_tensor()"
+        raise ArgumentError(function, name, "a DTensor", accepted)
 
 
 def check_number(
@@ -190,8 +195,8 @@ def check_settings(
         check_number(function, "temperature", temperature)
         share = float(temperature)
     if weight is not None:
-        check_companion(function, "weight", weight, like)
-        checks.shaped(function, "weight", weight, (classes,), "one weight a class")
+        how: dict[str, Any] = {"shape": (classes,), "meaning": "one weight a class"}
+        check_companion(function, "weight", weight, like, **how)
         _refuse_gradient(function, "weight", weight)
     # A number is folded into scale and cap: cap * tanh(scale * z / cap) / T.
     factors = (scale / share, 0.0 if softcap is None else softcap / share)
@@ -213,9 +218,8 @@ def check_terms(
     check_number(function, "label_smoothing", label_smoothing, "0 to 1", lambda x: 0 <= x <= 1)
     check_number(function, "z_loss", z_loss, "a finite number", lambda x: abs(x) < math.inf)
     if token_weights is not None:
-        check_companion(function, "token_weights", token_weights, like)
-        leading = settings.leading
-        checks.shaped(function, "token_weights", token_weights, leading, "one weight a row")
+        how: dict[str, Any] = {"shape": settings.leading, "meaning": "one weight a row"}
+        check_companion(function, "token_weights", token_weights, like, **how)
     return Settings(*settings[:-3], reduction, float(label_smoothing), float(z_loss))
 
 
@@ -228,8 +232,8 @@ def check_target(
 ) -> int | None:
     """Check for a class of each row, or for probabilities of this shape; returns `several`."""
     if isinstance(target, torch.Tensor) and target.is_floating_point():
-        check_companion(function, "target", target, like)
-        checks.shaped(function, "target", target, shape, "one probability a class")
+        how: dict[str, Any] = {"shape": shape, "meaning": "one probability a class"}
+        check_companion(function, "target", target, like, **how)
         return None
     check_indices(function, "target", target, like.device)
     checks.shaped(function, "target", target, leading, "one class a row")

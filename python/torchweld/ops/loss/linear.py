@@ -276,8 +276,8 @@ def _check_layer(
         accepted = f"[V, {input.shape[-1]}], to go with input"
         raise ArgumentError(function, "linear_weight", f"of shape {list(weight.shape)}", accepted)
     if bias is not None:
-        arguments.check_companion(function, "linear_bias", bias, input, dtypes, "input")
-        checks.shaped(function, "linear_bias", bias, weight.shape[:1], "one a class")
+        how: dict[str, Any] = {"shape": weight.shape[:1], "meaning": "one a class"}
+        arguments.check_companion(function, "linear_bias", bias, input, dtypes, "input", **how)
     casts_to = None
     if autocasts and input.dtype != torch.float64:
         casts_to = torch.get_autocast_dtype(device)

@@ -33,7 +33,7 @@ import torch
 from torchweld.dispatch.bare import BareOp
 from torchweld.ops.gemm.product import is_converted, multiply, multiply_into
 from torchweld.ops.optimizer.sum_of_squares import sum_of_squares
-from torchweld.registry.constant import assume_constant_result
+from torchweld.registry.processor import has_descriptors
 
 Coefficients = Sequence[tuple[float, float, float]]
 # Jordan's; torch.optim.Muon has them too.
@@ -203,12 +203,6 @@ def _fits_tiles(x: torch.Tensor) -> bool:
         and x.is_contiguous()
         and has_descriptors(x.device)
     )
-
-
-@assume_constant_result
-def has_descriptors(device: torch.device) -> bool:
-    """Whether a GPU copies tiles by descriptors."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _in_blocks(n: int) -> list[tuple[int, int]]:

@@ -173,5 +173,6 @@ OP = Op(
         "triton": ("triton_kernels/rotary.py",),
     },
     refuses=_refuses,
+    left_to_compiler=lambda *_: True,
 )
 define(OP)

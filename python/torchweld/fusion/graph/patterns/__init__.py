@@ -9,27 +9,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import torch
+
 from torchweld.fusion.graph.patterns.activation import find_act
 from torchweld.fusion.graph.patterns.dropout_add import find_dropout_add
 from torchweld.fusion.graph.patterns.gated_act import find_gated_act
-from torchweld.fusion.graph.patterns.layer_norm import find_add_layer_norm, find_layer_norm
+from torchweld.fusion.graph.patterns.layer_norm import (
+    find_add_layer_norm,
+    find_layer_norm,
+    find_layer_norm_by_hand,
+)
 from torchweld.fusion.graph.patterns.linear_act import find_linear_act
-from torchweld.fusion.graph.patterns.loss import find_loss
+from torchweld.fusion.graph.patterns.loss import find_large_loss, find_loss
 from torchweld.fusion.graph.patterns.modulation import find_gated_residual, find_modulated_norm
 from torchweld.fusion.graph.patterns.rms_norm import find_add_rms_norm, find_rms_norm
-from torchweld.fusion.graph.patterns.rotary import find_rotary
+from torchweld.fusion.graph.patterns.rotary import find_normed_rotary, find_rotary
 from torchweld.fusion.graph.patterns.softmax import find_softmax
 from torchweld.fusion.graph.prove import Proposal
 from torchweld.fusion.graph.record import Record
+from torchweld.registry.processor import has_descriptors
 
 FINDERS: list[Callable[[Record, int], Iterable[Proposal]]] = [
     find_loss,
     find_modulated_norm,
     find_gated_residual,
+    find_normed_rotary,
     find_add_rms_norm,
     find_rms_norm,
     find_add_layer_norm,
     find_layer_norm,
+    find_layer_norm_by_hand,
     find_dropout_add,
     find_rotary,
     find_gated_act,
@@ -37,3 +46,8 @@ FINDERS: list[Callable[[Record, int], Iterable[Proposal]]] = [
     find_act,
     find_softmax,
 ]
+
+
+def list_for_inductor(device: torch.device) -> list[Callable[[Record, int], Iterable[Proposal]]]:
+    """The finders that pay where Inductor compiles the rest, which fuses all else as well."""
+    return [find_large_loss, *([find_linear_act] if has_descriptors(device) else [])]

@@ -12,6 +12,8 @@ from torchweld.fusion.graph.normal import aten
 from torchweld.fusion.graph.prove import Proposal
 from torchweld.fusion.graph.record import Record, Ref, Step, as_float
 
+_CAST = aten._to_copy.default
+
 
 class _Norm(NamedTuple):
     step: Step
@@ -52,6 +54,66 @@ def _run_sum_and_norm(x: Any, residual: Any, weight: Any, bias: Any, eps: float,
         x, residual, weight, bias, eps=eps, p=p, return_residual=True
     )
     return z, y
+
+
+def _by_hand(x: Any, weight: Any, bias: Any, eps: float) -> Any:
+    """As DeBERTa writes it, with a root and a bias, or without a bias as Cohere does."""
+    wide = x.float()
+    mean = wide.mean(-1, keepdim=True)
+    variance = (wide - mean).pow(2).mean(-1, keepdim=True)
+    if bias is not None:
+        return weight * ((wide - mean) / torch.sqrt(variance + eps)).to(x.dtype) + bias
+    return (weight.to(torch.float32) * ((wide - mean) * torch.rsqrt(variance + eps))).to(x.dtype)
+
+
+def _without_bias(x: Any, weight: Any, eps: float) -> Any:
+    return _by_hand(x, weight, None, eps)
+
+
+def _run_by_hand(x: Any, weight: Any, bias: Any, eps: float) -> Any:
+    return functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def _run_without_bias(x: Any, weight: Any, eps: float) -> Any:
+    return functional.layer_norm(x, weight.shape, weight, None, eps)
+
+
+def find_layer_norm_by_hand(record: Record, at: int) -> Iterator[Proposal]:
+    """From the root of the variance down to what the weight and the bias make of it."""
+    step = record.steps[at]
+    if step.func not in (aten.rsqrt.default, aten.sqrt.default):
+        return
+    total = record.maker(step.args[0], aten.add.Tensor)
+    mean = total and record.maker(total.args[0], aten.mean.dim)
+    square = mean and record.maker(mean.args[0], aten.mul.Tensor)
+    centered = square and record.maker(square.args[0], aten.sub.Tensor)
+    eps = None if total is None else as_float(total.args[1])
+    if not centered or eps is None or not isinstance(centered.args[0], Ref):
+        return
+    x = record.strip(centered.args[0], _CAST)
+    for normed in record.readers(step.outs[0], aten.mul.Tensor, aten.div.Tensor):
+        for scaled in _read_on(record, normed.outs[0], aten.mul.Tensor):
+            for weight in (record.strip(each, _CAST) for each in scaled.args):
+                if not isinstance(weight, Ref) or record.shape(weight) != record.shape(x)[-1:]:
+                    continue
+                for shifted in record.readers(scaled.outs[0], aten.add.Tensor):
+                    bias = shifted.args[1]
+                    if isinstance(bias, Ref):
+                        inputs, out = [x.at, weight.at, bias.at], [shifted.outs[0]]
+                        yield Proposal("layer_norm", inputs, out, _by_hand, _run_by_hand, (eps,))
+                for end in (*_list_casts(record, scaled.outs[0]), scaled.outs[0]):
+                    inputs, run = [x.at, weight.at], _run_without_bias
+                    yield Proposal("layer_norm", inputs, [end], _without_bias, run, (eps,))
+
+
+def _read_on(record: Record, number: int, func: Any) -> list[Step]:
+    """What reads a tensor, or a cast of it."""
+    numbers = (number, *_list_casts(record, number))
+    return [step for each in numbers for step in record.readers(each, func)]
+
+
+def _list_casts(record: Record, number: int) -> list[int]:
+    return [step.outs[0] for step in record.readers(number, _CAST)]
 
 
 def find_layer_norm(record: Record, at: int) -> Iterator[Proposal]:

@@ -17,6 +17,8 @@ from torchweld.fusion.graph.record import Record, Ref, Step, as_float
 from torchweld.fusion.patterns.logits import Deferred
 from torchweld.names import Reduction
 
+# Bytes of logits from which the loss is welded in a graph that Inductor compiles.
+LEAST_COMPILED = 4 << 20
 _REDUCTIONS: tuple[Reduction, ...] = ("none", "mean", "sum")
 _CAST, _VIEW = aten._to_copy.default, aten.view.default
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
@@ -128,6 +130,20 @@ def find_loss(record: Record, at: int) -> Iterator[Proposal]:
         inputs, out = [h, weight, *more, target.at], step.outs[0]
         name = "linear_cross_entropy"
         yield Proposal(name, inputs, [out], _reference, _run, (options,), late)
+
+
+def find_large_loss(record: Record, at: int) -> Iterator[Proposal]:
+    """Losses of so many logits that their memory matters, where Inductor would compile them."""
+    for proposal in find_loss(record, at):
+        h, weight = (record.values[number] for number in proposal.inputs[:2])
+        rows = hint_int(h.numel()) // weight.shape[1]
+        if rows * weight.shape[0] * h.dtype.itemsize >= LEAST_COMPILED:
+            yield proposal
+
+
+def hint_int(size: Any) -> int:
+    """A size, also of a tensor whose sizes are symbols, without a guard on it."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def _climb(record: Record, value: Any) -> tuple[Step, list[tuple[int, Any]], Ref | None] | None:

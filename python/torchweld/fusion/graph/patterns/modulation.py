@@ -23,7 +23,9 @@ class _Modulated(NamedTuple):
     shift: Ref
     eps: float
     y: int
-    kind: str  # "plain", or "wide": in float32, and rounded to x's dtype at the end
+    # "wide": in float32, rounded to x's dtype at the end. "rows": one is added to a row for each
+    # sample before it becomes a factor, as in diffusers' AdaLayerNormContinuous.
+    kind: frozenset[str]
 
 
 def _of_samples(x: Any, modulation: Any) -> Any:
@@ -31,14 +33,16 @@ def _of_samples(x: Any, modulation: Any) -> Any:
     return modulation.unsqueeze(1) if modulation.dim() < x.dim() else modulation
 
 
-def _norm(x: Any, scale: Any, shift: Any, eps: float, kind: str) -> Any:
-    wide = x.float() if kind == "wide" else x
+def _norm(x: Any, scale: Any, shift: Any, eps: float, kind: frozenset[str]) -> Any:
+    wide = x.float() if "wide" in kind else x
     y = torch.nn.functional.layer_norm(wide, x.shape[-1:], None, None, eps)
-    y = y * (1 + _of_samples(x, scale)) + _of_samples(x, shift)
-    return y.type_as(x) if kind == "wide" else y
+    is_rows = "rows" in kind
+    y = y * (_of_samples(x, 1 + scale) if is_rows else 1 + _of_samples(x, scale))
+    y = y + _of_samples(x, shift)
+    return y.type_as(x) if "wide" in kind else y
 
 
-def _run_norm(x: Any, scale: Any, shift: Any, eps: float, kind: str) -> Any:
+def _run_norm(x: Any, scale: Any, shift: Any, eps: float, kind: frozenset[str]) -> Any:
     return functional.adaptive_layer_norm(x, scale, shift, eps=eps)
 
 
@@ -52,7 +56,7 @@ def _run_gate(x: Any, gate: Any, branch: Any, kind: str) -> Any:
 
 
 def _gate_and_norm(
-    x: Any, gate: Any, branch: Any, scale: Any, shift: Any, eps: float, kinds: tuple[str, str]
+    x: Any, gate: Any, branch: Any, scale: Any, shift: Any, eps: float, kinds: tuple[Any, Any]
 ) -> Any:
     z = _gate(x, gate, branch, kinds[0])
     return z, _norm(z, scale, shift, eps, kinds[1])
@@ -134,28 +138,29 @@ def _read_norms(record: Record, at: int) -> Iterator[_Modulated]:
     normed = Ref(step.outs[0])
     for product in record.readers(normed.at, aten.mul.Tensor):
         for factor in (each for each in product.args if each != normed):
-            plus = record.maker(factor, aten.add.Tensor)
+            view = record.maker(factor, aten.unsqueeze.default)
+            plus = record.maker(view.args[0] if view else factor, aten.add.Tensor)
             scale = None if plus is None else plus.args[0]
+            kind = frozenset(("rows",) if view else ())
             for total in record.readers(product.outs[0], aten.add.Tensor):
                 made = Ref(product.outs[0])
                 for shift in (each for each in total.args[:2] if each != made):
                     if not isinstance(scale, Ref) or not isinstance(shift, Ref):
                         continue
-                    yield from _read_ends(record, source, scale, shift, number, total.outs[0])
+                    norm = _Modulated(source, scale, shift, number, total.outs[0], kind)
+                    yield from _read_ends(record, norm, factor)
 
 
-def _read_ends(
-    record: Record, source: Ref, scale: Ref, shift: Ref, eps: float, y: int
-) -> Iterator[_Modulated]:
+def _read_ends(record: Record, norm: _Modulated, factor: Ref) -> Iterator[_Modulated]:
     """The norm in the dtype of its input, or in float32 between two casts."""
-    cast = record.maker(source, _CAST)
+    cast = record.maker(norm.x, _CAST)
     if cast is not None:
         x = cast.args[0]
-        if all(_modulates(record, each, x) for each in (scale, shift)):
-            for end in record.readers(y, _CAST):
-                yield _Modulated(x, scale, shift, eps, end.outs[0], "wide")
-    if all(_modulates(record, each, source) for each in (scale, shift)):
-        yield _Modulated(source, scale, shift, eps, y, "plain")
+        if all(_modulates(record, each, x) for each in (factor, norm.shift)):
+            for end in record.readers(norm.y, _CAST):
+                yield norm._replace(x=x, y=end.outs[0], kind=norm.kind | {"wide"})
+    if all(_modulates(record, each, norm.x) for each in (factor, norm.shift)):
+        yield norm
 
 
 _Gated = tuple[Ref, Ref, Ref, str]

@@ -18,7 +18,7 @@ _CAST = aten._to_copy.default
 _KINDS = ("rounded", "wide", "plus_one", "promoted")
 
 
-def _norm(x: Any, weight: Any, eps: float, kind: str) -> Any:
+def compute(x: Any, weight: Any, eps: float, kind: str) -> Any:
     wide = x.to(torch.float32)
     scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
     if kind == "promoted":
@@ -40,7 +40,7 @@ def _run_norm(x: Any, weight: Any, eps: float, kind: str) -> Any:
 
 
 def _norm_only(x: Any, eps: float) -> Any:
-    return _norm(x, None, eps, "")
+    return compute(x, None, eps, "")
 
 
 def _run_norm_only(x: Any, eps: float) -> Any:
@@ -57,7 +57,7 @@ def _run_fused(x: Any, weight: Any, eps: float) -> Any:
 
 def _add_norm(x: Any, residual: Any, weight: Any, eps: float, kind: str) -> Any:
     z = residual + x
-    return z, _norm(z, weight, eps, kind)
+    return z, compute(z, weight, eps, kind)
 
 
 def _run_add_norm(x: Any, residual: Any, weight: Any, eps: float, kind: str) -> Any:
@@ -74,15 +74,15 @@ def find_rms_norm(record: Record, at: int) -> Iterator[Proposal]:
             yield Proposal(
                 "rms_norm", [x.at, weight.at], [step.outs[0]], _fused, _run_fused, (number,)
             )
-    for x, weight, out, eps, kind in _list_norms(record, at):
+    for x, weight, out, eps, kind in list_norms(record, at):
         if weight is None:
             yield Proposal("rms_norm", [x], [out], _norm_only, _run_norm_only, (eps,))
         else:
-            yield Proposal("rms_norm", [x, weight], [out], _norm, _run_norm, (eps, kind))
+            yield Proposal("rms_norm", [x, weight], [out], compute, _run_norm, (eps, kind))
 
 
 def find_add_rms_norm(record: Record, at: int) -> Iterator[Proposal]:
-    for x, weight, out, eps, kind in _list_norms(record, at):
+    for x, weight, out, eps, kind in list_norms(record, at):
         total = record.maker(Ref(x), aten.add.Tensor)
         if total is None or weight is None or kind == "plus_one":
             continue
@@ -94,7 +94,7 @@ def find_add_rms_norm(record: Record, at: int) -> Iterator[Proposal]:
             )
 
 
-def _list_norms(record: Record, at: int) -> Iterator[tuple[int, int | None, int, float, str]]:
+def list_norms(record: Record, at: int) -> Iterator[tuple[int, int | None, int, float, str]]:
     """Inputs, weights and results of norms whose root is this step."""
     step = record.steps[at]
     if step.func is not aten.rsqrt.default:
