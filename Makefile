@@ -90,8 +90,12 @@ NUMBERS := numbers
 SANITIZED_TESTS := numbers kernels
 
 .PHONY: nightly
-nightly: test-isa sanitize test-peers test-lane-all ## Run what `.ci/run` leaves out, and its lanes whole
+nightly: test-isa sanitize test-peers test-lane-all mutants ## Run what `.ci/run` leaves out, and its lanes whole
 	@$(PYTEST) -n 2 -m nightly tests || [ $$? = 5 ]
+
+.PHONY: mutants
+mutants: env ## Plant faults one at a time, and fail where no test notices
+	@$(PY) tests/helpers/mutate.py && $(PY) tests/helpers/mutate.py --native
 
 .PHONY: test-isa
 test-isa: export TORCHWELD_ISA := all

@@ -29,7 +29,7 @@ from torchweld.bench.overhead import overhead
 from torchweld.bench.report import Report, load, markdown, show, show_machine, table_csv
 from torchweld.bench.runner import Plan
 from torchweld.bench.timing import clock_for
-from torchweld.dispatch.engine.store import write_json, write_text
+from torchweld.files import write_json, write_text
 from torchweld.ops.optimizer.rule import RULES
 from torchweld.registry import BACKENDS, OPS
 from torchweld.registry.cost import DIRECTIONS

@@ -36,7 +36,7 @@ from torchweld.bench.evidence import (
 )
 from torchweld.bench.jobs import Job, run_apart
 from torchweld.bench.runner import Plan, Result
-from torchweld.dispatch.engine.store import write_json
+from torchweld.files import write_json
 from torchweld.ops.optimizer.rule import RULES
 from torchweld.registry import BACKENDS, OPS
 

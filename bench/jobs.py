@@ -24,7 +24,7 @@ from torchweld.bench.overhead import Overhead, overhead
 from torchweld.bench.runner import OUT_OF_MEMORY, Plan, Result
 from torchweld.bench.steps import StepCase
 from torchweld.bench.timing import Clock, clock_for
-from torchweld.dispatch.engine.judge import is_out_of_memory
+from torchweld.dispatch.proof import is_out_of_memory
 from torchweld.registry import OPS
 from torchweld.registry.cost import DIRECTIONS
 

@@ -22,7 +22,7 @@ import torch
 from torchweld.bench import evidence
 from torchweld.bench.cases import CASES, Case
 from torchweld.bench.evidence import Codes
-from torchweld.dispatch.autograd import Ready, make_ready
+from torchweld.dispatch.autograd import Ready, complete_steps
 from torchweld.registry import OPS, Composite, Made, Op, TensorSpec
 
 CAPABILITY, _PROCESSORS = 90, 132
@@ -95,7 +95,7 @@ def list_launches(case: Case, direction: str) -> list[tuple[Any, dict[str, Any]]
         if direction == "fwd":
             steps.forward(*[_detach(value) for value in inputs])
             return launches
-        ready = make_ready(op, steps, inputs)
+        ready = complete_steps(op, steps, inputs)
         tensors = [inputs[at] for at in op.tensors_at]
         made = op.kernels["triton"].ready_function.apply(ready, *tensors)
         results = made if isinstance(made, tuple) else (made,)

@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from torchweld import functional
 from torchweld.bench.memory import peak_bytes
-from torchweld.dispatch.engine.store import write_json
+from torchweld.files import write_json
 from torchweld.table import Table
 
 VOCABULARIES = (32768, 128256, 262144)

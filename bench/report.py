@@ -14,7 +14,7 @@ from typing import Any
 from torchweld.bench import overhead
 from torchweld.bench.overhead import Overhead
 from torchweld.bench.runner import Result
-from torchweld.dispatch.engine.store import write_json
+from torchweld.files import write_json
 from torchweld.registry import EAGER, OPS
 from torchweld.table import Table
 

@@ -19,7 +19,7 @@ from torchweld.bench.cases import Case, Problem, name_dtype
 from torchweld.bench.contenders import COMPILE, Contender, contenders
 from torchweld.bench.timing import Clock, CudaClock, Run, Sample, interleaved
 from torchweld.dispatch.call import choose_automatically
-from torchweld.dispatch.engine.judge import Judge, in_a_line, is_out_of_memory
+from torchweld.dispatch.proof import Judge, in_a_line, is_out_of_memory
 from torchweld.registry import EAGER, cost
 from torchweld.registry.cost import Traffic
 

@@ -23,7 +23,7 @@ import torchweld
 from torchweld import functional
 from torchweld.bench import training
 from torchweld.bench.training import Learner
-from torchweld.dispatch.engine.store import write_json
+from torchweld.files import write_json
 from torchweld.optim import AdamW
 
 EAGER, COMPILED, LIGER, FUSED, BOTH = "eager", "compiled", "liger", "fused", "fused, compiled"

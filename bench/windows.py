@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from torchweld.bench.timing import clock_for, interleaved
-from torchweld.dispatch.engine.judge import in_a_line
-from torchweld.dispatch.engine.store import write_json
+from torchweld.dispatch.proof import in_a_line
+from torchweld.files import write_json
 from torchweld.functional import block_sparse_attention
 from torchweld.sparse import BlockLayout
 from torchweld.table import Table

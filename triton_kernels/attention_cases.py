@@ -15,8 +15,8 @@ from .block_sparse_attention import (
     Call,
     bias_launch,
     delta_launch,
-    forward_contest,
-    gradient_contests,
+    forward_tiled,
+    list_tiled_gradients,
     make_call,
 )
 from .launch import Launch
@@ -84,10 +84,10 @@ def aot_cases(capability: int) -> Iterator[tuple[str, Launch]]:
         call = call._replace(generation=generation_of(divmod(capability, 10)))
         lse = call.q.new_empty(call.q.shape[:-1], dtype=torch.float32)
         y = call.q.new_empty((*call.q.shape[:3], call.v.shape[3]))
-        contests, after = gradient_contests(call, y, lse, lse, (call.q, call.k, call.v))
+        tiled_launches, after = list_tiled_gradients(call, y, lse, lse, (call.q, call.k, call.v))
         yield name, delta_launch(call, lse, lse, y, y, lse, lse)
-        for contest in (forward_contest(call, y, lse), *contests):
-            for launched in contest.launches():
+        for tiled in (forward_tiled(call, y, lse), *tiled_launches):
+            for launched in tiled.launches():
                 yield name, launched
         for launched in after:
             yield name, launched

@@ -16,9 +16,9 @@ from .attention_roles_forward import attention_roles_forward
 from .attention_roles_keys import attention_roles_keys
 from .attention_roles_queries import attention_roles_queries
 from .attention_tiles import BOTH, FORWARD, QUERIES
-from .contest import Tile
 from .gluon_names import TensorDescriptor, gl
 from .launch import Launch, launch, processors
+from .tiled import Tile
 
 # An H200 is faster with them at these heads and blocks: there, they serve by rule.
 FASTER = {(128, 128), (64, 64)}

@@ -13,7 +13,7 @@ import torch
 import imitated_gluon
 from conftest import PLACES, running_at
 from oracle import exact, run
-from torchweld.dispatch import tile_question
+from torchweld.dispatch import tile_proof
 from torchweld.ops.attention.block_sparse import OP
 from torchweld.sparse import BlockLayout
 
@@ -32,7 +32,7 @@ def _choose(tiles: Sequence[Any], persistent: bool) -> Any:
 @pytest.fixture(params=[True])
 def started(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[list[str]]:
     """The kernels with roles that ran: where there is one, it serves."""
-    from torchweld.triton_kernels import attention_roles, contest, launch
+    from torchweld.triton_kernels import attention_roles, launch, tiled
 
     found: list[str] = []
     plain = launch.start
@@ -43,13 +43,11 @@ def started(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
         found.append(launched.kernel.fn.__name__)
         return imitated_gluon.start(launched, options)
 
-    tile_question.connect()
+    tile_proof.connect()
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(attention_roles, "runs_on", lambda device: True)
     monkeypatch.setattr(attention_roles, "processors", lambda device: 1)
-    monkeypatch.setattr(
-        contest, "choose", lambda on, contest: _choose(contest.tiles, request.param)
-    )
+    monkeypatch.setattr(tiled, "choose", lambda on, tiled: _choose(tiled.tiles, request.param))
     with running_at("interpreter", monkeypatch):
         yield found
 

@@ -21,9 +21,8 @@ from torchweld.bench.runner import Plan, Result
 from torchweld.bench.timing import wall_time
 from torchweld.commands import cli
 from torchweld.dispatch import choice
-from torchweld.dispatch.engine.judge import Judge
-from torchweld.dispatch.engine.question import Answer
-from torchweld.dispatch.engine.store import Entry
+from torchweld.dispatch.proof import Judge
+from torchweld.dispatch.store import Answer, Entry
 from torchweld.functional import quantize_8bit
 from torchweld.ops.optimizer.rule import RULES
 from torchweld.ops.quantize_8bit import _QUANTIZE
@@ -117,13 +116,13 @@ ADAM = steps.KINDS[0]
 MATRICES = (3, 8, 600)
 
 
-def _measured_step(kind: steps.Kind, plan: Plan = STEP) -> dict[str, Result]:
+def _measured_step(kind: steps.StepKind, plan: Plan = STEP) -> dict[str, Result]:
     (found,) = steps.measure(steps.few(kind, "cpu", MATRICES), plan, wall_time)
     return {result.contender: result for result in found}
 
 
 @pytest.mark.parametrize("kind", steps.KINDS, ids=lambda kind: f"{kind.rule} {kind.variant}")
-def test_a_step_is_timed_beside_torchs(kind: steps.Kind) -> None:
+def test_a_step_is_timed_beside_torchs(kind: steps.StepKind) -> None:
     found = _measured_step(kind)
     assert list(found) == ["eager", "cpu"]
     assert all(result.status == "timed" and result.ms for result in found.values())
@@ -144,7 +143,7 @@ def test_a_wrong_step_is_refused() -> None:
 
 
 def test_a_peer_that_fails_ends_nothing() -> None:
-    peers = {"broken": steps.Peer("json", lambda module: module.no_such_optimizer)}
+    peers = {"broken": steps.StepPeer("json", lambda module: module.no_such_optimizer)}
     plan = dataclasses.replace(STEP, rivals=["broken"])
     found = _measured_step(dataclasses.replace(ADAM, peers=peers), plan)
     assert found["cpu"].status == "timed"
@@ -209,7 +208,7 @@ def test_a_rules_choice_is_what_its_steps_agree_on(
     steps.take_step(steps.few(ADAM, "cpu", MATRICES))
     assert rule.choose_for(param) == "cpu"
     wrong = Answer(EAGER, {"cpu": "wrong"}, {})
-    trials.engine._store.add(Entry(CONDITIONS, {"op": "adam", "step": ["8 bits"]}, 0, wrong))
+    trials.checker._store.add(Entry(CONDITIONS, {"op": "adam", "step": ["8 bits"]}, 0, wrong))
     assert rule.choose_for(param) == EAGER
 
 

@@ -59,7 +59,7 @@ class Ready(NamedTuple):
     same: Sequence[bool] = ()
 
 
-def make_ready(op: Differentiable, steps: Ready, inputs: Sequence[Any]) -> Ready:
+def complete_steps(op: Differentiable, steps: Ready, inputs: Sequence[Any]) -> Ready:
     """What a ready node takes for calls like the one with these inputs."""
     rest = [value for at, value in enumerate(inputs) if at not in op.tensors_at]
     return steps._replace(

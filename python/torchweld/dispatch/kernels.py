@@ -14,9 +14,9 @@ from torchweld.dispatch.autograd import (
     Ready,
     as_tuple,
     autograd_function,
+    complete_steps,
     exports_a_derivative,
     find_apply,
-    make_ready,
     wants_gradient,
 )
 from torchweld.dispatch.library import define_differentiable, define_overload, make_step
@@ -92,7 +92,7 @@ class Kernel:
         forward, backward = self.steps[:2] if has_lazy(inputs) else self.direct
         if wants_gradient(*inputs):
             places = [f"r[{at}]" for at in range(len(self._public_at))]
-            ready = make_ready(self._op, Ready(forward, backward), inputs)
+            ready = complete_steps(self._op, Ready(forward, backward), inputs)
             return (
                 self._apply_ready,
                 [ready],

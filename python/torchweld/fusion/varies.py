@@ -45,7 +45,7 @@ def why_it_varies(module: torch.nn.Module) -> str | None:
     named = sorted(_VARIES.intersection(name for code in codes for name in code.co_names))
     if named:
         return f"its code reads {' and '.join(named)}, which may change"
-    return next(filter(None, (why_not(_Reader(each).read) for each in functions)), None)
+    return next(filter(None, (why_not(_VariationReader(each).read) for each in functions)), None)
 
 
 def _list_methods(cls: type) -> tuple[FunctionType, ...]:
@@ -63,7 +63,7 @@ def _list_methods(cls: type) -> tuple[FunctionType, ...]:
     return tuple(found)
 
 
-class _Reader:
+class _VariationReader:
     """Looks at what a function decides by."""
 
     def __init__(self, function: FunctionType) -> None:

@@ -16,9 +16,9 @@ from torchweld.dispatch import choice
 from torchweld.dispatch.autograd import (
     Ready,
     autograd_function,
+    complete_steps,
     exports_a_derivative,
     find_apply,
-    make_ready,
     make_views,
     wants_gradient,
 )
@@ -410,7 +410,7 @@ def plan_training(
     how = (True, momentum, eps, None, *kind)
     ready: Ready | None = None
     if wants_gradient(x, *columns[2:]):
-        ready = make_ready(BATCH_NORM_ACT, run.ready, (x, *columns, *how))
+        ready = complete_steps(BATCH_NORM_ACT, run.ready, (x, *columns, *how))
     return partial(_train, run, ready, how, _find_few(backend, x, *columns))
 
 

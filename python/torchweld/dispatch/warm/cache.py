@@ -22,9 +22,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from torchweld import state
-from torchweld.dispatch import choice, seeds
+from torchweld.dispatch import choice, proof, seeds
 from torchweld.dispatch.call import Decision
-from torchweld.dispatch.engine import asking
 from torchweld.dispatch.kernels import Casting, Kernel
 from torchweld.dispatch.warm.generate import compile_function
 from torchweld.dispatch.warm.guards import (
@@ -268,11 +267,11 @@ def run_decision(decided: Any) -> Any:
 
 def _find(function: Callable[..., Any], cache: _Cache, given: Sequence[Any]) -> Any:
     """Take the whole path, and keep what it decided."""
-    left_open = asking.left_open
+    left_open = proof.left_open
     decision = function(*given)
     if type(decision) is not Decision:
         return decision
-    is_final = asking.left_open == left_open
+    is_final = proof.left_open == left_open
     result = decision.run()
     if is_final and not state.is_watched():
         _keep(cache, decision, given)

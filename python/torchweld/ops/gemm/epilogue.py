@@ -1,6 +1,6 @@
 """A linear layer and its activation in one kernel: a GEMM with bias and activation at its end.
 
-- triton: our kernel, for every activation, if a trial found it faster than two steps.
+- triton: our kernel, for every activation, if `torchweld tune` found it faster than two steps.
 - cpu: oneDNN's 16-bit GEMM, if no gradient is needed.
 """
 
@@ -21,13 +21,12 @@ from torchweld.dispatch.autograd import (
     find_apply,
 )
 from torchweld.dispatch.bare import BareOp
-from torchweld.dispatch.engine.judge import name_results
-from torchweld.dispatch.engine.question import Results
+from torchweld.dispatch.proof import Results, name_results
 from torchweld.isolate import leave_dispatch_modes
 from torchweld.ops import activation as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import fused_choice, gemm
-from torchweld.ops.gemm.fused_choice import Contest, Kind
+from torchweld.ops.gemm.fused_choice import Forms, Kind
 from torchweld.registry import Differentiable
 
 _SOURCE = "triton_kernels/linear_act.py"
@@ -37,7 +36,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 MADE_OF = (
     "torch's GEMMs; after the first {}. On the GPU one kernel replaces the first GEMM and that"
-    " pass if a trial measured it faster"
+    " pass where it is faster"
 )
 
 # With fewer products a GEMM takes microseconds, no longer than its launch.
@@ -237,11 +236,11 @@ def choose_tile_for(
     if why_not(x, weight, bias) is not None:
         return None
     arguments = (x, weight, bias)
-    # A trial runs outside of the caller's autocast, and without gradients.
+    # A check runs outside of the caller's autocast, and without gradients.
     dtype, save_z = gemm.find_dtype(x), gemm.wants_gradient(x, weight, bias)
     tiles = partial(list_tiles, x, weight)
-    contest = partial(_make_contest, dtype, save_z, *arguments, *kind)
-    return fused_choice.choose_tile(x, _kind(*arguments, *kind), tiles, contest)
+    forms = partial(_make_forms, dtype, save_z, *arguments, *kind)
+    return fused_choice.choose_tile(x, _kind(*arguments, *kind), tiles, forms)
 
 
 def explain(
@@ -289,14 +288,14 @@ def _kind(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kin
     )
 
 
-def _make_contest(
+def _make_forms(
     dtype: torch.dtype,
     save_z: bool,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     *how: str,
-) -> Contest:
+) -> Forms:
     """One kernel with each of its tiles against two steps."""
     x, weight = x.detach().to(dtype), weight.detach().to(dtype)
     bias = None if bias is None else bias.detach().to(dtype)
@@ -315,7 +314,7 @@ def _make_contest(
         z = linear_in_float64(x, weight, bias)
         return name_results((activations.ACTIVATIONS[how].function(z), z), *names)  # type: ignore[index]
 
-    return Contest(
+    return Forms(
         tensors=[x],
         unfused=unfused,
         fused={t: partial(fused, t) for t in list_tiles(x, weight)},
@@ -340,4 +339,4 @@ _FEATURES = 2048
 def list_tiles(x: torch.Tensor, weight: torch.Tensor) -> Sequence[int]:
     """The tiles worth timing."""
     dtype = gemm.find_dtype(x)
-    return list(fused_choice.kernels().contenders(x.to(dtype), weight.to(dtype)))
+    return list(fused_choice.kernels().candidates(x.to(dtype), weight.to(dtype)))

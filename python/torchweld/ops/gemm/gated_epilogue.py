@@ -15,13 +15,12 @@ import torch
 from torchweld.dispatch.autograd import derive_from_reference
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import run_on
-from torchweld.dispatch.engine.judge import name_results
-from torchweld.dispatch.engine.question import Results
+from torchweld.dispatch.proof import Results, name_results
 from torchweld.dispatch.warm.guards import are_comparable
 from torchweld.ops import activation as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import epilogue, fused_choice, gemm
-from torchweld.ops.gemm.fused_choice import Contest, Kind
+from torchweld.ops.gemm.fused_choice import Forms, Kind
 
 
 def _fake(x: torch.Tensor, gate_weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
@@ -115,10 +114,10 @@ def _is_in_one_kernel(
     if _why_not(*arguments) is not None:
         return False
     kind, by_rule = _kind(*arguments, *how), [fused_choice.kernels().BY_RULE]
-    # A trial runs outside of the caller's autocast, and without gradients.
+    # A check runs outside of the caller's autocast, and without gradients.
     kept = gemm.find_dtype(x), gemm.wants_gradient(*arguments)
-    contest = partial(_make_contest, *kept, *arguments, *how)
-    return fused_choice.choose_tile(x, kind, lambda: by_rule, contest) is not None
+    forms = partial(_make_forms, *kept, *arguments, *how)
+    return fused_choice.choose_tile(x, kind, lambda: by_rule, forms) is not None
 
 
 def explain(
@@ -161,14 +160,14 @@ def _kind(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, *
     )
 
 
-def _make_contest(
+def _make_forms(
     dtype: torch.dtype,
     save: bool,
     x: torch.Tensor,
     gate_weight: torch.Tensor,
     up_weight: torch.Tensor,
     *how: str,
-) -> Contest:
+) -> Forms:
     """One kernel against three steps."""
     x, gate_weight, up_weight = (t.detach().to(dtype) for t in (x, gate_weight, up_weight))
     weights = gate_weight, up_weight
@@ -188,7 +187,7 @@ def _make_contest(
         activated = activations.ACTIVATIONS[how].function(gate)  # type: ignore[index]
         return name_results((activated * up, gate, up), *names)
 
-    return Contest(
+    return Forms(
         tensors=[x],
         unfused=unfused,
         fused={fused_choice.kernels().BY_RULE: fused},

@@ -13,7 +13,7 @@ import torch
 from torchweld.dispatch import choice
 from torchweld.dispatch.bare import BareOp, find_agreed
 from torchweld.dispatch.warm.direct import make_direct
-from torchweld.ops.optimizer import question
+from torchweld.ops.optimizer import proof
 from torchweld.ops.optimizer.batch import (
     Batch,
     Task,
@@ -214,7 +214,7 @@ class Rule:
             return False
         return True
 
-    def make_ready(self, task: Task, ascends: bool) -> Ready | None:
+    def keep_step(self, task: Task, ascends: bool) -> KeptStep | None:
         """The step as one call of a CPU kernel; None if it takes more than that."""
         batch = task.batch
         p = batch.params[0]
@@ -228,12 +228,12 @@ class Rule:
             or (overload := self._op.kernel(p)) is None
         ):
             return None
-        return Ready(overload, task, ascends)
+        return KeptStep(overload, task, ascends)
 
     def _kernel(self, op: BareOp, task: Task) -> Any:
         p = task.batch.params[0]
         if choice.forced is None and choice.is_tried(p):
-            return op.overload(question.choose_on_gpu(self, task))
+            return op.overload(proof.choose_on_gpu(self, task))
         return op.kernel(p)
 
     def _updates(self, task: Task) -> Updates:
@@ -262,7 +262,7 @@ class Rule:
             write(task, i, *update, self.signed, self.has_companion)
 
 
-class Ready:
+class KeptStep:
     """A step that is one call of a kernel, for later steps with other gradients and rates."""
 
     def __init__(self, overload: Any, task: Task, ascends: bool) -> None:

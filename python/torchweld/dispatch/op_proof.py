@@ -1,4 +1,4 @@
-"""Asks the engine which backend serves a call of an op on a GPU."""
+"""Which backend serves a call of an op on a GPU: its class, and the sample to check (proof.py)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from torchweld.dispatch import proof
 from torchweld.dispatch.autograd import as_tuple
-from torchweld.dispatch.engine import asking
-from torchweld.dispatch.engine.judge import ROWS
-from torchweld.dispatch.engine.question import Question, Results
+from torchweld.dispatch.proof import ROWS, Question, Results
 from torchweld.dispatch.warm.guards import ALIGNMENT
 from torchweld.registry import EAGER, OPS, Composite, Op, materialize
 from torchweld.registry.constant import assume_constant_result
@@ -25,10 +24,10 @@ _ROWS_BEHIND_GEMMS = 251
 
 
 def choose_on_gpu(op: Op, inputs: Sequence[Any]) -> str:
-    """The backend for a call on this GPU; the first call of its class makes a trial."""
+    """The backend for a call on this GPU; the first call of its class checks the kernels."""
     if why_not_now() is not None:  # tensors of a transform have no address, which a class has
         return EAGER
-    backend, _ = asking.pick(class_of(op, inputs), partial(make_question, op, inputs))
+    backend, _ = proof.pick(class_of(op, inputs), partial(make_question, op, inputs))
     if op.why_refused(backend, inputs) is not None:
         backend = EAGER
     return backend
@@ -44,7 +43,7 @@ def choose_while_compiling(name: str, index: int | None, dtype: torch.dtype, dir
     """
     device = torch.device("cpu") if index is None else torch.device("cuda", index)
     like = {"op": name, "direction": direction, "dtype": dtype}
-    backends = asking.engine_for(device).find_backends(**like)
+    backends = proof.checker_for(device).find_backends(**like)
     if not backends:
         op, train = OPS[name], direction == "full"
         with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
@@ -115,8 +114,8 @@ def make_question(op: Op, inputs: Sequence[Any]) -> Question:
             "arguments": rest,
         },
         device=inputs[0].device,
-        baseline=EAGER,
-        contenders=[b for b in op.backends if op.why_not(b, inputs) is None],
+        fallback=EAGER,
+        candidates=[b for b in op.backends if op.why_not(b, inputs) is None],
         run=run,
         trusted=lambda: run(EAGER),
         exact=run_exactly,
