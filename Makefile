@@ -90,8 +90,12 @@ NUMBERS := numbers
 SANITIZED_TESTS := numbers kernels
 
 .PHONY: nightly
-nightly: test-isa sanitize test-peers test-lane-all ## Run what `.ci/run` leaves out, and its lanes whole
+nightly: test-isa sanitize test-peers test-lane-all mutants ## Run what `.ci/run` leaves out, and its lanes whole
 	@$(PYTEST) -n 2 -m nightly tests || [ $$? = 5 ]
+
+.PHONY: mutants
+mutants: env ## Plant faults one at a time, and fail where no test notices
+	@$(PY) tests/helpers/mutate.py && $(PY) tests/helpers/mutate.py --native
 
 .PHONY: test-isa
 test-isa: export TORCHWELD_ISA := all
@@ -230,12 +234,14 @@ wheel-aarch64: env ## Build the wheel for 64-bit ARM by a cross-compiler, in dis
 test-aarch64: wheel-aarch64 ## Test that wheel in an emulated ARM processor, under the oldest torch
 	@.ci/test_aarch64 $(ARGS)
 
+# What the README's first block needs besides torch.
+NEEDED_FIRST = $$(sed -n '/^```python/q; s/^<!-- needs \(.*\) -->$$/\1/p' $(CURDIR)/README.md)
 .PHONY: wheel-try
 wheel-try: wheel ## Install the wheel in an empty environment outside the checkout, and try it
 	$(call say,trying the wheel with torch $(TORCH))
 	@at=$$(mktemp -d) && trap 'rm -rf "$$at"' EXIT && cp dist/torchweld-*$$(uname -m).whl "$$at" && \
 	  $(PYTHON) -m venv "$$at/venv" && cd "$$at" && venv/bin/python -m pip install -q "torch==$(TORCH)" && \
-	  venv/bin/python -m pip install -q torchweld-*.whl && \
+	  venv/bin/python -m pip install -q torchweld-*.whl $(NEEDED_FIRST) && \
 	  venv/bin/python -I $(CURDIR)/.ci/try_wheel.py torchweld-*.whl
 
 .PHONY: release-version
@@ -290,7 +296,7 @@ NEEDS_GPU = @$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available()
 	{ echo "torchweld: torch sees no GPU here"; exit 1; }
 
 .PHONY: gpu
-gpu: env ## On a GPU: check and time the kernels; ARGS: --minutes 10, --evidence DIR, op names
+gpu: env ## On a GPU: check and time the kernels; ARGS: --minutes 9, --evidence DIR, op names
 	$(NEEDS_GPU)
 	@$(PY) -m torchweld doctor && $(PY) -m torchweld bench --record $(ARGS)
 

@@ -23,8 +23,7 @@ from torchweld.bench.demo import GPT, LENGTH
 from torchweld.bench.runner import Plan, Result, compare
 from torchweld.bench.timing import Clock, Run, Sample
 from torchweld.bench.training import Learner, compiled
-from torchweld.dispatch.engine.judge import Judge
-from torchweld.dispatch.engine.question import Results
+from torchweld.dispatch.proof import Judge, Results
 from torchweld.registry import EAGER
 from torchweld.registry.cost import Traffic
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import statistics
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +24,37 @@ class Taken(NamedTuple):
     device: float
     host: float
     exposed: float
+
+
+class Rate:
+    """The GPU's clock, as nvidia-smi tells it ten times a second while this process lives."""
+
+    _COMMAND = (
+        "nvidia-smi",
+        "--query-gpu=clocks.sm",
+        "--format=csv,noheader,nounits",
+        "-lms",
+        "100",
+    )
+
+    def __init__(self, command: Sequence[str] = _COMMAND) -> None:
+        self._told = list[tuple[float, int]]()
+        try:
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        except OSError:  # rows then lack it
+            return
+        atexit.register(self._process.kill)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in self._process.stdout or ():
+            if line.strip().isdigit():
+                self._told.append((time.monotonic(), int(line)))
+
+    def find_mhz(self, since: float) -> int | None:
+        """The median since then on the monotonic clock; None if nothing was told."""
+        told = [mhz for at, mhz in self._told if at >= since] or [m for _, m in self._told[-1:]]
+        return int(statistics.median(told)) if told else None
 
 
 class DeviceClock:

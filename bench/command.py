@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from torchweld.bench.overhead import overhead
 from torchweld.bench.report import Report, load, markdown, show, show_machine, table_csv
 from torchweld.bench.runner import Plan
 from torchweld.bench.timing import clock_for
-from torchweld.dispatch.engine.store import write_json, write_text
+from torchweld.files import write_json, write_text
 from torchweld.ops.optimizer.rule import RULES
 from torchweld.registry import BACKENDS, OPS
 from torchweld.registry.cost import DIRECTIONS
@@ -75,13 +76,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--record", action="store_true", help="on a GPU: test and time the kernels, as evidence"
     )
     parser.add_argument(
-        "--minutes", type=parse_positive, default=10.0, help="with --record; default: 10"
+        "--minutes", type=parse_positive, default=9.0, help="with --record; default: 9"
     )
     parser.add_argument(
         "--evidence",
         type=Path,
         metavar="DIR",
         help="where --record writes; default: bench/evidence",
+    )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="without a GPU: fill Triton's cache with what --record launches, to carry it there",
     )
     parser.add_argument(
         "--check-evidence",
@@ -137,6 +143,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         if options.check_evidence:
             return _check_evidence()
+        if options.compile:
+            return _compile_ahead(options)
         check_outputs(options, pictures=tuple(PLOTS))
         if options.model:
             return _measure_model(options)
@@ -331,6 +339,20 @@ def _write(text: str, target: str) -> None:
     else:
         write_text(Path(target), text)
         print(f"table: {target}")
+
+
+def _compile_ahead(options: argparse.Namespace) -> int:
+    root = evidence.root()
+    if root is None:
+        raise Refusal("--compile needs the repository; this torchweld is installed without it")
+    if importlib.util.find_spec("triton") is None:
+        raise Refusal("--compile needs Triton, and it is not installed")
+    from triton import knobs
+
+    known = partial(gpu.list_known, evidence.read_records().values(), root)
+    count = launched.compile_ahead(options.ops or list(OPS), known)
+    print(f"{count} kernels are in {knobs.cache.dir}: carry it, and name it by TRITON_CACHE_DIR")
+    return 0
 
 
 def _check_evidence() -> int:

@@ -31,7 +31,7 @@ from torchweld.bench.machine import (
     parse_positive,
 )
 from torchweld.bench.training import Learner, compiled, measure, read_text, table
-from torchweld.dispatch.engine.store import replace_file, write_json
+from torchweld.files import replace_file, write_json
 from torchweld.table import Table, progress
 
 LAYERS, HEADS, LENGTH, BATCH = 4, 8, 256, 16

@@ -28,7 +28,8 @@ PROVEN: dict[str, Proven] = {**OPS, **RULES}
 # The fields of a result that identify a case and direction, and those that the evidence keeps.
 CASE = ("shape", "variant", "dtype", "direction")
 _ABOUT = (*CASE, "elements", "bytes", "flops")
-KEPT = (*_ABOUT, "peak_bytes", "ms", "p20", "p80", "eager_ms", "gbps", "limit_ms", "share")
+_TIMES = ("peak_bytes", "ms", "p20", "p80", "eager_ms", "gbps", "limit_ms", "share")
+KEPT = (*_ABOUT, *_TIMES, "mhz", "peak_tflops")  # older rows lack the last two
 
 # Strings and character literals are matched too: they may contain what looks like a comment.
 _C_TOKEN = re.compile(
@@ -110,6 +111,28 @@ def hash_of(paths: Iterable[Path], folder: Path, on_cuda: bool = False) -> str:
         text = _drop_cpu_blocks(stripped(path)) if on_cuda else stripped(path)
         digest.update(f"{path.relative_to(folder)}\n{text}\n".encode())
     return digest.hexdigest()
+
+
+def find_device_code(op: Proven, folder: Path) -> str:
+    """The hash of what nvcc compiles: an op's CUDA files with their includes in place, and flags.
+
+    Files' names, comments, bindings and blocks of the CPU's build do not count.
+    """
+    seen: set[Path] = set()
+
+    def expand(path: Path) -> str:
+        if path in seen or not path.exists():
+            return ""
+        seen.add(path)
+        text = _drop_cpu_blocks(stripped(path))
+        return _INCLUDE.sub(lambda found: expand(folder / "csrc" / found[1]), text)
+
+    roots = [folder / name for name in files_of(op)["cuda"]]
+    flags = stripped(folder / "csrc" / "flags.py").splitlines()
+    told = [line.strip() for line in flags if "nvcc" in line.lower()]
+    lines = "\n".join([*map(expand, roots), *told]).splitlines()
+    text = "\n".join(line for line in lines if line.strip())
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _drop_cpu_blocks(text: str) -> str:
@@ -255,7 +278,7 @@ def list_results(record: dict[str, Any], folder: Path | None) -> list[Result]:
                 contender = backend if is_so else f"{backend} (stale)"
                 eager = kept["eager_ms"]  # None: eager did not fit
                 speed_up = None if eager is None else eager / kept["ms"]
-                figures = {name: kept[name] for name in KEPT}
+                figures = {name: kept.get(name) for name in KEPT}
                 results.append(Result(op=op, contender=contender, speed_up=speed_up, **figures))
     for result in results:
         result.automatic = result.contender == _find_winner(results, result)

@@ -1,8 +1,9 @@
 """Records evidence on a GPU that may be available for only minutes: `torchweld bench --record`.
 
-Steps run in this order: the kernels' contract, their times against eager, attention and GEMMs
-against rivals, optimizers, whole models. Each step has a share of the minutes, and its unused time
-goes to the next. Every row is written at once, so that a killed run leaves what it has.
+Steps run in this order: the kernels' contract, rows that must be measured again, windows, whole
+models and losses, all other rows. Each step has a share of the minutes, and its unused time goes to
+the next. Every row is written at once, so that a killed run leaves what it has, and the next one
+goes on: it measures neither rows nor models that the present sources have.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,23 +25,61 @@ from typing import Any
 from torchweld.bench import steps
 from torchweld.bench.blocks import BLOCKS
 from torchweld.bench.contenders import COMPILE, DENSE
-from torchweld.bench.evidence import CASE, KEPT, PROVEN, gpu_backends, sources_hash
+from torchweld.bench.evidence import (
+    CASE,
+    KEPT,
+    PROVEN,
+    gpu_backends,
+    is_current,
+    name_row,
+    sources_hash,
+)
 from torchweld.bench.jobs import Job, run_apart
 from torchweld.bench.runner import Plan, Result
-from torchweld.dispatch.engine.store import write_json
+from torchweld.files import write_json
 from torchweld.ops.optimizer.rule import RULES
 from torchweld.registry import BACKENDS, OPS
 
-# Most used first.
-_FIRST = ("layer_norm", "rms_norm", "softmax_dropout", "linear_act", "mlp", "bias_act", "adam")
-_LAST = ("linear_batch_norm_act", "batch_norm_act", "normalize_act")
+# What changed most, then what is most used.
+_FIRST = (
+    *("batch_norm_act", "linear_act", "rotary_embedding", "block_sparse_attention", "experts_mlp"),
+    *("layer_norm", "rms_norm", "softmax_dropout", "mlp", "bias_act", "adam"),
+)
+_LAST = ("linear_batch_norm_act", "normalize_act")
 # These have rivals that users would take.
 RIVALS = {"block_sparse_attention": [*DENSE, "flex"], "linear_act": ["gemm"]}
 # Tests of optimizers that name no rule are counted under this name.
 OPTIMIZERS = "optimizers"
 # How kernels are checked: by the benchmark before it times them, and by the contract's tests.
 JUDGED, TESTED = "judged", "tested"
-CONTRACT, COMPILING = "the contract", "compiling"
+CONTRACT, COMPILING, SCRIPTS = "the contract", "compiling", "windows, whole models and losses"
+
+
+@dataclass(frozen=True)
+class Script:
+    """A module of `torchweld.bench` that measures in a process of its own, and writes JSON."""
+
+    name: str
+    module: str
+    arguments: tuple[str, ...] = ()
+
+    def run(self, path: Path, device: str, until: float, *, tiny: bool) -> bool:
+        """Run it at most until then; what it writes in between is kept."""
+        command = [sys.executable, "-m", f"torchweld.bench.{self.module}", *self.arguments]
+        command += ["--device", device, "--json", str(path), *["--tiny"] * tiny]
+        try:
+            ended = subprocess.run(command, timeout=max(0.0, until - time.monotonic()), check=False)
+        except subprocess.TimeoutExpired:
+            return False
+        return ended.returncode == 0
+
+
+_MODELS = ("gpt2_355m", "llama_1b_script", "llama_1b", "qwen3_5_norms", "gpt_layer")
+TO_RUN = (
+    Script("windows", "windows"),
+    Script("losses", "losses", ("--gpu",)),
+    *(Script(name, "whole", (name, "--seconds", "4")) for name in _MODELS),
+)
 # Seconds after which a process that tells nothing is killed: a compiler's, and several times one's.
 _HANGS = 60.0
 
@@ -110,12 +149,47 @@ class Record:
             write_json(self.path, self._content)
 
     def _proof(self, op: str, backend: str) -> dict[str, Any]:
-        """The entry for a backend's kernels with their present sources."""
+        """The entry for a backend's kernels with their present sources.
+
+        Rows of other sources stay if those compile to the same.
+        """
         proofs: dict[str, Any] = self._content["ops"].setdefault(op, {})
-        sources = sources_hash(PROVEN[op], backend, self._root) if op in PROVEN else None
+        sources = sources_hash(PROVEN[op], backend, self._root) if op in PROVEN else ""
         if backend not in proofs or proofs[backend]["sources"] != sources:
-            proofs[backend] = {"sources": sources, "outcomes": {}, "results": []}
+            rows = _list_current(self._content, self._root, op, backend)
+            proofs[backend] = {"sources": sources, "outcomes": {}, "results": rows}
         return proofs[backend]
+
+    def list_known(self, op: str, backend: str) -> list[str]:
+        """The rows that the present sources have, by name."""
+        with self._lock:
+            return list_known([self._content], self._root, op, backend)
+
+    def has_script(self, name: str) -> bool:
+        """Whether these sources have run it to its end."""
+        found = self._content.get("scripts", {}).get(name, {})
+        return bool(found.get("ended")) and found["commit"] == self._content["commit"]
+
+    def add_script(self, name: str, found: dict[str, Any], *, ended: bool) -> None:
+        with self._lock:
+            kept = {"commit": self._content["commit"], "ended": ended, "found": found}
+            self._content.setdefault("scripts", {})[name] = kept
+            write_json(self.path, self._content)
+
+
+def _list_current(
+    content: dict[str, Any], root: Path, op: str, backend: str
+) -> list[dict[str, Any]]:
+    proof = content["ops"].get(op, {}).get(backend)
+    if proof is None or op not in PROVEN:
+        return []
+    now = sources_hash(PROVEN[op], backend, root)
+    return [row for row in proof["results"] if is_current(op, proof, row, now)]
+
+
+def list_known(records: Iterable[dict[str, Any]], root: Path, op: str, backend: str) -> list[str]:
+    """The rows of an op that records have of the present sources, by name."""
+    return [name_row(row) for each in records for row in _list_current(each, root, op, backend)]
 
 
 def _is_other(row: dict[str, Any], entry: dict[str, Any], *more: str) -> bool:
@@ -216,18 +290,27 @@ def list_targets(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def list_steps(
-    names: Sequence[str], device: str = "cuda", rivals: Sequence[str] = ()
+    names: Sequence[str],
+    device: str = "cuda",
+    rivals: Sequence[str] = (),
+    known: Callable[[str, str], Sequence[str]] = lambda op, backend: (),
 ) -> list[tuple[str, float, list[Job]]]:
     """The steps by name, with the part of the time by which each ends, and its jobs.
 
-    The contract's tests are no jobs. Float32 has what the other steps leave.
+    The contract's tests and scripts are no jobs. Float32 has what the other steps leave.
+    `known`: the rows of an op and a backend that need not be measured.
     """
 
     def list_jobs(
         names: Iterable[str], plan: Plan, dtype: str = "bfloat16", quick: bool = False
     ) -> list[Job]:
         return [
-            Job(n, replace(plan, backends=[b]), [dtype], quick=quick, device=device)
+            Job(
+                *(n, replace(plan, backends=[b]), [dtype]),
+                quick=quick,
+                device=device,
+                known=known(n, b),
+            )
             for n, b in list_targets(names)
         ]
 
@@ -244,12 +327,13 @@ def list_steps(
     model = replace(plan, rivals=[COMPILE])
     models = [Job(n, model, ["bfloat16"], device=device) for n in names if n in BLOCKS]
     return [
-        (CONTRACT, 0.25, []),
-        (COMPILING, 0.45, list_jobs(ops, once)),
-        ("ops against eager", 0.65, list_jobs([n for n in ops if n not in RIVALS], plan)),
-        ("attention and GEMMs against rivals", 0.75, beside),
-        ("optimizers", 0.85, list_jobs(rules, step, "float32", quick=True)),
-        ("whole models", 1.0, models),
+        (CONTRACT, 0.2, []),
+        (COMPILING, 0.35, list_jobs(ops, once)),
+        ("attention and GEMMs against rivals", 0.45, beside),
+        ("ops against eager", 0.6, list_jobs([n for n in ops if n not in RIVALS], plan)),
+        (SCRIPTS, 0.9, []),
+        ("optimizers", 1.0, list_jobs(rules, step, "float32", quick=True)),
+        ("blocks", 1.0, models),
         ("ops in float32", 1.0, list_jobs(ops, plan, "float32")),
     ]
 
@@ -262,11 +346,15 @@ def run(
     *,
     device: str = "cuda",
     rivals: Sequence[str] = (),
+    tiny: bool = False,
 ) -> list[Result]:
-    """Run the steps, print what each left out, and return the results."""
+    """Run the steps, print what each left out, and return the results.
+
+    `tiny`: scripts take small sizes, in a rehearsal.
+    """
     start, names = time.monotonic(), sort_names(names)
     found = list[Result]()
-    for name, part, jobs in list_steps(names, device, rivals):
+    for name, part, jobs in list_steps(names, device, rivals, record.list_known):
         until = start + 60 * minutes * part
         now = time.monotonic()
         print(f"{now - start:5.0f} s  {name}, until {until - start:.0f} s", flush=True)
@@ -275,6 +363,8 @@ def run(
             if any(n in RULES for n in names):
                 targets.append((OPTIMIZERS, "cuda"))
             left = [" on ".join(t) for t in run_contract(root, targets, record, until)]
+        elif name == SCRIPTS:
+            left = run_scripts(record, device, until, tiny=tiny)
         elif name == COMPILING:  # fills caches for the next steps, and records nothing
             lanes = [jobs[at :: os.cpu_count()] for at in range(os.cpu_count() or 1)]
             with ThreadPoolExecutor(len(lanes)) as pool:
@@ -286,6 +376,23 @@ def run(
             print(f"         no time was left for {', '.join(left)}", flush=True)
     print(f"{time.monotonic() - start:5.0f} s  the end: {record.path}", flush=True)
     return found
+
+
+def run_scripts(record: Record, device: str, until: float, *, tiny: bool = False) -> list[str]:
+    """Run the scripts that have not ended yet, each for its part of the time; name those left."""
+    waiting = [script for script in TO_RUN if not record.has_script(script.name)]
+    left = list[str]()
+    for at, script in enumerate(waiting):
+        now = time.monotonic()
+        path = record.path.with_suffix(f".{script.name}.json")
+        path.unlink(missing_ok=True)
+        its_end = now + 2 * (until - now) / (len(waiting) - at + 1)  # the first ones matter most
+        ended = now < until and script.run(path, device, its_end, tiny=tiny)
+        if path.exists():
+            record.add_script(script.name, json.loads(path.read_text()), ended=ended)
+            path.unlink()
+        left += [] if ended else [script.name]
+    return left
 
 
 def _measure(

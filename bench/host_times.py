@@ -3,8 +3,8 @@
     python -m torchweld.bench.host_times [OP ...]
 
 A ratio is our time over torch's, of the main thread with one thread of work, medians of turns in
-one process. "first" is the first call of a size (after two other sizes); "forward" and "both" are
-warm, without gradients and with a backward pass.
+one process whose large blocks stay resident. "first" is the first call of a size, after other
+sizes; "forward" and "both" are warm, without gradients and with a backward pass.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from torchweld import functional as fused
+from torchweld.bench.machine import settle
+from torchweld.ops import quantize_8bit as eight_bit
+from torchweld.ops import quantize_one_bit as one_bit
 from torchweld.sparse import BlockLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,8 +42,9 @@ class Pair:
     theirs: Call
     draw: Callable[[int, int], Sequence[torch.Tensor]]
     sizes: Sequence[tuple[int, int]] = ((1, 64), (8, 128), (64, 256), (256, 1024))
-    leaves: int = 1  # the first tensors, which get gradients
+    leaves: int = 1  # the first tensors, which get gradients; 0: none has any
     step: int = 1  # from a size to the next new one
+    casts: bool = True  # whether it is called in every dtype
 
 
 def _x(*shape: int) -> torch.Tensor:
@@ -127,7 +131,7 @@ def _run_experts(x: torch.Tensor, up: Any, down: Any, weights: Any, indices: Any
 
 def _route(logits: torch.Tensor) -> Any:
     weights, indices = logits.float().softmax(-1).topk(2)
-    return weights, indices
+    return indices, weights
 
 
 def _normalize(x: torch.Tensor, w: Any, b: Any, mean: Any, var: Any) -> torch.Tensor:
@@ -146,9 +150,69 @@ def _logprobs(x: torch.Tensor, m: torch.Tensor, target: torch.Tensor) -> torch.T
     return F.linear(x, m).log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)
 
 
+def _modulated(tokens: int, width: int) -> list[torch.Tensor]:
+    """A stream of two samples, its branch, and each sample's scale, shift and gate."""
+    parts = [_x(2, 1, width) / 4 for _ in range(3)]
+    return [_x(2, tokens, width), _x(2, tokens, width), *parts]
+
+
+def _modulate(y: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    return y * (1 + scale) + shift
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, x.shape[-1:])
+
+
+def _rms(x: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, x.shape[-1:])
+
+
+def _projected(tokens: int, width: int) -> list[torch.Tensor]:
+    angles = torch.rand(1, tokens, width // 2)
+    return [_x(1, tokens, 6 * width), angles.cos(), angles.sin()]
+
+
+def _rotate_packed(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """By a copy: the composition has no form in place."""
+    parts = qkv.unflatten(-1, (3, 2, -1)).unbind(-3)
+    q, k = (_rotate(part.transpose(1, 2), cos, sin).transpose(1, 2) for part in parts[:2])
+    return torch.stack((q, k, parts[2]), -3).flatten(-3)
+
+
+def _codes(rows: int, width: int) -> Sequence[torch.Tensor]:
+    return fused.quantize_8bit(_x(rows, width))
+
+
+def _bits(rows: int, width: int) -> Sequence[torch.Tensor]:
+    return fused.quantize_one_bit(_x(rows, width))[:2]
+
+
+def _of_workers(rows: int, width: int) -> list[torch.Tensor]:
+    made = [fused.quantize_one_bit(_x(rows, width)) for _ in range(4)]
+    return [torch.stack([each[at] for each in made]) for at in (0, 1)]
+
+
+def _quantize_one_bit(x: torch.Tensor) -> Any:
+    error = torch.empty(x.shape)
+    return (*one_bit.quantize_reference(x, None, error, one_bit.whole(x.numel())), error)
+
+
+def _dequantize_one_bit(bits: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    size = 8 * len(bits)
+    return one_bit.dequantize_reference(bits, scale, [size], one_bit.whole(size), torch.float32)
+
+
+def _average_one_bit(bits: torch.Tensor, scale: torch.Tensor) -> Any:
+    size = 8 * bits.shape[1]
+    error = torch.empty(size)
+    return (*one_bit.mean_reference(bits, scale, None, error, size, one_bit.whole(size)), error)
+
+
 _THRESHOLD = ((63, 256), (64, 256), (128, 256), (512, 2000))
 _CLASSES = ((8, 128), (63, 256), (64, 256), (256, 1000))
 _OF_LAYERS = ((8, 128), (128, 128), (255, 1024), (260, 1024))
+_OF_STREAMS = ((1, 64), (8, 128), (64, 256), (256, 1024))
 _OF_NORMS = ((2, 64), (64, 256), (130, 256), (512, 1024))
 
 PAIRS: dict[str, Pair] = {
@@ -317,11 +381,80 @@ PAIRS: dict[str, Pair] = {
         2,
     ),
     "linear_logprobs": Pair(fused.linear_logprobs, _logprobs, _layer_logits, _OF_LAYERS, 2),
+    "adaptive_layer_norm": Pair(
+        lambda x, _, scale, shift, __: fused.adaptive_layer_norm(x, scale, shift),
+        lambda x, _, scale, shift, __: _modulate(_norm(x), scale, shift),
+        _modulated,
+        _OF_STREAMS,
+        4,
+    ),
+    "adaptive_rms_norm": Pair(
+        lambda x, _, scale, shift, __: fused.adaptive_rms_norm(x, scale, shift),
+        lambda x, _, scale, shift, __: _modulate(_rms(x), scale, shift),
+        _modulated,
+        _OF_STREAMS,
+        4,
+    ),
+    "gated_residual": Pair(
+        lambda x, y, _, __, gate: fused.gated_residual(x, gate, y),
+        lambda x, y, _, __, gate: x + gate * y,
+        _modulated,
+        _OF_STREAMS,
+        5,
+    ),
+    "gated_residual_layer_norm": Pair(
+        lambda x, y, scale, shift, gate: fused.gated_residual_layer_norm(x, gate, y, scale, shift),
+        lambda x, y, scale, shift, gate: _modulate(_norm(x + gate * y), scale, shift),
+        _modulated,
+        _OF_STREAMS,
+        5,
+    ),
+    "gated_residual_rms_norm": Pair(
+        lambda x, y, scale, shift, gate: fused.gated_residual_rms_norm(x, gate, y, scale, shift),
+        lambda x, y, scale, shift, gate: _modulate(_rms(x + gate * y), scale, shift),
+        _modulated,
+        _OF_STREAMS,
+        5,
+    ),
+    "rotary_embedding_packed_": Pair(
+        lambda qkv, cos, sin: fused.rotary_embedding_packed_(qkv, cos, sin, heads=2),
+        _rotate_packed,
+        _projected,
+        ((1, 64), (16, 64), (128, 64), (512, 128)),
+        0,
+    ),
+    # Beside their references in plain torch.
+    "quantize_8bit": Pair(
+        fused.quantize_8bit, lambda x: eight_bit.quantize_reference(x, True), _rows, leaves=0
+    ),
+    "dequantize_8bit": Pair(
+        fused.dequantize_8bit,
+        lambda codes, absmax: eight_bit.dequantize_reference(codes, absmax, True, torch.float32),
+        _codes,
+        leaves=0,
+        casts=False,
+    ),
+    "quantize_one_bit": Pair(fused.quantize_one_bit, _quantize_one_bit, _rows, leaves=0),
+    "dequantize_one_bit": Pair(
+        lambda bits, scale: fused.dequantize_one_bit(bits, scale, 8 * len(bits)),
+        _dequantize_one_bit,
+        _bits,
+        leaves=0,
+        casts=False,
+    ),
+    "average_one_bit": Pair(
+        lambda bits, scale: fused.average_one_bit(bits, scale, size=8 * bits.shape[1]),
+        _average_one_bit,
+        _of_workers,
+        leaves=0,
+        casts=False,
+    ),
 }
 
 
 def _cast(pair: Pair, dtype: torch.dtype, rows: int, width: int) -> list[torch.Tensor]:
-    made = [t.to(dtype) if t.is_floating_point() else t for t in pair.draw(rows, width)]
+    made = pair.draw(rows, width)
+    made = [t.to(dtype) if t.is_floating_point() else t for t in made] if pair.casts else made
     return [t.requires_grad_() if at < pair.leaves else t for at, t in enumerate(made)]
 
 
@@ -360,9 +493,10 @@ def _compare(ours: Call, theirs: Call, given: Sequence[Any], seconds: float) -> 
 def _compare_first(pair: Pair, dtype: torch.dtype, rows: int, width: int) -> tuple[float, float]:
     """The medians of first calls of sizes from this one on, after three others."""
     taken: tuple[list[float], list[float]] = ([], [])
-    for turn in range(12):
+    for turn in range(13):
         given = _cast(pair, dtype, rows + 2 + turn * pair.step, width)
-        for times, call in zip(taken, (pair.ours, pair.theirs), strict=True):
+        calls = list(zip(taken, (pair.ours, pair.theirs), strict=True))
+        for times, call in calls[:: -1 if turn % 2 else 1]:  # who is second finds warmer caches
             call_time = _time(call, given)
             if turn > 2:
                 times.append(call_time)
@@ -370,18 +504,18 @@ def _compare_first(pair: Pair, dtype: torch.dtype, rows: int, width: int) -> tup
 
 
 def measure(names: Sequence[str], seconds: float) -> Iterator[tuple[str, str, str, list[str]]]:
-    """For each op, size and dtype the three ratios as text, and our time of a forward call."""
+    """For each op, size and dtype the ratios as text, of which some ops have no third."""
     for name in names:
         pair = PAIRS[name]
         for rows, width in pair.sizes:
-            for dtype in DTYPES:
+            for dtype in DTYPES if pair.casts else DTYPES[:1]:
                 given = _cast(pair, dtype, rows, width)
                 with torch.no_grad():
                     pairs = [_compare_first(pair, dtype, rows, width)]
                     pairs.append(_compare(pair.ours, pair.theirs, given, seconds))
                 both = [_both(call, pair.leaves) for call in (pair.ours, pair.theirs)]
-                pairs.append(_compare(both[0], both[1], given, seconds))
-                texts = [_show(*times) for times in pairs]
+                pairs += [_compare(both[0], both[1], given, seconds)] if pair.leaves else []
+                texts = [_show(*times) for times in pairs] + [""] * (not pair.leaves)
                 yield name, f"{rows} x {width}", str(dtype).removeprefix("torch."), texts
 
 
@@ -393,6 +527,7 @@ def _show(ours: float, theirs: float) -> str:
 
 def main() -> None:
     """Print the table."""
+    settle(default_allocator=False)  # in one call of three a step was mapping its memory again
     torch.set_num_threads(1)
     torch.manual_seed(0)
     names = [name for name in PAIRS if not sys.argv[1:] or name in sys.argv[1:]]

@@ -11,21 +11,22 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from torchweld.bench import blocks, runner, steps
+from torchweld.bench import blocks, evidence, runner, steps
 from torchweld.bench.blocks import BlockCase
-from torchweld.bench.cases import Case
+from torchweld.bench.cases import Case, name_dtype
 from torchweld.bench.cases import cases as list_op_cases
 from torchweld.bench.overhead import Overhead, overhead
 from torchweld.bench.runner import OUT_OF_MEMORY, Plan, Result
 from torchweld.bench.steps import StepCase
 from torchweld.bench.timing import Clock, clock_for
-from torchweld.dispatch.engine.judge import is_out_of_memory
+from torchweld.dispatch.proof import is_out_of_memory
 from torchweld.registry import OPS
+from torchweld.registry.cost import DIRECTIONS
 
 AnyCase = Case | StepCase | BlockCase
 # A process that tells nothing for so long is killed. torch.compile takes minutes for large ops.
@@ -68,6 +69,7 @@ class Job:
     sizes: Sequence[float] | None = None
     quick: bool = False
     overhead: bool = False
+    known: Sequence[str] = ()  # rows, by name, that need not be measured
     device: str = "cuda"
 
     def __str__(self) -> str:
@@ -77,6 +79,14 @@ class Job:
         """The cases to measure."""
         dtypes = [getattr(torch, name) for name in self.dtypes]
         return list_cases([self.op], self.device, dtypes, self.sizes, quick=self.quick)
+
+    def directions_of(self, case: AnyCase) -> list[str]:
+        """The directions of a case whose rows are not known."""
+        if not isinstance(case, Case):
+            return list(self.plan.directions)
+        about = {"shape": case.shape, "variant": case.variant, "dtype": name_dtype(case.dtype)}
+        names = {each: evidence.name_row(about | {"direction": each}) for each in DIRECTIONS}
+        return [each for each in self.plan.directions if names[each] not in self.known]
 
     def list_without_times(self, status: str, reason: str) -> list[Result]:
         """A result without times for each backend."""
@@ -178,8 +188,11 @@ def measure_here(job: Job) -> Iterator[tuple[str, Sequence[Any]]]:
     """Measure in this process, and yield "results" and "overheads" as they are found."""
     clock = clock_for(job.device)
     for case in job.cases():
+        plan = replace(job.plan, directions=job.directions_of(case))
+        if not plan.directions:
+            continue
         try:
-            for results in measure_case(case, job.plan, clock):
+            for results in measure_case(case, plan, clock):
                 yield "results", results
         except Exception as error:
             if not is_out_of_memory(error):

@@ -11,7 +11,7 @@ import hashlib
 import importlib
 import pkgutil
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torchweld.bench import evidence
 from torchweld.bench.cases import CASES, Case
 from torchweld.bench.evidence import Codes
-from torchweld.dispatch.autograd import Ready, make_ready
+from torchweld.dispatch.autograd import Ready, complete_steps
 from torchweld.registry import OPS, Composite, Made, Op, TensorSpec
 
 CAPABILITY, _PROCESSORS = 90, 132
@@ -40,13 +40,15 @@ def renew(records: Mapping[str, dict[str, Any]], root: Path) -> Codes:
     """The codes of the present sources, of all rows that could be stale by their sources.
 
     Rows of the present sources get their codes. Ops of several steps have none: GEMMs of torch's
-    are among them. So have CUDA's kernels.
+    are among them. CUDA's kernels have the hash of their source, as nvcc gets it.
     """
     import triton
 
     codes: Codes = {}
     for record in records.values():
         for name, proofs in record["ops"].items():
+            if "cuda" in proofs and name in evidence.PROVEN:
+                _renew_cuda(name, proofs["cuda"], root, codes)
             op = OPS.get(name)
             if op is None or isinstance(op, Composite) or "triton" not in proofs:
                 continue
@@ -60,6 +62,18 @@ def renew(records: Mapping[str, dict[str, Any]], root: Path) -> Codes:
                 if proofs["triton"]["sources"] == now:
                     row.setdefault("code", {}).update(known)
     return codes
+
+
+def _renew_cuda(name: str, proof: dict[str, Any], root: Path, codes: Codes) -> None:
+    op = evidence.PROVEN[name]
+    if "cuda" not in evidence.files_of(op):
+        return
+    now = evidence.sources_hash(op, "cuda", root)
+    known = {"source": evidence.find_device_code(op, root)}
+    for row in proof["results"]:
+        codes[(name, now, evidence.name_row(row))] = known
+        if proof["sources"] == now:
+            row.setdefault("code", {}).update(known)
 
 
 def _find_case(op: Op, row: dict[str, Any]) -> Case | None:
@@ -81,7 +95,7 @@ def list_launches(case: Case, direction: str) -> list[tuple[Any, dict[str, Any]]
         if direction == "fwd":
             steps.forward(*[_detach(value) for value in inputs])
             return launches
-        ready = make_ready(op, steps, inputs)
+        ready = complete_steps(op, steps, inputs)
         tensors = [inputs[at] for at in op.tensors_at]
         made = op.kernels["triton"].ready_function.apply(ready, *tensors)
         results = made if isinstance(made, tuple) else (made,)
@@ -125,9 +139,9 @@ def _collecting(op: Op) -> Iterator[tuple[Ready, list[tuple[Any, dict[str, Any]]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(launch, "start", start))
         for each in _list_modules():
-            if hasattr(each, "processors"):
-                many = mock.patch.object(each, "processors", return_value=_PROCESSORS)
-                stack.enter_context(many)
+            for name, answer in (("processors", _PROCESSORS), ("runs_on", True)):
+                if hasattr(each, name):
+                    stack.enter_context(mock.patch.object(each, name, return_value=answer))
         yield Ready(getattr(module, op.name), getattr(module, f"{op.name}_backward")), launches
 
 
@@ -136,6 +150,41 @@ def _list_modules() -> list[Any]:
 
     found = pkgutil.iter_modules(triton_kernels.__path__, f"{triton_kernels.__name__}.")
     return [importlib.import_module(module.name) for module in found]
+
+
+def compile_ahead(names: Iterable[str], known: Callable[[str, str], Sequence[str]]) -> int:
+    """Compile what the benchmark of these ops launches on a GPU, into Triton's cache; count it.
+
+    The cache serves the same versions of Triton and Python elsewhere. `known` are the rows of an op
+    and a backend that are not measured.
+    """
+    from torchweld.triton_kernels import contest
+    from torchweld.triton_kernels.launch import run
+
+    def try_all(on: torch.Tensor, asked: Any) -> Any:
+        for tile in asked.tiles[1:]:
+            run(on, *asked.launches_with(tile))
+        return asked.tiles[0]
+
+    found: dict[str, Any] = {}
+    for op in [OPS[name] for name in names if name in OPS and "triton" in OPS[name].sources]:
+        if isinstance(op, Composite):
+            continue
+        for given in CASES[op.name].benchmarks_on_gpu:
+            case = Case(op, given, torch.bfloat16, "cuda")
+            about = {"shape": case.shape, "variant": case.variant, "dtype": "bfloat16"}
+            for direction in ("fwd", "full"):
+                if evidence.name_row(about | {"direction": direction}) in known(op.name, "triton"):
+                    continue
+                with mock.patch.object(contest, "choose", try_all):
+                    for launched, options in list_launches(case, direction):
+                        signature = sign(launched)
+                        rest = {k: v for k, v in options.items() if k not in signature[0]}
+                        at = f"{launched.kernel.fn} {signature} {rest}"
+                        found.setdefault(at, (launched.kernel, signature, rest))
+    for kernel, signature, rest in found.values():
+        compile_launch(kernel, signature, rest)
+    return len(found)
 
 
 # --- What they compile to -------------------------------------------------------------------------

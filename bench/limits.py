@@ -10,6 +10,8 @@ import torch
 from torchweld.bench.timing import Clock, interleaved, last_level_cache
 from torchweld.registry.cost import Traffic
 
+# Operations with 16 bits of a multiprocessor's tensor cores in a cycle, by compute capability.
+_OPERATIONS = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192}
 # A smaller stream measures the overhead of its two or three torch calls, not memory.
 LEAST_BYTES = 2**20
 
@@ -53,6 +55,13 @@ def mix(reads: int, writes: int) -> tuple[int, int, int, int]:
     added = max(0, min(reads - writes, writes))
     copied = min(reads - 2 * added, writes - added)
     return added, copied, reads - 2 * added - copied, writes - added - copied
+
+
+def tensor_tflops(mhz: int) -> float | None:
+    """The most that this GPU's tensor cores reach with 16 bits at a clock; None if not known."""
+    about = torch.cuda.get_device_properties()
+    operations = _OPERATIONS.get((about.major, about.minor))
+    return operations and operations * about.multi_processor_count * mhz / 1e6
 
 
 def copy_gbps(clock: Clock, device: str) -> float:

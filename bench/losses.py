@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from torchweld import functional
 from torchweld.bench.memory import peak_bytes
+from torchweld.files import write_json
 from torchweld.table import Table
 
 VOCABULARIES = (32768, 128256, 262144)
@@ -71,11 +73,12 @@ def contenders(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> d
     return ways
 
 
-def _logits(vocabulary: int, rows: int, dtype: torch.dtype) -> dict[str, Call]:
+def _logits(vocabulary: int, rows: int, dtype: torch.dtype, device: str = "cpu") -> dict[str, Call]:
     """cross_entropy of given logits."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(rows, vocabulary, generator=generator).to(dtype).requires_grad_()
-    target = torch.randint(0, vocabulary, (rows,), generator=generator)
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(rows, vocabulary, generator=generator, device=device).to(dtype)
+    logits = logits.requires_grad_()
+    target = torch.randint(0, vocabulary, (rows,), generator=generator, device=device)
 
     def run(loss: Callable[..., Any]) -> Any:
         return torch.autograd.grad(loss(logits, target), logits)
@@ -90,7 +93,7 @@ def _log_probabilities(
     x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor
 ) -> dict[str, Call]:
     """Log-probabilities with entropy, and the four GEMMs that they need."""
-    logits = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype)
+    logits = x.new_empty(x.shape[0], weight.shape[0])
     plain, head = x.detach(), weight.detach()
 
     def gemms() -> None:
@@ -131,23 +134,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vocabulary", type=int, action="append")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), action="append")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--gpu", action="store_true", help="the sizes that GPUs are compared at")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to try this script")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    if options.gpu:
+        options.rows, options.features, options.rounds = 8192, 4096, 5
+        options.vocabulary, options.dtype = [151936], ["bfloat16"]
+    if options.tiny:
+        options.rows, options.features, options.rounds, options.vocabulary = 32, 64, 1, [512]
     isa = os.environ.get("TORCHWELD_CPU_ISA", "the best instruction set")
     print(f"torch {torch.__version__}, {isa}, {options.rows} x {options.features}")
+    found: list[dict[str, Any]] = []
     table = Table(["vocabulary", "dtype", "", "ms", "x", "peak MiB"], numbers_from=3)
     for name in options.dtype or ("float32", "bfloat16"):
         for vocabulary in options.vocabulary or VOCABULARIES:
             dtype = getattr(torch, name)
-            inputs = make(vocabulary, options.rows, options.features, dtype)
+            inputs = make(vocabulary, options.rows, options.features, dtype, options.device)
             groups = [contenders(*inputs), _log_probabilities(*inputs)]
-            groups.append(_logits(vocabulary, options.rows, dtype))
+            groups.append(_logits(vocabulary, options.rows, dtype, options.device))
             for ways in groups:
-                rows = measure(ways, options.rounds)
+                rows = measure(ways, options.rounds, options.device)
                 for way, seconds, peak in rows:
                     cells = [str(vocabulary), name, way, f"{1e3 * seconds:.0f}"]
                     cells += [f"{rows[0][1] / seconds:.2f}", f"{peak / 2**20:.0f}"]
                     print("\t".join(cells), flush=True)
                     table.add(*cells)
+                    row = dict(zip(("vocabulary", "dtype", "way"), cells, strict=False))
+                    found.append({**row, "ms": 1e3 * seconds, "peak_bytes": peak})
+                if options.json:
+                    write_json(options.json, {"rows": found})
     table.show()
 
 

@@ -23,7 +23,7 @@ import torchweld
 from torchweld.bench import training
 from torchweld.bench.machine import describe_machine
 from torchweld.bench.training import Learner
-from torchweld.dispatch.engine.store import write_text
+from torchweld.files import write_text
 
 
 class Size(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 from torchweld.bench.machine import Refusal
 from torchweld.bench.report import Report
 from torchweld.bench.runner import Result
-from torchweld.dispatch.engine.store import replace_file
+from torchweld.files import replace_file
 from torchweld.registry import BACKENDS, EAGER
 
 COLOURS = ("#2f6db5", "#e08a2c", "#4d9e64", "#a55ca5", "#7f7f7f")

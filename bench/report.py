@@ -14,7 +14,7 @@ from typing import Any
 from torchweld.bench import overhead
 from torchweld.bench.overhead import Overhead
 from torchweld.bench.runner import Result
-from torchweld.dispatch.engine.store import write_json
+from torchweld.files import write_json
 from torchweld.registry import EAGER, OPS
 from torchweld.table import Table
 
@@ -110,9 +110,15 @@ def _figures(result: Result) -> list[str]:
 
 
 def _bandwidth(result: Result, digits: int) -> list[str]:
-    """GB/s and the share of a plain stream's; empty for GEMMs, which memory does not limit."""
+    """GB/s and the share of a plain stream's; of GEMMs, which memory does not limit, TFLOP/s and
+    the share of the tensor cores' peak at the clock of the run, if that was sampled.
+    """
     if result.op in OPS and OPS[result.op].weights_at:
-        return ["", ""]
+        if not (result.peak_tflops and result.ms and result.flops):
+            return ["", ""]
+        tflops = result.flops / result.ms / 1e9
+        at = f"{tflops / result.peak_tflops:.0%} of the peak at {result.mhz} MHz"
+        return [f"{tflops:.0f} TFLOP/s", at]
     return [
         "" if result.gbps is None else f"{result.gbps:.{digits}f}",
         "" if result.share is None else f"{result.share:.0%}",

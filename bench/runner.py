@@ -5,6 +5,7 @@ A contender whose results are wrong by the float64 reference is not timed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +17,9 @@ import torchweld
 from torchweld.bench import limits, memory
 from torchweld.bench.cases import Case, Problem, name_dtype
 from torchweld.bench.contenders import COMPILE, Contender, contenders
-from torchweld.bench.timing import Clock, Run, Sample, interleaved
+from torchweld.bench.timing import Clock, CudaClock, Run, Sample, interleaved
 from torchweld.dispatch.call import choose_automatically
-from torchweld.dispatch.engine.judge import Judge, in_a_line, is_out_of_memory
+from torchweld.dispatch.proof import Judge, in_a_line, is_out_of_memory
 from torchweld.registry import EAGER, cost
 from torchweld.registry.cost import Traffic
 
@@ -66,6 +67,8 @@ class Result:
     gbps: float | None = None
     limit_ms: float | None = None  # the time of a stream with the same reads and writes
     share: float | None = None
+    mhz: int | None = None  # the GPU's clock meanwhile
+    peak_tflops: float | None = None  # of its tensor cores, for 16 bits, at that clock
     peak_bytes: int | None = None  # beyond the inputs
     automatic: bool = False  # whether it is the automatic choice
 
@@ -223,7 +226,9 @@ def compare(
         timed.append(lambda clock: clock(stream))
     at_least, at_most = plan.rounds
     seconds = plan.seconds * len(timed)
+    begun = time.monotonic()
     times = interleaved(timed, clock, seconds=seconds, at_least=at_least, at_most=at_most)
+    mhz = clock.rate.find_mhz(begun) if isinstance(clock, CudaClock) else None
     medians = [t.quantile(0.5) for t in times]
     limit = medians[-1] if stream is not None else None
     results = []
@@ -236,6 +241,7 @@ def compare(
             eager_ms = medians[list(runs).index(EAGER)]
             result.eager_ms, result.speed_up = eager_ms, eager_ms / median
         result.gbps = traffic.total / median / 1e6 or None
+        result.mhz, result.peak_tflops = mhz, mhz and limits.tensor_tflops(mhz)
         if limit is not None:
             result.limit_ms, result.share = limit, limit / median
         result.peak_bytes = _peak_bytes(run, device, contender)

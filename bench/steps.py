@@ -17,7 +17,7 @@ import torchweld
 from torchweld import optim
 from torchweld.bench.runner import OUT_OF_MEMORY, Plan, Result, compare
 from torchweld.bench.timing import Clock, Run, Sample
-from torchweld.dispatch.engine.judge import in_a_line, is_out_of_memory
+from torchweld.dispatch.proof import in_a_line, is_out_of_memory
 from torchweld.ops.optimizer.rule import RULES, Rule
 from torchweld.ops.quantize_8bit import scales_shape
 from torchweld.registry import EAGER
@@ -51,7 +51,7 @@ class _Reference:
 
 
 @dataclass(frozen=True)
-class Peer:
+class StepPeer:
     """Another package's optimizer of this kind: how to make it from its module, and its devices."""
 
     module: str
@@ -67,7 +67,7 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Kind:
+class StepKind:
     """A rule's step with one codec for its states, and the steps that it is compared with."""
 
     rule: str
@@ -76,7 +76,7 @@ class Kind:
     eager: Make  # torch's own step, in its fastest variant
     ours: Make
     variant: str = ""
-    peers: Mapping[str, Peer] = field(default_factory=dict)
+    peers: Mapping[str, StepPeer] = field(default_factory=dict)
     of_block: tuple[int, int] = (0, 0)  # additional bytes read and written per block
 
 
@@ -95,9 +95,9 @@ def _fused(params: ParamsT) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, fused=True)
 
 
-_BITSANDBYTES = Peer("bitsandbytes", lambda m: m.optim.AdamW8bit)
-_TORCHAO = Peer("torchao.optim", lambda m: m.AdamW8bit)
-_DEEPSPEED = Peer(
+_BITSANDBYTES = StepPeer("bitsandbytes", lambda m: m.optim.AdamW8bit)
+_TORCHAO = StepPeer("torchao.optim", lambda m: m.AdamW8bit)
+_DEEPSPEED = StepPeer(
     "deepspeed.ops.adam",
     lambda m: lambda params: m.DeepSpeedCPUAdam(params, weight_decay=1e-2, bias_correction=True),
     ("cpu",),
@@ -132,9 +132,11 @@ def _muon_of_torch(module: Any) -> Make:
 
 # A norm reads the gradients once more. A ratio adds a pass that reads as much as a step.
 _LISTED = (
-    Kind("adam", 16, 12, _fused, optim.AdamW, peers={"deepspeed": _DEEPSPEED}),
-    Kind("adam", 20, 12, _Clipped, lambda p: optim.AdamW(p, max_grad_norm=1.0), "max_grad_norm"),
-    Kind(
+    StepKind("adam", 16, 12, _fused, optim.AdamW, peers={"deepspeed": _DEEPSPEED}),
+    StepKind(
+        "adam", 20, 12, _Clipped, lambda p: optim.AdamW(p, max_grad_norm=1.0), "max_grad_norm"
+    ),
+    StepKind(
         "adam",
         12,
         8,
@@ -142,7 +144,7 @@ _LISTED = (
         lambda p: optim.AdamW(p, state_dtype=torch.bfloat16),
         "bfloat16 states",
     ),
-    Kind(
+    StepKind(
         "adam",
         10,
         6,
@@ -152,7 +154,7 @@ _LISTED = (
         {"bitsandbytes": _BITSANDBYTES, "torchao": _TORCHAO},
         of_block=(8, 8),
     ),
-    Kind(
+    StepKind(
         "sgd",
         12,
         8,
@@ -161,20 +163,20 @@ _LISTED = (
         "momentum",
     ),
     # A direction is written and read besides; the products move what a matrix's size decides.
-    Kind(
+    StepKind(
         "muon",
         16,
         12,
         lambda p: _Reference(_muon(p)),
         _muon,
         # Five iterations in bfloat16, of two products each, every one rounded.
-        peers={"torch_muon": Peer("torch.optim", _muon_of_torch, rounding=10 * 2.0**-8)},
+        peers={"torch_muon": StepPeer("torch.optim", _muon_of_torch, rounding=10 * 2.0**-8)},
     ),
     # Lion is adaptive only if it is cautious.
-    Kind("lion", 12, 8, lambda p: _Reference(optim.Lion(p)), optim.Lion),
-    Kind("schedule_free", 16, 12, lambda p: _Reference(_schedule_free(p)), _schedule_free),
-    Kind("lamb", 32, 12, lambda p: _Reference(optim.LAMB(p)), optim.LAMB),
-    Kind(
+    StepKind("lion", 12, 8, lambda p: _Reference(optim.Lion(p)), optim.Lion),
+    StepKind("schedule_free", 16, 12, lambda p: _Reference(_schedule_free(p)), _schedule_free),
+    StepKind("lamb", 32, 12, lambda p: _Reference(optim.LAMB(p)), optim.LAMB),
+    StepKind(
         "lamb",
         20,
         6,
@@ -183,7 +185,7 @@ _LISTED = (
         "8-bit states",
         of_block=(16, 8),
     ),
-    Kind(
+    StepKind(
         "adafactor",
         20,
         4,
@@ -205,12 +207,12 @@ def find_class(rule: Rule) -> Any:
     )
 
 
-def _derive(rule: Rule) -> Kind:
+def _derive(rule: Rule) -> StepKind:
     """The step of the rule's class with float32 states, against eager torch."""
     make = find_class(rule)
     moments, passes = len(rule.signed), 2 if rule.is_adaptive else 1
     reads, writes = 4 * (2 + moments) * passes, 4 * (1 + moments)
-    return Kind(rule.name, reads, writes, lambda params: _Reference(make(params)), make)
+    return StepKind(rule.name, reads, writes, lambda params: _Reference(make(params)), make)
 
 
 _KNOWN = {kind.rule for kind in _LISTED}
@@ -252,7 +254,7 @@ class Grouped:
 class StepCase:
     """A kind of step on tensors of these shapes."""
 
-    kind: Kind
+    kind: StepKind
     device: str
     name: str  # of the shapes, if `shape` does not tell
     shape: tuple[int, ...]
@@ -291,6 +293,9 @@ class StepCase:
 def cases(rules: Iterable[str], device: str, quick: bool) -> list[StepCase]:
     """The cases to measure; if `quick`, only a few large tensors."""
     cases = [few(kind, device, _shape_on(device)) for kind in KINDS if kind.rule in rules]
+    for kind in [case.kind for case in cases if case.kind.rule == "muon"]:  # also 4n x n
+        count, n, _ = _shape_on(device)
+        cases.append(few(kind, device, (count, n, n // 4)))
     if not quick:
         mixed = _draw_shapes(600, 2**24)
         kinds = [case.kind for case in cases]
@@ -302,12 +307,12 @@ def cases(rules: Iterable[str], device: str, quick: bool) -> list[StepCase]:
     return cases
 
 
-def _of_groups(kind: Kind, device: str) -> StepCase:
+def _of_groups(kind: StepKind, device: str) -> StepCase:
     grouped = replace(kind, eager=Grouped(kind.eager), ours=Grouped(kind.ours), peers={})
     return StepCase(grouped, device, "1000 groups", (), [(64,)] * 1000)
 
 
-def few(kind: Kind, device: str, shape: tuple[int, ...]) -> StepCase:
+def few(kind: StepKind, device: str, shape: tuple[int, ...]) -> StepCase:
     """Tensors of one shape: the first dimension is their number."""
     return StepCase(kind, device, "", shape, [shape[1:]] * shape[0])
 
@@ -322,7 +327,7 @@ def _shape_on(device: str) -> tuple[int, ...]:
 
 def measure(case: StepCase, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
     """Time every contender, after its first step is checked against torch's."""
-    problem = _Problem(case)
+    problem = _StepProblem(case)
     runs: dict[str, Run] = {}
     not_timed: list[Result] = []
 
@@ -366,7 +371,7 @@ def measure(case: StepCase, plan: Plan, clock: Clock) -> Iterator[list[Result]]:
 def take_step(case: StepCase) -> None:
     """Take one step on the automatic backend; the first step of a class makes a trial."""
     with torchweld.use_backend(None):
-        _Problem(case).enter(case.kind.ours, None)
+        _StepProblem(case).enter(case.kind.ours, None)
 
 
 def peers() -> list[str]:
@@ -374,7 +379,7 @@ def peers() -> list[str]:
     return [name for name, peer in PEERS.items() if peer.is_installed()]
 
 
-class _Problem:
+class _StepProblem:
     """Parameters that all contenders step, each with its own gradients and states."""
 
     def __init__(self, case: StepCase) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweld.bench.clock import DeviceClock
+from torchweld.bench.clock import DeviceClock, Rate
 
 
 class Sample(NamedTuple):
@@ -77,6 +77,7 @@ class CudaClock:
         l2 = torch.cuda.get_device_properties().L2_cache_size
         self._buffer = torch.ones(4 * l2 // 4, device="cuda")
         self._clock = DeviceClock()
+        self.rate = Rate()
 
     def __call__(self, call: Callable[[], Any]) -> Sample:
         taken = self._clock(call, before=self._buffer.sum)

@@ -28,7 +28,7 @@ def compiled(model: nn.Module) -> nn.Module:
 Loss = Callable[[nn.Module, int], torch.Tensor]
 
 
-class Step(NamedTuple):
+class StepTimes(NamedTuple):
     """Milliseconds of the phases of a training step."""
 
     forward: float
@@ -55,7 +55,7 @@ class Learner:
     def device(self) -> str:
         return next(self.model.parameters()).device.type
 
-    def learn(self) -> Step:
+    def learn(self) -> StepTimes:
         """Take the next step, and time its phases."""
         self.optimizer.zero_grad()
         start = self._now()
@@ -68,7 +68,7 @@ class Learner:
         done = self._now()
         self.losses.append(loss.item())
         seconds = (forward - start, backward - forward, done - backward)
-        return Step(*[1e3 * phase for phase in seconds])
+        return StepTimes(*[1e3 * phase for phase in seconds])
 
     def peak_bytes(self) -> int | None:
         """The most that a step holds beyond parameters, gradients and states.
@@ -99,12 +99,12 @@ class Learner:
 
 def take_turns(
     learners: Sequence[Learner], *, until: float, at_least: int = 3, at_most: int = 50
-) -> list[list[Step]]:
+) -> list[list[StepTimes]]:
     """Run every learner's steps in rounds, so that drift of the machine affects all alike.
 
     The last round ends before `until`, as time.monotonic() counts, with time for one more.
     """
-    taken: list[list[Step]] = [[] for _ in learners]
+    taken: list[list[StepTimes]] = [[] for _ in learners]
     longest = 0.0
     for turn in range(at_most):
         start = time.monotonic()

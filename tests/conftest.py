@@ -38,7 +38,7 @@ import interpreting
 import lanes
 import torchweld
 from selection import EMULATED, GPU, KERNELS, PLACES, TRITON, Target, choose_targets
-from torchweld.dispatch.engine.judge import is_out_of_memory
+from torchweld.dispatch.proof import is_out_of_memory
 from torchweld.dispatch.warm import cache
 from torchweld.fusion.patterns import plain
 from torchweld.optim._base import FusedOptimizer

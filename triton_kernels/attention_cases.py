@@ -15,8 +15,8 @@ from .block_sparse_attention import (
     Call,
     bias_launch,
     delta_launch,
-    forward_contest,
-    gradient_contests,
+    forward_tiled,
+    list_tiled_gradients,
     make_call,
 )
 from .launch import Launch
@@ -29,13 +29,15 @@ def _call(
     *,
     causal: bool = False,
     every: bool = False,
+    window: bool = False,
     p: float = 0.0,
     deep: int | None = None,
     bias: str = "",
 ) -> Call:
     """Make a call on meta tensors; with `every`, it has all optional arguments but a bias.
 
-    `bias` is "pairs", "line" or "plane".
+    A `window` has three blocks a line, some of them partial, and sinks. `bias` is "pairs", "line"
+    or "plane".
     """
 
     def make(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
@@ -47,8 +49,8 @@ def _call(
     masks: torch.Tensor | None = None
     if block is not None:
         table = make(1, 8, length // block, 4, kind=torch.int32)
-        entries = make(8 * 512 * length // block, 2, kind=torch.int32)
-        masks = make(4 if every else 0, block * max(block // 32, 1), kind=torch.int32)
+        entries = make(8 * (3 if window else 512) * length // block, 2, kind=torch.int32)
+        masks = make(4 if every or window else 0, block * max(block // 32, 1), kind=torch.int32)
     q, k = make(2, 8, length, width), make(2, 4, length, width)
     row = {"line": length, "plane": 64}.get(bias, 0)
     numbers = None
@@ -57,7 +59,7 @@ def _call(
         numbers = make(*shape, kind=torch.float32 if row else dtype)
     return make_call(
         *(q, k, k if deep is None else make(2, 4, length, deep)),
-        *(make(8, 1, 1) if every else None, numbers),
+        *(make(8, 1, 1) if every or window else None, numbers),
         *(table, entries, table, entries, masks),
         make(2, 1, 1, length, kind=torch.bool) if every else None,
         make(8, 1, 1, kind=torch.float32) if every else None,
@@ -82,10 +84,10 @@ def aot_cases(capability: int) -> Iterator[tuple[str, Launch]]:
         call = call._replace(generation=generation_of(divmod(capability, 10)))
         lse = call.q.new_empty(call.q.shape[:-1], dtype=torch.float32)
         y = call.q.new_empty((*call.q.shape[:3], call.v.shape[3]))
-        contests, after = gradient_contests(call, y, lse, lse, (call.q, call.k, call.v))
+        tiled_launches, after = list_tiled_gradients(call, y, lse, lse, (call.q, call.k, call.v))
         yield name, delta_launch(call, lse, lse, y, y, lse, lse)
-        for contest in (forward_contest(call, y, lse), *contests):
-            for launched in contest.launches():
+        for tiled in (forward_tiled(call, y, lse), *tiled_launches):
+            for launched in tiled.launches():
                 yield name, launched
         for launched in after:
             yield name, launched
@@ -125,6 +127,8 @@ def _calls() -> Iterator[tuple[str, Call]]:
         (64, fp32, 64, {}),
         (128, bf16, 64, {"deep": 64, "causal": True}),
         (128, fp16, 128, {}),
+        *((width, bf16, block, {"window": True}) for width, block in ((64, 64), (128, 128))),
+        (256, bf16, 128, {"window": True, "causal": True}),
         (64, bf16, 64, {"bias": "line"}),
         (64, bf16, 64, {"bias": "pairs"}),
         (32, bf16, 64, {"bias": "plane"}),

@@ -84,7 +84,7 @@ def _add_key_gradients(
     if CHECKED and CAUSAL:
         seen = seen & (query[None, :] + shift >= key[:, None])
     if CHECKED and masks_ptr is not None:
-        GROUP: tl.constexpr = 32 if BLOCK > 32 else BLOCK
+        GROUP: tl.constexpr = 32 if COLUMNS > 32 else COLUMNS
         mask = masks_of(walk, start, 1, ROWS, BLOCK)
         if ROWS > BLOCK:
             mask = mask[:, None]

@@ -1,7 +1,8 @@
-"""Launches of attention's kernels for sm_90 whose warps have roles: for plain calls.
+"""Launches of attention's kernels for sm_90 whose warps have roles: for calls without extras.
 
-These are calls of 16 bits with a layout and without sinks, biases, dropout, softcaps, slopes,
-padding and mask bits, with heads of 64, 128 or 256, blocks of 64 or 128, and strides that TMA has.
+These are calls of 16 bits with a layout and without biases, dropout, softcaps, slopes and padding,
+with heads of 64, 128 or 256, blocks of 64 or 128, and strides that TMA has. They may have sinks,
+and partial blocks: windows, documents and any other mask.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from .attention_roles_forward import attention_roles_forward
 from .attention_roles_keys import attention_roles_keys
 from .attention_roles_queries import attention_roles_queries
 from .attention_tiles import BOTH, FORWARD, QUERIES
-from .contest import Tile
 from .gluon_names import TensorDescriptor, gl
 from .launch import Launch, launch, processors
+from .tiled import Tile
 
 # An H200 is faster with them at these heads and blocks: there, they serve by rule.
 FASTER = {(128, 128), (64, 64)}
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _CACHED = 24 << 20  # bytes of keys and values that stay in L2
+_LONG = 512  # keys of a line that are worth two blocks at a time
 
 
 def has_roles(call: Any) -> bool:
@@ -36,8 +38,8 @@ def has_roles(call: Any) -> bool:
         and options["BLOCK"] in (64, 128)
         and not options["SOFTCAP"]
         and call.rows.table is not None
-        and call.sinks is None
-        and all(x is None for x in call.beside)
+        and all(x is None for x in call.beside[1:])
+        and (call.beside[0] is None or call.beside[0].numel() < 2**31)
         and call.scale > 0
         and call.q.numel() > 0
         and call.k.numel() > 0
@@ -82,8 +84,12 @@ def tiles_with_roles(call: Any, kernel: str) -> tuple[Tile, ...]:
     per_head = call.columns.strides[1] > 0 and call.group > 1
     if kernel == FORWARD:
         # Two blocks of 64 keys lie as one of 128 in shared memory if heads are no wider than 64.
-        taken = 128 if width == 64 else 64 if width == 256 else block
-        tile = tile._replace(taken=taken, stages=3 if width == 64 < block else 2)
+        # Half of the last pair is lost, so not for a window of three blocks.
+        taken, stages = 64 if width == 256 else block, 2
+        if width == 64:
+            is_short = block == 64 and call.rows.tokens < _LONG
+            taken, stages = (64, 4) if is_short else (128, 2 + block // 128)
+        tile = tile._replace(taken=taken, stages=stages)
     elif width == 256 or kernel not in (QUERIES, BOTH) or (kernel == BOTH and per_head):
         return ()  # of heads of 256, sums of keys and of values would not fit the registers
     # Where a few lines are long, programs of one line share the work more evenly.
@@ -123,7 +129,8 @@ def forward_launch(call: Any, y: torch.Tensor, lse: torch.Tensor, tile: Tile) ->
         attention_roles_forward,
         _grid(call, tile, count),
         *(_descriptor(x, rows) for x, rows in zip((q, k, v), (64, own, own), strict=True)),
-        *(_descriptor(y, 64), lse, lists.table, lists.entries, lists.lines, *lists.strides),
+        *(_descriptor(y, 64), lse, call.sinks),
+        *(lists.table, lists.entries, call.beside[0], lists.lines, *lists.strides),
         *(count, planes, _together(k, planes), q.shape[1], call.group, call.first_head),
         *(q.shape[2], k.shape[2], k.shape[2] - q.shape[2], call.scoring[0]),
         **_options(call, tile, 224),
@@ -149,7 +156,7 @@ def query_launch(
         *(_descriptor(q, 64), _descriptor(grad_y, 64)),
         *(_descriptor(k, tile.taken), _descriptor(v, tile.taken)),
         *(_descriptor(grad_q.view(q.shape), 64), base, delta),
-        *(lists.table, lists.entries, lists.lines, *lists.strides),
+        *(lists.table, lists.entries, call.beside[0], lists.lines, *lists.strides),
         *(count, planes, _together(k, planes), q.shape[1], call.group, call.first_head),
         *(q.shape[2], k.shape[2], k.shape[2] - q.shape[2], call.scale, call.scoring[0]),
         **_options(call, tile, 224),
@@ -169,17 +176,20 @@ def key_launch(
     q, k, v, lists = call.q, call.k, call.v, call.columns
     planes = k.shape[0] * k.shape[1]
     count = planes * lists.lines
+    producer = 24 if q.shape[3] == 128 else 40  # registers; wide heads leave no more
     return launch(
         attention_roles_keys,
         _grid(call, tile, count),
         *(_descriptor(k, 64), _descriptor(v, 64)),
         *(_descriptor(q, tile.taken), _descriptor(grad_y, tile.taken)),
         *(_descriptor(grad_k.view(k.shape), 64), _descriptor(grad_v.view(v.shape), 64)),
-        *(base, delta, lists.table, lists.entries, lists.lines, *lists.strides),
+        *(base, delta),
+        *(lists.table, lists.entries, call.beside[0], lists.lines, *lists.strides),
         *(count, planes, _together(q, planes), q.shape[1], k.shape[1], call.group, call.first_head),
         *(q.shape[2], k.shape[2], k.shape[2] - q.shape[2], call.scale, call.scoring[0]),
-        **_options(call, tile, 240),
+        **_options(call, tile, 252 - producer // 2),
         M=tile.taken,
+        PRODUCER=producer,
     )._replace(least_capability=90)
 
 

@@ -9,7 +9,9 @@ while a consumer computes exponentials, and weights stay in registers.
 A program takes several rows of blocks if there are more of them than multiprocessors. The producer
 then fetches the next row's tiles while consumers finish a row.
 
-A line without an entry takes one block, all of whose keys are hidden.
+For tiles that need a check the producer also lays bits into shared memory, of keys past the last
+one, of the causal mask and of partial blocks: windows and documents. Consumers know nothing else of
+them. A line without an entry takes one block, past all keys and hidden.
 """
 
 # ruff: noqa: N803, RUF059, SIM113 - constexprs are in capitals in Triton, which has no enumerate,
@@ -18,7 +20,18 @@ A line without an entry takes one block, all of whose keys are hidden.
 
 from __future__ import annotations
 
-from .attention_roles_walks import INTEGERS, hear, hide, keys_of, place_of, row_walk, tell
+from .attention_roles_walks import (
+    INTEGERS,
+    LOG2_E,
+    hear,
+    keys_of,
+    place_of,
+    row_walk,
+    seen_of_rows,
+    sees_keys,
+    tell,
+    words_of_rows,
+)
 from .gluon_names import (
     copy_in,
     copy_out,
@@ -38,9 +51,9 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
            Q_STAGES: gl.constexpr):  # fmt: skip
     """The producer."""
     q, k, v = sources
-    q_tiles, k_tiles, v_tiles, walks = tiles
+    q_tiles, k_tiles, v_tiles, seen, walks = tiles
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-    lines_ptr, entries_ptr, lines, lines_batch_stride, lines_head_stride = lists
+    lines_ptr, entries_ptr, masks_ptr, lines, lines_batch_stride, lines_head_stride = lists
     count, planes, together, heads, group, first_head, queries, keys, shift = sizes
     CONSUMERS: gl.constexpr = BLOCK // 64
     SPLIT: gl.constexpr = (BLOCK + N - 1) // N
@@ -53,9 +66,9 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
         batch, head = plane // heads, plane % heads
         key_head = (head + first_head) // group
         own_lines_ptr = lines_ptr + 4 * (batch * lines_batch_stride + head * lines_head_stride)
-        first, begin, whole, total = row_walk(
-            own_lines_ptr, entries_ptr, rank, keys, shift, BLOCK, CAUSAL
-        )
+        first, walk = row_walk(own_lines_ptr, entries_ptr, rank, keys, shift, BLOCK, CAUSAL)
+        whole = walk[2] // PARTS * SPLIT
+        steps = gl.maximum((walk[5] + PARTS - 1) // PARTS, 1) * SPLIT
         slot = done % Q_STAGES
         mbarrier.wait(q_free.index(slot), ((done // Q_STAGES) & 1) ^ 1)
         mbarrier.expect(q_ready.index(slot), BLOCK * D * 2)
@@ -66,11 +79,11 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
                 q_ready.index(slot),
                 q_tiles.index(slot * CONSUMERS + part),
             )
-        tell(walks.index(slot), plane, first, begin, whole, total)
+        tell(walks.index(slot), plane, first, whole, steps)
         mbarrier.arrive(q_ready.index(slot), count=1)
-        own_keys = keys_of(entries_ptr, begin, 0, total, N, BLOCK)
-        for n in range(0, gl.maximum((total + PARTS - 1) // PARTS, 1) * SPLIT):
-            coming = keys_of(entries_ptr, begin, n + 1, total, N, BLOCK)
+        own_keys = keys_of(entries_ptr, walk, 0, N, BLOCK)
+        for n in range(0, steps):
+            coming = keys_of(entries_ptr, walk, n + 1, N, BLOCK)
             slot = i % STAGES
             phase = ((i // STAGES) & 1) ^ 1
             mbarrier.wait(k_free.index(slot), phase)
@@ -78,6 +91,10 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
             for part in gl.static_range(PARTS):
                 own = k_tiles.index(slot).slice(part * ROWS, ROWS, 2)
                 copy_in(k, [batch, key_head, own_keys[part], 0], k_ready.index(slot), own)
+            if n >= whole:
+                words = seen_of_rows(masks_ptr, own_keys, first, keys, shift, BLOCK, N, CAUSAL)
+                seen.index(slot).store(words)
+            mbarrier.arrive(k_ready.index(slot), count=1)
             mbarrier.wait(v_free.index(slot), phase)
             mbarrier.expect(v_ready.index(slot), N * D * 2)
             for part in gl.static_range(PARTS):
@@ -103,20 +120,15 @@ def _weigh(s, highest, total, scale):
 
 @gluon.jit
 def _attend(
-    n, i, state, q, tiles, barriers, walk, scale, CAUSAL: gl.constexpr,
-    BLOCK: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    CHECKED: gl.constexpr, s_layout: gl.constexpr, y_layout: gl.constexpr,
+    which: gl.constexpr, i, state, q, tiles, barriers, scale, N: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, CHECKED: gl.constexpr, s_layout: gl.constexpr, y_layout: gl.constexpr,
 ):  # fmt: skip
-    """The scores of the n-th tile of keys, while the weights of the one before meet its values."""
+    """The scores of the i-th tile of keys, while the weights of the one before meet its values."""
     sums, weights, highest, total = state
-    k_tiles, v_tiles = tiles
+    k_tiles, v_tiles, seen = tiles
     k_ready, k_free, v_ready, v_free = barriers
-    entries_ptr, begin, entries, first_query, shift, limit = walk
     slot, phase = i % STAGES, (i // STAGES) & 1
     last, last_phase = (i - 1) % STAGES, ((i - 1) // STAGES) & 1
-    first_keys = (0, 0)
-    if CHECKED:
-        first_keys = keys_of(entries_ptr, begin, n, entries, N, BLOCK)
     zeros = gl.zeros([64, N], gl.float32, s_layout)
     k, v = k_tiles.index(slot).reshape([N, D]), v_tiles.index(last).reshape([N, D])
     mbarrier.wait(k_ready.index(slot), phase)
@@ -124,9 +136,10 @@ def _attend(
     mbarrier.wait(v_ready.index(last), last_phase)
     sums = warpgroup_mma(weights, v, sums, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
-    mbarrier.arrive(k_free.index(slot), count=1)
     if CHECKED:
-        s = hide(s, first_keys, first_query, shift, limit, CAUSAL, s_layout)
+        words = seen.index(slot).slice(which * 64, 64).load(words_of_rows(N))
+        s = gl.where(sees_keys(words, N, s_layout), s, -float("inf"))
+    mbarrier.arrive(k_free.index(slot), count=1)
     e, highest, total, shrunk = _weigh(s, highest, total, scale)
     coming = gl.convert_layout(e.to(k_tiles.dtype), gl.DotOperandLayout(0, y_layout, 2))
     mbarrier.wait(v_ready.index(last), last_phase)
@@ -138,17 +151,15 @@ def _attend(
 
 @gluon.jit
 def _consume(
-    which: gl.constexpr, y, lse_ptr, tiles, barriers, entries_ptr, sizes, scale,
-    CAUSAL: gl.constexpr, BLOCK: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    which: gl.constexpr, y, lse_ptr, sinks_ptr, tiles, barriers, sizes, scale,
+    BLOCK: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Attention of 64 queries of each row of blocks."""
-    q_tiles, k_tiles, v_tiles, walks = tiles
+    q_tiles, k_tiles, v_tiles, seen, walks = tiles
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-    count, heads, queries, keys, shift = sizes
+    count, heads, queries = sizes
     CONSUMERS: gl.constexpr = BLOCK // 64
-    SPLIT: gl.constexpr = (BLOCK + N - 1) // N
-    PARTS: gl.constexpr = (N + BLOCK - 1) // BLOCK
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
     )
@@ -161,12 +172,9 @@ def _consume(
     for _tile in range(gl.program_id(0), count, gl.num_programs(0)):
         q_slot = done % Q_STAGES
         mbarrier.wait(q_ready.index(q_slot), (done // Q_STAGES) & 1)
-        plane, first, begin, whole, entries = hear(walks.index(q_slot))
+        plane, first, whole, steps = hear(walks.index(q_slot))
         batch, head = plane // heads, plane % heads
         first += which * 64
-        limit = gl.where(entries > 0, keys, 0)
-        steps = gl.maximum((entries + PARTS - 1) // PARTS, 1) * SPLIT
-        whole = whole // PARTS * SPLIT
         q_tile = q_tiles.index(q_slot * CONSUMERS + which)
         q = q_tile.reshape([64, D])
         slot = i % STAGES
@@ -177,28 +185,32 @@ def _consume(
             is_async=True,
         )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(k_free.index(slot), count=1)
         if whole == 0:
-            first_keys = keys_of(entries_ptr, begin, 0, entries, N, BLOCK)
-            s = hide(s, first_keys, first, shift, limit, CAUSAL, s_layout)
+            words = seen.index(slot).slice(which * 64, 64).load(words_of_rows(N))
+            s = gl.where(sees_keys(words, N, s_layout), s, -float("inf"))
+        mbarrier.arrive(k_free.index(slot), count=1)
         highest = gl.full([64], -float("inf"), gl.float32, rows)
-        e, highest, total, _ = _weigh(s, highest, gl.zeros([64], gl.float32, rows), scale)
+        total = gl.zeros([64], gl.float32, rows)
+        if sinks_ptr is not None:  # a key without a value
+            sink = gl.load(sinks_ptr + head + gl.zeros([64], gl.int32, rows)).to(gl.float32)
+            highest = sink * (LOG2_E / scale)
+            total = gl.where(highest == -float("inf"), 0.0, 1.0)
+        e, highest, total, _ = _weigh(s, highest, total, scale)
         weights = gl.convert_layout(e.to(k_tiles.dtype), gl.DotOperandLayout(0, y_layout, 2))
         i += 1
         sums = gl.zeros([64, D], gl.float32, y_layout)
         state = (sums, weights, highest, total)
-        walk = (entries_ptr, begin, entries, first, shift, limit)
         inner = (k_ready, k_free, v_ready, v_free)
-        for n in range(1, whole):
+        for _n in range(1, whole):
             state = _attend(
-                n, i, state, q, (k_tiles, v_tiles), inner, walk, scale, CAUSAL,
-                BLOCK, N, D, STAGES, False, s_layout, y_layout,
+                which, i, state, q, (k_tiles, v_tiles, seen), inner, scale, N, D, STAGES, False,
+                s_layout, y_layout,
             )  # fmt: skip
             i += 1
-        for n in range(gl.maximum(whole, 1), steps):
+        for _n in range(gl.maximum(whole, 1), steps):
             state = _attend(
-                n, i, state, q, (k_tiles, v_tiles), inner, walk, scale, CAUSAL,
-                BLOCK, N, D, STAGES, True, s_layout, y_layout,
+                which, i, state, q, (k_tiles, v_tiles, seen), inner, scale, N, D, STAGES, True,
+                s_layout, y_layout,
             )  # fmt: skip
             i += 1
         sums, weights, highest, total = state
@@ -231,8 +243,10 @@ def attention_roles_forward(
     v,
     y,
     lse_ptr,
+    sinks_ptr,
     lines_ptr,
     entries_ptr,
+    masks_ptr,
     lines,
     lines_batch_stride,
     lines_head_stride,
@@ -256,10 +270,12 @@ def attention_roles_forward(
 ):
     CONSUMERS: gl.constexpr = BLOCK // 64
     of_numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    of_words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     q_tiles = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS, 1, 1, 64, D], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, N, D], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, N, D], v.layout)
-    walks = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 8], of_numbers)
+    seen = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK, N // 32], of_words)
+    walks = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 4], of_numbers)
     q_ready = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -270,29 +286,29 @@ def attention_roles_forward(
         mbarrier.init(q_ready.index(at), count=2)  # of the copies, and of the walk
         mbarrier.init(q_free.index(at), count=CONSUMERS)
     for at in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(at), count=1)
+        mbarrier.init(k_ready.index(at), count=2)  # of the copies, and of the bits
         mbarrier.init(k_free.index(at), count=CONSUMERS)
         mbarrier.init(v_ready.index(at), count=1)
         mbarrier.init(v_free.index(at), count=CONSUMERS)
     fence_async_shared()
-    tiles = (q_tiles, k_tiles, v_tiles, walks)
+    tiles = (q_tiles, k_tiles, v_tiles, seen, walks)
     barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
-    lists = (lines_ptr, entries_ptr, lines, lines_batch_stride, lines_head_stride)
-    seen = (count, heads, queries, keys, shift)
+    lists = (lines_ptr, entries_ptr, masks_ptr, lines, lines_batch_stride, lines_head_stride)
+    own_sizes = (count, heads, queries)
     sizes = (count, planes, together, heads, group, first_head, queries, keys, shift)
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_consume, (0, y, lse_ptr, tiles, barriers, entries_ptr, seen, scale, CAUSAL, BLOCK, N,
-                        D, STAGES, Q_STAGES)),
+            (_consume, (0, y, lse_ptr, sinks_ptr, tiles, barriers, own_sizes, scale, BLOCK, N, D,
+                        STAGES, Q_STAGES)),
             (_fetch, ((q, k, v), tiles, barriers, lists, sizes, CAUSAL, BLOCK, N, D, STAGES,
                       Q_STAGES)),
         ], [1], [56])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (0, y, lse_ptr, tiles, barriers, entries_ptr, seen, scale, CAUSAL, BLOCK, N,
-                        D, STAGES, Q_STAGES)),
-            (_consume, (1, y, lse_ptr, tiles, barriers, entries_ptr, seen, scale, CAUSAL, BLOCK, N,
-                        D, STAGES, Q_STAGES)),
+            (_consume, (0, y, lse_ptr, sinks_ptr, tiles, barriers, own_sizes, scale, BLOCK, N, D,
+                        STAGES, Q_STAGES)),
+            (_consume, (1, y, lse_ptr, sinks_ptr, tiles, barriers, own_sizes, scale, BLOCK, N, D,
+                        STAGES, Q_STAGES)),
             (_fetch, ((q, k, v), tiles, barriers, lists, sizes, CAUSAL, BLOCK, N, D, STAGES,
                       Q_STAGES)),
         ], [4, 1], [REGISTERS, 56])  # fmt: skip

@@ -1,10 +1,11 @@
 """The gradients of attention's keys and values for sm_90 by warps that have roles.
 
-As in attention_roles_forward.py, a producer copies tiles. Each group of consumers has 64 keys of a
-column of blocks and both of their sums. Tiles of scores are transposed, [keys, queries], so that
-weights and their gradients stay in registers; the producer lays the queries' bases and deltas into
-shared memory. Exponentials overlap the product for the gradients of weights, and those the product
-that adds to the values' sums. Heads that share keys share a line, and follow one another.
+As in attention_roles_forward.py, a producer copies tiles and lays bits into shared memory. Each
+group of consumers has 64 keys of a column of blocks and both of their sums. Tiles of scores are
+transposed, [keys, queries], so that weights and their gradients stay in registers; the queries'
+bases and deltas lie in shared memory, too. Exponentials overlap the product for the gradients of
+weights, and those the product that adds to the values' sums. Heads that share keys share a line,
+and follow one another.
 """
 
 # ruff: noqa: N803, SIM113 - constexprs are in capitals in Triton, which has no enumerate,
@@ -13,7 +14,19 @@ that adds to the values' sums. Heads that share keys share a line, and follow on
 
 from __future__ import annotations
 
-from .attention_roles_walks import INTEGERS, column_walk, heads_of, hear, place_of, tell, weights_of
+from .attention_roles_walks import (
+    INTEGERS,
+    column_walk,
+    entry_of,
+    heads_of,
+    hear,
+    place_of,
+    seen_by_queries,
+    seen_of_columns,
+    tell,
+    weights_of,
+    words_of_columns,
+)
 from .gluon_names import (
     copy_in,
     copy_out,
@@ -32,9 +45,9 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
            M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The producer."""
     k, v, q, grad, base_ptr, delta_ptr = sources
-    k_tiles, v_tiles, q_tiles, grad_tiles, bases, deltas, walks = tiles
+    k_tiles, v_tiles, q_tiles, grad_tiles, seen, bases, deltas, walks = tiles
     k_ready, k_free, q_ready, q_free = barriers
-    lines_ptr, entries_ptr, lines, lines_batch_stride, lines_head_stride = lists
+    lines_ptr, entries_ptr, masks_ptr, lines, lines_batch_stride, lines_head_stride = lists
     count, planes, together, heads, key_heads, group, first_head, queries, keys, shift = sizes
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     i = 0
@@ -45,22 +58,21 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
         begin_head, end_head = heads_of(key_head, heads, group, first_head)
         own_head = gl.minimum(begin_head, heads - 1)
         own_lines_ptr = lines_ptr + 4 * (batch * lines_batch_stride + own_head * lines_head_stride)
-        first, begin, crossing, total = column_walk(
-            own_lines_ptr, entries_ptr, rank, keys, shift, BLOCK, CAUSAL
-        )
+        first, walk = column_walk(own_lines_ptr, entries_ptr, rank, keys, shift, BLOCK, CAUSAL)
+        whole, total = walk[2], walk[5]
         mbarrier.wait(k_free, (done & 1) ^ 1)
         mbarrier.expect(k_ready, 2 * BLOCK * D * 2)
         for part in gl.static_range(BLOCK // 64):
             at = first + part * 64
             copy_in(k, [batch, key_head, at, 0], k_ready, k_tiles.index(part))
             copy_in(v, [batch, key_head, at, 0], k_ready, v_tiles.index(part))
-        tell(walks, plane, first, begin, crossing, total)
+        tell(walks, plane, first, whole, total)
         mbarrier.arrive(k_ready, count=1)
         for head in range(begin_head, end_head):
             saved = (batch * heads + head) * queries
-            partner = gl.load(entries_ptr + 2 * begin, mask=total > 0, other=0)
+            partner, mask = entry_of(entries_ptr, walk, 0)
             for n in range(0, total):
-                coming = gl.load(entries_ptr + 2 * (begin + gl.minimum(n + 1, total - 1)))
+                coming, coming_mask = entry_of(entries_ptr, walk, n + 1)
                 for part in gl.static_range(BLOCK // M):
                     slot = i % STAGES
                     row = partner * BLOCK + part * M
@@ -78,30 +90,28 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
                     delta = gl.load(delta_ptr + saved + query, mask=query < queries, other=0)
                     bases.index(slot).store(base)
                     deltas.index(slot).store(delta)
+                    if n >= whole:
+                        words = seen_of_columns(
+                            masks_ptr, mask, row, first, keys, shift, BLOCK, M, CAUSAL
+                        )
+                        seen.index(slot).store(words)
                     mbarrier.arrive(q_ready.index(slot), count=1)
                     i += 1
-                partner = coming
+                partner, mask = coming, coming_mask
         done += 1
 
 
 @gluon.jit
 def _add(
-    n, i, sums, own, tiles, barriers, walk, scale, BLOCK: gl.constexpr, M: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, CHECKED: gl.constexpr, s_layout: gl.constexpr,
-    sum_layout: gl.constexpr,
+    which: gl.constexpr, i, sums, own, tiles, barriers, scale, M: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, CHECKED: gl.constexpr, s_layout: gl.constexpr, sum_layout: gl.constexpr,
 ):  # fmt: skip
-    """Add what the n-th tile of queries contributes."""
+    """Add what the i-th tile of queries contributes."""
     of_keys, of_values = sums
     k, v = own
-    q_tiles, grad_tiles, bases, deltas = tiles
+    q_tiles, grad_tiles, seen, bases, deltas = tiles
     q_ready, q_free = barriers
-    entries_ptr, begin, first_key, shift = walk
-    SPLIT: gl.constexpr = BLOCK // M
     slot, phase = i % STAGES, (i // STAGES) & 1
-    first_query = 0
-    if CHECKED:
-        partner = gl.load(entries_ptr + 2 * (begin + n // SPLIT))
-        first_query = partner * BLOCK + n % SPLIT * M
     q, grad = q_tiles.index(slot).reshape([M, D]), grad_tiles.index(slot).reshape([M, D])
     zeros = gl.zeros([64, M], gl.float32, s_layout)
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, sum_layout, 2)
@@ -112,9 +122,8 @@ def _add(
     base = bases.index(slot).load(gl.SliceLayout(0, s_layout))
     weights = weights_of(s * scale - base[None, :])
     if CHECKED:
-        query = first_query + shift + gl.arange(0, M, gl.SliceLayout(0, s_layout))
-        key = first_key + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-        weights = gl.where(query[None, :] >= key[:, None], weights, 0.0)
+        words = seen.index(slot).slice(which * 2, 2).load(words_of_columns(M))
+        weights = gl.where(seen_by_queries(words, M, s_layout), weights, 0.0)
     rounded = gl.convert_layout(weights.to(q_tiles.dtype), weights_layout)
     of_values = warpgroup_mma(rounded, grad, of_values, is_async=True)
     grads = warpgroup_mma_wait(1, deps=(grads,))
@@ -129,15 +138,14 @@ def _add(
 
 @gluon.jit
 def _consume(
-    which: gl.constexpr, results, tiles, barriers, entries_ptr, sizes, scale, inner,
-    CAUSAL: gl.constexpr, BLOCK: gl.constexpr, M: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr,
+    which: gl.constexpr, results, tiles, barriers, sizes, scale, inner, CHECKED: gl.constexpr,
+    BLOCK: gl.constexpr, M: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The gradients of 64 keys of each column of blocks."""
     grad_k, grad_v = results
-    k_tiles, v_tiles, q_tiles, grad_tiles, bases, deltas, walks = tiles
+    k_tiles, v_tiles, q_tiles, grad_tiles, seen, bases, deltas, walks = tiles
     k_ready, k_free, q_ready, q_free = barriers
-    count, heads, key_heads, group, first_head, shift = sizes
+    count, heads, key_heads, group, first_head = sizes
     SPLIT: gl.constexpr = BLOCK // M
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16]
@@ -145,34 +153,33 @@ def _consume(
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
     )
+    own_tiles, own_barriers = (q_tiles, grad_tiles, seen, bases, deltas), (q_ready, q_free)
     i = 0
     done = 0
     for _tile in range(gl.program_id(0), count, gl.num_programs(0)):
         mbarrier.wait(k_ready, done & 1)
-        plane, first, begin, crossing, total = hear(walks)
+        plane, first, whole, total = hear(walks)
         batch, key_head = plane // key_heads, plane % key_heads
         begin_head, end_head = heads_of(key_head, heads, group, first_head)
         first += which * 64
         k_tile, v_tile = k_tiles.index(which), v_tiles.index(which)
         k, v = k_tile.reshape([64, D]), v_tile.reshape([64, D])
-        walk = (entries_ptr, begin, first, shift)
-        own_tiles, own_barriers = (q_tiles, grad_tiles, bases, deltas), (q_ready, q_free)
         zeros = gl.zeros([64, D], gl.float32, sum_layout)
         sums = (zeros, zeros)
         for _head in range(begin_head, end_head):
-            if CAUSAL:
-                for n in range(0, crossing * SPLIT):
-                    sums = _add(
-                        n, i, sums, (k, v), own_tiles, own_barriers, walk, inner, BLOCK, M, D,
-                        STAGES, True, s_layout, sum_layout,
-                    )  # fmt: skip
-                    i += 1
-            for n in range(crossing * SPLIT, total * SPLIT):
+            for _n in range(0, whole * SPLIT):
                 sums = _add(
-                    n, i, sums, (k, v), own_tiles, own_barriers, walk, inner, BLOCK, M, D, STAGES,
-                    False, s_layout, sum_layout,
+                    which, i, sums, (k, v), own_tiles, own_barriers, inner, M, D, STAGES, False,
+                    s_layout, sum_layout,
                 )  # fmt: skip
                 i += 1
+            if CHECKED:
+                for _n in range(whole * SPLIT, total * SPLIT):
+                    sums = _add(
+                        which, i, sums, (k, v), own_tiles, own_barriers, inner, M, D, STAGES, True,
+                        s_layout, sum_layout,
+                    )  # fmt: skip
+                    i += 1
         of_keys, of_values = sums
         k.store((of_keys * scale).to(q_tiles.dtype))
         v.store(of_values.to(q_tiles.dtype))
@@ -196,6 +203,7 @@ def attention_roles_keys(
     delta_ptr,
     lines_ptr,
     entries_ptr,
+    masks_ptr,
     lines,
     lines_batch_stride,
     lines_head_stride,
@@ -217,16 +225,20 @@ def attention_roles_keys(
     D: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
+    PRODUCER: gl.constexpr,
 ):
     CONSUMERS: gl.constexpr = BLOCK // 64
+    CHECKED: gl.constexpr = CAUSAL or masks_ptr is not None
     of_numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    of_words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     k_tiles = gl.allocate_shared_memory(k.dtype, [CONSUMERS, 1, 1, 64, D], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [CONSUMERS, 1, 1, 64, D], v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, M, D], q.layout)
     grad_tiles = gl.allocate_shared_memory(grad.dtype, [STAGES, 1, 1, M, D], grad.layout)
+    seen = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK // 32, M], of_words)
     bases = gl.allocate_shared_memory(gl.float32, [STAGES, M], of_numbers)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, M], of_numbers)
-    walks = gl.allocate_shared_memory(gl.int32, [8], of_numbers)
+    walks = gl.allocate_shared_memory(gl.int32, [4], of_numbers)
     k_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -234,28 +246,28 @@ def attention_roles_keys(
     mbarrier.init(k_ready, count=2)  # of the copies, and of the walk
     mbarrier.init(k_free, count=CONSUMERS)
     for at in gl.static_range(STAGES):
-        mbarrier.init(q_ready.index(at), count=2)  # of the copies, and of bases and deltas
+        mbarrier.init(q_ready.index(at), count=2)  # of the copies, and of the rest
         mbarrier.init(q_free.index(at), count=CONSUMERS)
     fence_async_shared()
-    tiles = (k_tiles, v_tiles, q_tiles, grad_tiles, bases, deltas, walks)
+    tiles = (k_tiles, v_tiles, q_tiles, grad_tiles, seen, bases, deltas, walks)
     barriers = (k_ready, k_free, q_ready, q_free)
-    lists = (lines_ptr, entries_ptr, lines, lines_batch_stride, lines_head_stride)
+    lists = (lines_ptr, entries_ptr, masks_ptr, lines, lines_batch_stride, lines_head_stride)
     sizes = (count, planes, together, heads, key_heads, group, first_head, queries, keys, shift)
-    seen = (count, heads, key_heads, group, first_head, shift)
+    own_sizes = (count, heads, key_heads, group, first_head)
     results = (grad_k, grad_v)
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_consume, (0, results, tiles, barriers, entries_ptr, seen, scale, inner, CAUSAL,
-                        BLOCK, M, D, STAGES)),
+            (_consume, (0, results, tiles, barriers, own_sizes, scale, inner, CHECKED, BLOCK, M, D,
+                        STAGES)),
             (_fetch, ((k, v, q, grad, base_ptr, delta_ptr), tiles, barriers, lists, sizes, CAUSAL,
                       BLOCK, M, D, STAGES)),
-        ], [1], [24])  # fmt: skip
+        ], [1], [PRODUCER])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (0, results, tiles, barriers, entries_ptr, seen, scale, inner, CAUSAL,
-                        BLOCK, M, D, STAGES)),
-            (_consume, (1, results, tiles, barriers, entries_ptr, seen, scale, inner, CAUSAL,
-                        BLOCK, M, D, STAGES)),
+            (_consume, (0, results, tiles, barriers, own_sizes, scale, inner, CHECKED, BLOCK, M, D,
+                        STAGES)),
+            (_consume, (1, results, tiles, barriers, own_sizes, scale, inner, CHECKED, BLOCK, M, D,
+                        STAGES)),
             (_fetch, ((k, v, q, grad, base_ptr, delta_ptr), tiles, barriers, lists, sizes, CAUSAL,
                       BLOCK, M, D, STAGES)),
-        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+        ], [4, 1], [REGISTERS, PRODUCER])  # fmt: skip

@@ -3,7 +3,7 @@
 As in attention_roles_forward.py, a producer copies tiles and each group of consumers takes 64
 queries. While a consumer computes exponentials, the product of the gradients of the scores before
 and their keys is under way. These gradients stay in registers, which do not hold more than 64 keys.
-A line without an entry takes one block, all of whose keys are hidden.
+The first tile is always checked.
 """
 
 # ruff: noqa: N803, SIM113 - constexprs are in capitals in Triton, which has no enumerate,
@@ -15,12 +15,14 @@ from __future__ import annotations
 from .attention_roles_walks import (
     INTEGERS,
     hear,
-    hide,
     keys_of,
     place_of,
     row_walk,
+    seen_of_rows,
+    sees_keys,
     tell,
     weights_of,
+    words_of_rows,
 )
 from .gluon_names import (
     copy_in,
@@ -40,9 +42,9 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
            N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The producer."""
     q, grad, k, v, base_ptr, delta_ptr = sources
-    q_tiles, grad_tiles, k_tiles, v_tiles, bases, deltas, walks = tiles
+    q_tiles, grad_tiles, k_tiles, v_tiles, seen, bases, deltas, walks = tiles
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-    lines_ptr, entries_ptr, lines, lines_batch_stride, lines_head_stride = lists
+    lines_ptr, entries_ptr, masks_ptr, lines, lines_batch_stride, lines_head_stride = lists
     count, planes, together, heads, group, first_head, queries, keys, shift = sizes
     SPLIT: gl.constexpr = BLOCK // N
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
@@ -53,9 +55,8 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
         batch, head = plane // heads, plane % heads
         key_head = (head + first_head) // group
         own_lines_ptr = lines_ptr + 4 * (batch * lines_batch_stride + head * lines_head_stride)
-        first, begin, whole, total = row_walk(
-            own_lines_ptr, entries_ptr, rank, keys, shift, BLOCK, CAUSAL
-        )
+        first, walk = row_walk(own_lines_ptr, entries_ptr, rank, keys, shift, BLOCK, CAUSAL)
+        whole, steps = walk[2] * SPLIT, gl.maximum(walk[5], 1) * SPLIT
         mbarrier.wait(q_free, (done & 1) ^ 1)
         mbarrier.expect(q_ready, 2 * BLOCK * D * 2)
         for part in gl.static_range(BLOCK // 64):
@@ -69,44 +70,41 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
             delta = gl.load(delta_ptr + saved, mask=query < queries, other=0)
             bases.index(part).store(base)
             deltas.index(part).store(delta)
-        tell(walks, plane, first, begin, whole, total)
+        tell(walks, plane, first, whole, steps)
         mbarrier.arrive(q_ready, count=1)
-        partner = gl.load(entries_ptr + 2 * begin, mask=total > 0, other=0)
-        for n in range(0, gl.maximum(total, 1)):
-            following = begin + gl.minimum(n + 1, total - 1)
-            coming = gl.load(entries_ptr + 2 * following, mask=total > 0, other=0)
-            for part in gl.static_range(SPLIT):
-                slot = i % STAGES
-                phase = ((i // STAGES) & 1) ^ 1
-                row = partner * BLOCK + part * N
-                mbarrier.wait(k_free.index(slot), phase)
-                mbarrier.expect(k_ready.index(slot), N * D * 2)
-                copy_in(k, [batch, key_head, row, 0], k_ready.index(slot), k_tiles.index(slot))
-                mbarrier.wait(v_free.index(slot), phase)
-                mbarrier.expect(v_ready.index(slot), N * D * 2)
-                copy_in(v, [batch, key_head, row, 0], v_ready.index(slot), v_tiles.index(slot))
-                i += 1
-            partner = coming
+        own_keys = keys_of(entries_ptr, walk, 0, N, BLOCK)
+        for n in range(0, steps):
+            coming = keys_of(entries_ptr, walk, n + 1, N, BLOCK)
+            slot = i % STAGES
+            phase = ((i // STAGES) & 1) ^ 1
+            row = own_keys[0]
+            mbarrier.wait(k_free.index(slot), phase)
+            mbarrier.expect(k_ready.index(slot), N * D * 2)
+            copy_in(k, [batch, key_head, row, 0], k_ready.index(slot), k_tiles.index(slot))
+            if n >= whole or n == 0:
+                words = seen_of_rows(masks_ptr, own_keys, first, keys, shift, BLOCK, N, CAUSAL)
+                seen.index(slot).store(words)
+            mbarrier.arrive(k_ready.index(slot), count=1)
+            mbarrier.wait(v_free.index(slot), phase)
+            mbarrier.expect(v_ready.index(slot), N * D * 2)
+            copy_in(v, [batch, key_head, row, 0], v_ready.index(slot), v_tiles.index(slot))
+            i += 1
+            own_keys = coming
         done += 1
 
 
 @gluon.jit
 def _differentiate(
-    n, i, state, own, tiles, barriers, walk, scale, CAUSAL: gl.constexpr, BLOCK: gl.constexpr,
-    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, FIRST: gl.constexpr,
-    CHECKED: gl.constexpr, s_layout: gl.constexpr, sum_layout: gl.constexpr,
+    which: gl.constexpr, i, state, own, tiles, barriers, scale, N: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, FIRST: gl.constexpr, CHECKED: gl.constexpr, s_layout: gl.constexpr,
+    sum_layout: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of the scores of the n-th tile of keys, while those before meet their keys."""
+    """The gradients of the scores of the i-th tile of keys, while those before meet their keys."""
     sums, of_scores = state
     q, grad, base, delta = own
-    k_tiles, v_tiles = tiles
+    k_tiles, v_tiles, seen = tiles
     k_ready, k_free, v_ready, v_free = barriers
-    entries_ptr, begin, entries, first_query, shift, keys = walk
     slot, phase = i % STAGES, (i // STAGES) & 1
-    first_keys, limit = (0, 0), keys
-    if CHECKED:
-        first_keys = keys_of(entries_ptr, begin, n, entries, N, BLOCK)
-        limit = gl.where(entries > 0, keys, 0)
     k, v = k_tiles.index(slot).reshape([N, D]), v_tiles.index(slot).reshape([N, D])
     zeros = gl.zeros([64, N], gl.float32, s_layout)
     mbarrier.wait(k_ready.index(slot), phase)
@@ -120,7 +118,8 @@ def _differentiate(
         sums = warpgroup_mma(of_scores, before, sums, is_async=True)
         s = warpgroup_mma_wait(2, deps=(s,))
     if CHECKED:
-        s = hide(s, first_keys, first_query, shift, limit, CAUSAL, s_layout)
+        words = seen.index(slot).slice(which * 64, 64).load(words_of_rows(N))
+        s = gl.where(sees_keys(words, N, s_layout), s, -float("inf"))
     weights = weights_of(s * scale - base[:, None])
     mbarrier.wait(v_ready.index(slot), phase)  # a branch: weights are computed before it
     if FIRST:
@@ -135,52 +134,49 @@ def _differentiate(
 
 @gluon.jit
 def _consume(
-    which: gl.constexpr, result, tiles, barriers, entries_ptr, sizes, scale, inner,
-    CAUSAL: gl.constexpr, BLOCK: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr,
+    which: gl.constexpr, result, tiles, barriers, sizes, scale, inner, N: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The gradient of 64 queries of each row of blocks."""
-    q_tiles, grad_tiles, k_tiles, v_tiles, bases, deltas, walks = tiles
+    q_tiles, grad_tiles, k_tiles, v_tiles, seen, bases, deltas, walks = tiles
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-    count, heads, keys, shift = sizes
+    count, heads = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
     )
     sum_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
     )
-    SPLIT: gl.constexpr = BLOCK // N
     i = 0
     done = 0
     for _tile in range(gl.program_id(0), count, gl.num_programs(0)):
         mbarrier.wait(q_ready, done & 1)
-        plane, first, begin, whole, entries = hear(walks)
+        plane, first, whole, steps = hear(walks)
         batch, head = plane // heads, plane % heads
         first += which * 64
-        whole *= SPLIT
         base = bases.index(which).load(gl.SliceLayout(1, s_layout))
         delta = deltas.index(which).load(gl.SliceLayout(1, s_layout))
         q_tile = q_tiles.index(which)
         q = q_tile.reshape([64, D])
         own = (q, grad_tiles.index(which).reshape([64, D]), base, delta)
-        walk = (entries_ptr, begin, entries, first, shift, keys)
         used = (k_ready, k_free, v_ready, v_free)
+        taken = (k_tiles, v_tiles, seen)
         sums = gl.zeros([64, D], gl.float32, sum_layout)
         state = _differentiate(
-            0, i, (sums, 0), own, (k_tiles, v_tiles), used, walk, inner, CAUSAL, BLOCK, N, D,
-            STAGES, True, True, s_layout, sum_layout,
+            which, i, (sums, 0), own, taken, used, inner, N, D, STAGES, True, True, s_layout,
+            sum_layout,
         )  # fmt: skip
         i += 1
-        for n in range(1, whole):
+        for _n in range(1, whole):
             state = _differentiate(
-                n, i, state, own, (k_tiles, v_tiles), used, walk, inner, CAUSAL, BLOCK, N, D,
-                STAGES, False, False, s_layout, sum_layout,
+                which, i, state, own, taken, used, inner, N, D, STAGES, False, False, s_layout,
+                sum_layout,
             )  # fmt: skip
             i += 1
-        for n in range(gl.maximum(whole, 1), gl.maximum(entries, 1) * SPLIT):
+        for _n in range(gl.maximum(whole, 1), steps):
             state = _differentiate(
-                n, i, state, own, (k_tiles, v_tiles), used, walk, inner, CAUSAL, BLOCK, N, D,
-                STAGES, False, True, s_layout, sum_layout,
+                which, i, state, own, taken, used, inner, N, D, STAGES, False, True, s_layout,
+                sum_layout,
             )  # fmt: skip
             i += 1
         sums, of_scores = state
@@ -189,8 +185,6 @@ def _consume(
         sums = warpgroup_mma(of_scores, k, sums, is_async=True)
         sums = warpgroup_mma_wait(0, deps=(sums,))
         mbarrier.arrive(k_free.index(slot), count=1)
-        if entries == 0:  # a hidden key may be infinite
-            sums = gl.zeros([64, D], gl.float32, sum_layout)
         q.store((sums * scale).to(k_tiles.dtype))
         fence_async_shared()
         copy_out(result, [batch, head, first, 0], q_tile)
@@ -210,6 +204,7 @@ def attention_roles_queries(
     delta_ptr,
     lines_ptr,
     entries_ptr,
+    masks_ptr,
     lines,
     lines_batch_stride,
     lines_head_stride,
@@ -233,13 +228,15 @@ def attention_roles_queries(
 ):
     CONSUMERS: gl.constexpr = BLOCK // 64
     of_numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    of_words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     q_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, 64, D], q.layout)
     grad_tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, 64, D], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, N, D], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, N, D], v.layout)
+    seen = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK, N // 32], of_words)
     bases = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64], of_numbers)
     deltas = gl.allocate_shared_memory(gl.float32, [CONSUMERS, 64], of_numbers)
-    walks = gl.allocate_shared_memory(gl.int32, [8], of_numbers)
+    walks = gl.allocate_shared_memory(gl.int32, [4], of_numbers)
     q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -249,28 +246,25 @@ def attention_roles_queries(
     mbarrier.init(q_ready, count=2)  # of the copies, and of the rest
     mbarrier.init(q_free, count=CONSUMERS)
     for at in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(at), count=1)
+        mbarrier.init(k_ready.index(at), count=2)  # of the copies, and of the bits
         mbarrier.init(k_free.index(at), count=CONSUMERS)
         mbarrier.init(v_ready.index(at), count=1)
         mbarrier.init(v_free.index(at), count=CONSUMERS)
     fence_async_shared()
-    tiles = (q_tiles, grad_tiles, k_tiles, v_tiles, bases, deltas, walks)
+    tiles = (q_tiles, grad_tiles, k_tiles, v_tiles, seen, bases, deltas, walks)
     barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
-    lists = (lines_ptr, entries_ptr, lines, lines_batch_stride, lines_head_stride)
+    lists = (lines_ptr, entries_ptr, masks_ptr, lines, lines_batch_stride, lines_head_stride)
     sizes = (count, planes, together, heads, group, first_head, queries, keys, shift)
     sources = (q, grad, k, v, base_ptr, delta_ptr)
-    seen = (count, heads, keys, shift)
+    own_sizes = (count, heads)
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_consume, (0, result, tiles, barriers, entries_ptr, seen, scale, inner, CAUSAL, BLOCK,
-                        N, D, STAGES)),
+            (_consume, (0, result, tiles, barriers, own_sizes, scale, inner, N, D, STAGES)),
             (_fetch, (sources, tiles, barriers, lists, sizes, CAUSAL, BLOCK, N, D, STAGES)),
         ], [1], [56])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consume, (0, result, tiles, barriers, entries_ptr, seen, scale, inner, CAUSAL, BLOCK,
-                        N, D, STAGES)),
-            (_consume, (1, result, tiles, barriers, entries_ptr, seen, scale, inner, CAUSAL, BLOCK,
-                        N, D, STAGES)),
+            (_consume, (0, result, tiles, barriers, own_sizes, scale, inner, N, D, STAGES)),
+            (_consume, (1, result, tiles, barriers, own_sizes, scale, inner, N, D, STAGES)),
             (_fetch, (sources, tiles, barriers, lists, sizes, CAUSAL, BLOCK, N, D, STAGES)),
         ], [4, 1], [REGISTERS, 56])  # fmt: skip

@@ -2,7 +2,11 @@
 
 One product feeds the next, so that Triton gives every warp 16 whole rows of both. A tile therefore
 takes `4 * max(rows // 64, 1)` warps: with more, several warps compute the same rows. The tiles here
-do not. docs/notebook/attention-tiles.md has what they take on each GPU, and what an H200 measured;
+do not.
+
+A user's process takes the rule's tile. `torchweld tune` times the others on its GPU, and keeps the
+fastest for later processes (torchweld/dispatch/tile_proof.py).
+docs/notebook/attention-tiles.md has what they take on each GPU, and what an H200 measured;
 tests/tools/test_triton_aot.py compiles them.
 """
 
@@ -12,16 +16,16 @@ from typing import NamedTuple
 
 import triton
 
-from .contest import Tile
+from .tiled import Tile
 
 Tiles = tuple[Tile, ...]
 
 
-class Choice(NamedTuple):
+class TileChoice(NamedTuple):
     """A kernel's tiles for blocks of 128 and for smaller ones.
 
-    The rule's tile is the first one that is no longer than a block. A tile of 64 rows after it, and
-    the `further` tiles for light calls, are timed against it at first use. `heavy` tiles serve
+    The rule's tile is the first one that is no longer than a block. `torchweld tune` times a tile
+    of 64 rows after it, and the `further` tiles for light calls, against it. `heavy` tiles serve
     calls with random numbers, biases or mask bits, which take registers.
     """
 
@@ -30,8 +34,8 @@ class Choice(NamedTuple):
     further: Tiles = ()
 
 
-def _same(*tiles: Tile) -> Choice:
-    return Choice(tiles, tiles)
+def _same(*tiles: Tile) -> TileChoice:
+    return TileChoice(tiles, tiles)
 
 
 _WIDE, _NARROW = (
@@ -46,53 +50,57 @@ _NARROWEST = 64  # head with tiles of its own
 # The kernels, and the sums of keys, of values or of both that a launch has. By the generation of
 # the GPU and the padded head. From sm_90 on a group of four warps computes 64 rows at once.
 FORWARD, QUERIES, KEYS, VALUES, BOTH = "forward", "queries", "keys", "values", "both"
-_TILES: dict[int, dict[str, dict[int, Choice]]] = {
+_TILES: dict[int, dict[str, dict[int, TileChoice]]] = {
     80: {
         FORWARD: {
             64: _same(*_SCORES),
-            128: Choice((_SCORES[0], Tile(64, 32, 4, 2)), (Tile(128, 32, 8, 2), _SCORES[1])),
+            128: TileChoice((_SCORES[0], Tile(64, 32, 4, 2)), (Tile(128, 32, 8, 2), _SCORES[1])),
             256: _same(Tile(32, 32, 4, 2)),
         },
         QUERIES: {
-            64: Choice(_WIDE, _NARROW),
-            128: Choice(_WIDE, _NARROW),
+            64: TileChoice(_WIDE, _NARROW),
+            128: TileChoice(_WIDE, _NARROW),
             256: _same(Tile(32, 32, 4, 2)),
         },
-        KEYS: {128: Choice(_NARROW, _NARROW[1:]), 256: _same(_SMALL)},
+        KEYS: {128: TileChoice(_NARROW, _NARROW[1:]), 256: _same(_SMALL)},
         VALUES: {128: _same(*_NARROW), 256: _same(_SMALL)},
-        BOTH: {64: Choice(_NARROW[1:], (Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)))},
+        BOTH: {64: TileChoice(_NARROW[1:], (Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)))},
     },
     90: {
         FORWARD: {
-            64: Choice(_SCORES, (_SCORES[0], _AHEAD[1]), _LONG),
-            128: Choice((_AHEAD[0], _SCORES[1]), (_SCORES[0], _AHEAD[1]), _SCORES[:1]),
-            256: Choice(_NARROW, (_NARROW[0], Tile(64, 16, 4, 2))),
+            64: TileChoice(_SCORES, (_SCORES[0], _AHEAD[1]), _LONG),
+            128: TileChoice((_AHEAD[0], _SCORES[1]), (_SCORES[0], _AHEAD[1]), _SCORES[:1]),
+            256: TileChoice(_NARROW, (_NARROW[0], Tile(64, 16, 4, 2))),
         },
         QUERIES: {
-            64: Choice((_AHEAD[1], _WIDE[1]), _AHEAD[1:]),
-            128: Choice((_AHEAD[0], _WIDE[1]), _AHEAD[1:]),
-            256: Choice((_NARROW[0], Tile(64, 16, 4, 2)), (_NARROW[0], Tile(32, 32, 4, 2))),
+            64: TileChoice((_AHEAD[1], _WIDE[1]), _AHEAD[1:]),
+            128: TileChoice((_AHEAD[0], _WIDE[1]), _AHEAD[1:]),
+            256: TileChoice((_NARROW[0], Tile(64, 16, 4, 2)), (_NARROW[0], Tile(32, 32, 4, 2))),
         },
         KEYS: {
-            128: Choice(_NARROW, (_NARROW[0], Tile(64, 16, 4, 2))),
-            256: Choice((_SMALL,), (Tile(16, 32, 4, 1),)),
+            128: TileChoice(_NARROW, (_NARROW[0], Tile(64, 16, 4, 2))),
+            256: TileChoice((_SMALL,), (Tile(16, 32, 4, 1),)),
         },
         VALUES: {
             128: _same(*_NARROW),
-            256: Choice((Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)), (Tile(32, 32, 4, 2),)),
+            256: TileChoice((Tile(128, 32, 8, 1), Tile(64, 16, 4, 1)), (Tile(32, 32, 4, 2),)),
         },
         BOTH: {
-            64: Choice(_SCORES[1:], _NARROW[1:]),
-            128: Choice((_WIDE[1], _AHEAD[1]), (_AHEAD[1], _NARROW[1]), _SCORES[:1]),
+            64: TileChoice(_SCORES[1:], _NARROW[1:]),
+            128: TileChoice((_WIDE[1], _AHEAD[1]), (_AHEAD[1], _NARROW[1]), _SCORES[:1]),
         },
     },
     100: {
         FORWARD: {
-            64: Choice(_SCORES, _SCORES, _LONG),
-            128: Choice(_SCORES, _SCORES, _LONG),
+            64: TileChoice(_SCORES, _SCORES, _LONG),
+            128: TileChoice(_SCORES, _SCORES, _LONG),
             256: _same(*_NARROW),
         },
-        QUERIES: {64: Choice(_WIDE, _NARROW), 128: Choice(_WIDE, _NARROW), 256: _same(*_NARROW)},
+        QUERIES: {
+            64: TileChoice(_WIDE, _NARROW),
+            128: TileChoice(_WIDE, _NARROW),
+            256: _same(*_NARROW),
+        },
         KEYS: {128: _same(*_NARROW), 256: _same(_SMALL)},
         VALUES: {128: _same(*_NARROW), 256: _same(_SMALL)},
         BOTH: {64: _same(*_NARROW)},
@@ -135,15 +143,15 @@ def tiles_of(
     tiles = choice.heavy if heavy else choice.light
     by_rule, *smaller = [tile for tile in tiles if tile.own <= block] or [tiles[-1]]
     # From sm_100 on, products of 64 rows take slower instructions.
-    contenders = [t for t in smaller if t.own == 64 and generation < 100]
+    others = [t for t in smaller if t.own == 64 and generation < 100]
     if not heavy:  # a longer part of long lines
-        contenders += [t for t in choice.further if t.own <= block and 4 * t.taken <= line]
+        others += [t for t in choice.further if t.own <= block and 4 * t.taken <= line]
     of_keys = kernel in (KEYS, VALUES, BOTH)
     # The gradients of keys, two sums of products, would spill with four warps.
     fixed = ((32, 8, 2) if of_keys else (32, 4, 3)) if biased else (32, 8, 1)
     if wide or biased:
-        by_rule, contenders = Tile(min(by_rule.own, 32), *fixed), []
-    return list(dict.fromkeys(_shrink(tile, block, line) for tile in (by_rule, *contenders)))
+        by_rule, others = Tile(min(by_rule.own, 32), *fixed), []
+    return list(dict.fromkeys(_shrink(tile, block, line) for tile in (by_rule, *others)))
 
 
 def _shrink(tile: Tile, block: int, line: int) -> Tile:

@@ -122,6 +122,8 @@ def bits(masks_ptr, mask, query, first_key, BLOCK: tl.constexpr, KEYS: tl.conste
     at = mask.to(tl.int64) * (BLOCK * WORDS) + place
     word = tl.load(masks_ptr + at, mask=mask >= 0, other=-1)
     shift = tl.arange(0, GROUP)[None, None, :]
+    if GROUP < 32 and GROUP < BLOCK:  # a part of a word
+        shift += (first_key % 32)[None, :, None]
     return tl.reshape((word[:, :, None] >> shift) & 1, [query.shape[0], KEYS]) != 0
 
 

@@ -21,9 +21,10 @@ Arithmetic. Scores are in units of log 2, so that an exponential is one `exp2`. 
 summed in float32; weights and their gradients are rounded to the dtype of their other factor. A
 score of -inf is never subtracted from another: rows that see nothing have a base of 0.
 
-On sm_90, attention_roles.py serves calls without conditions. A step of 128 x 128 pairs then takes
-1024 cycles of the tensor cores for each product at d = 128, and 1024 for its exponentials, which
-overlap the products: with heads of 64 the exponentials take as long as both products.
+On sm_90, attention_roles.py serves calls without biases, dropout, softcaps, slopes and padding. A
+step of 128 x 128 pairs then takes 1024 cycles of the tensor cores for each product at d = 128, and
+1024 for its exponentials, which overlap the products: with heads of 64 the exponentials take as
+long as both products.
 
 Dropout takes 18 integer operations per element, as much time as the tensor cores take for a product
 at d = 128. The tensor cores hide it only where two programs share a processor.
@@ -57,11 +58,11 @@ from .attention_tiles import (
     sums_of,
     tiles_of,
 )
-from .contest import Contest, Tile, run_contest
 from .dropout import Sizes, check_dropout, dropout_arguments
 from .launch import Launch, forbid_replay, launch, processors, replayed, run
 from .linear_act import precision
 from .tensors import aligned, contiguous
+from .tiled import Tile, TiledLaunch, run_tiled
 
 WIDEST_HEAD = 256
 _LOG2_E = 1.4426950408889634
@@ -143,7 +144,7 @@ class Call(NamedTuple):
         _, _, stride, row = self.biasing
         return self.beside[3] is not None and (stride is not None or row is not None)
 
-    def contest(
+    def tiled(
         self,
         name: str,
         kernel: Any,
@@ -152,7 +153,7 @@ class Call(NamedTuple):
         options: Mapping[str, Any] | None = None,
         roles: Callable[[Tile], Launch] | None = None,
         **place: Any,
-    ) -> Contest:
+    ) -> TiledLaunch:
         """Launches of a kernel with its own arguments and options, one for each of its tiles.
 
         `roles` makes the launch of a tile whose warps have roles.
@@ -182,7 +183,7 @@ class Call(NamedTuple):
                 "tiles": list(map(str, tiles)),  # which depend on the length of lines, too
             }
 
-        return Contest(
+        return TiledLaunch(
             (name, self.q.dtype, *flags.values(), given, tiles, size.bit_length()),
             describe,
             size.bit_length(),
@@ -335,10 +336,10 @@ def make_call(
     )
 
 
-def forward_contest(call: Call, y: torch.Tensor, lse: torch.Tensor) -> Contest:
+def forward_tiled(call: Call, y: torch.Tensor, lse: torch.Tensor) -> TiledLaunch:
     own = (call.q, call.k, call.v, call.sinks, y, lse)
     roles = functools.partial(attention_roles.forward_launch, call, y, lse)
-    return call.contest(FORWARD, attention_forward, own, (y, lse), roles=roles)
+    return call.tiled(FORWARD, attention_forward, own, (y, lse), roles=roles)
 
 
 def delta_launch(
@@ -363,40 +364,38 @@ def delta_launch(
     )
 
 
-def gradient_contests(
+def list_tiled_gradients(
     call: Call,
     grad_y: torch.Tensor,
     base: torch.Tensor,
     delta: torch.Tensor,
     grads: Sequence[torch.Tensor | None],
-) -> tuple[list[Contest], list[Launch]]:
+) -> tuple[list[TiledLaunch], list[Launch]]:
     """The launches for the gradients that are wanted: of q, and of k and v. Others follow them."""
     saved = (grad_y, base, delta, call.q, call.k, call.v, call.scale)
     grad_q, *grad_kv = grads
-    contests: list[Contest] = []
+    tiled_launches: list[TiledLaunch] = []
     after: list[Launch] = []
     if grad_q is not None:
         own = (grad_q, *saved)
         roles = functools.partial(attention_roles.query_launch, call, grad_q, *saved[:3])
-        contests.append(
-            call.contest(
-                QUERIES, attention_query_gradient, own, (grad_q,), roles=roles, grad=grad_y
-            )
+        tiled_launches.append(
+            call.tiled(QUERIES, attention_query_gradient, own, (grad_q,), roles=roles, grad=grad_y)
         )
     if any(grad is not None for grad in grad_kv):
-        of_keys, after = _key_contests(call, grad_y, saved, *grad_kv)
-        contests += of_keys
-    return contests, after
+        of_keys, after = _list_tiled_keys(call, grad_y, saved, *grad_kv)
+        tiled_launches += of_keys
+    return tiled_launches, after
 
 
-def _key_contests(
+def _list_tiled_keys(
     call: Call,
     grad_y: torch.Tensor,
     saved: tuple[Any, ...],
     grad_k: torch.Tensor | None,
     grad_v: torch.Tensor | None,
-) -> tuple[list[Contest], list[Launch]]:
-    """Contests and launches for the gradients of k and v; one of the two may not be wanted."""
+) -> tuple[list[TiledLaunch], list[Launch]]:
+    """Launches for the gradients of k and v; one of the two may not be wanted."""
     options, lists, (batch, key_heads, _, _) = call.options, call.columns, call.k.shape
     block, planes = options["BLOCK"], batch * key_heads
     plain = call.q.dtype.itemsize == 2 and not call.is_biased()
@@ -418,11 +417,11 @@ def _key_contests(
     roles = None
     if grad_k is not None and grad_v is not None:
         roles = functools.partial(attention_roles.key_launch, call, grad_k, grad_v, *saved[:3])
-    contests = []
+    tiled_launches = []
     for name in sums:
         own = (None if name == VALUES else grad_k, None if name == KEYS else grad_v)
-        contests.append(
-            call.contest(
+        tiled_launches.append(
+            call.tiled(
                 *(name, attention_key_gradients),
                 (*own, partials, *saved, key_heads, extras, least),
                 (*own, partials),
@@ -439,12 +438,12 @@ def _key_contests(
             )
         )
     if partials is None:
-        return contests, []
+        return tiled_launches, []
     after = [_sum_launch(call, grad_k, grad_v, partials, extras, least, per_head=per_head)]
     if sums == [BOTH]:  # a launch with roles does not divide lines
         results = [grad for grad in (grad_k, grad_v) if grad is not None]
-        return [contests[0]._replace(after=after, results=results)], []
-    return contests, after
+        return [tiled_launches[0]._replace(after=after, results=results)], []
+    return tiled_launches, after
 
 
 def _sum_launch(
@@ -482,7 +481,7 @@ def block_sparse_attention(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tens
     y = q.new_empty((*q.shape[:-1], call.v.shape[3]))
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if lse.numel():
-        run_contest(q, forward_contest(call, y, lse))
+        run_tiled(q, forward_tiled(call, y, lse))
     return y, lse
 
 
@@ -511,9 +510,9 @@ def block_sparse_attention_backward(
         grad_y, lse = _four(grad_y), lse.contiguous()
         lse_gradient = None if grad_lse is None else grad_lse.contiguous()
         run(q, delta_launch(call, delta, base, y, grad_y, lse, lse_gradient))
-        contests, after = gradient_contests(call, grad_y, base, delta, grads)
-        for contest in contests:
-            run_contest(q, contest)
+        tiled_launches, after = list_tiled_gradients(call, grad_y, base, delta, grads)
+        for tiled in tiled_launches:
+            run_tiled(q, tiled)
         run(q, *after)
     grad_sinks = grad_bias = None
     if bias is not None and need_bias:

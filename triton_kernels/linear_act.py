@@ -141,7 +141,7 @@ def tiles(dtype: torch.dtype) -> tuple[Tile, ...]:
     return _TILES[dtype.itemsize]
 
 
-def contenders(x: torch.Tensor, weight: torch.Tensor) -> list[int]:
+def candidates(x: torch.Tensor, weight: torch.Tensor) -> list[int]:
     """The tiles that may be fastest for these factors, on their device."""
     every = tiles(x.dtype)
     (columns, inner), size = weight.shape, x.dtype.itemsize

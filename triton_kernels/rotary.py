@@ -400,6 +400,8 @@ def _differentiate_launches(call: _Call, streams: Streams, plus_one: bool) -> It
         if streams[1][0] is None:
             tiles[1] = 0
     width = call.layout[-1]
+    # Five programs a multiprocessor, or four: float32 would be spilled.
+    registers = 96 if streams[0][0].element_size() == 2 else 128
     partials = partials_of(gradients, tiles[0], width)
     every: list[Any] = []
     for (grad, x, result, weight, rstd, _), partial in zip(streams, partials, strict=True):
@@ -413,7 +415,7 @@ def _differentiate_launches(call: _Call, streams: Streams, plus_one: bool) -> It
         HEADS=call.heads_of_tile(streams[0][0]),
         K_HEADS=call.heads_of_tile(streams[1][0]),
         PLUS_ONE=plus_one,
-        **call.tile | {"maxnreg": 128 if _four_fit(call.tile) else 255},
+        **call.tile | {"maxnreg": registers if _four_fit(call.tile) else 255},
     )._replace(spreads=True)
     if wanted:
         yield from add_chunks_launches(gradients, partials, tiles[0], width)

@@ -15,7 +15,7 @@ import torch
 
 from torchweld.bench.cases.declare import CASES as CASES
 from torchweld.bench.cases.declare import derive
-from torchweld.dispatch.engine.judge import ROWS
+from torchweld.dispatch.proof import ROWS
 from torchweld.registry import OPS, Made, Op, TensorSpec, materialize
 from torchweld.registry.cost import results
 

@@ -29,22 +29,24 @@ def _terms(*arguments: Any, grad_y: Tensor, grad_lse: Tensor) -> dict[str, Any]:
     """Sums of magnitudes that bound errors: an absolute error of a score is a relative error of its
     weight.
     """
-    q, k, v, sinks, bias, rows, row_entries, _, _, masks, padding, slopes = arguments[:12]
-    bias_row, block, group, scale, causal, softcap, p, seed, whole, offset = arguments[12:]
+    args = OP.Args(*arguments)
+    q, k, v, sinks, bias, slopes = args.q, args.k, args.v, args.sinks, args.bias, args.alibi_slopes
+    scale, softcap, offset = args.scale, args.softcap, args.offset
     shapes = {"q": q.shape, "k": k.shape, "v": v.shape, "y": (*q.shape[:-1], v.shape[-1])}
     q, k, v = (add_dims(x.double()) for x in (q, k, v))
     heads, key_heads = q.shape[1], k.shape[1]
-    k, v = (repeat_for_heads(x, heads, group, offset) for x in (k, v))
+    k, v = (repeat_for_heads(x, heads, args.group, offset) for x in (k, v))
     sinks = None if sinks is None else sinks.double()
     grad_y, grad_lse = add_dims(grad_y.double()).abs(), grad_lse.double().view(q.shape[:-1])
     grad_lse = grad_lse.abs().unsqueeze(-1)
-    seen = visible(q, k, rows, row_entries, masks, padding, block, causal)
+    lists = (args.rows, args.row_entries, args.masks)
+    seen = visible(q, k, *lists, args.key_padding_mask, args.block, args.causal)
     z = scores(q, k, slopes, scale, softcap, offset)
     added = None
     if bias is not None:
         bias = bias.double().requires_grad_()
         with torch.enable_grad():
-            added = expand_bias(bias, bias_row, *z.shape[-2:])
+            added = expand_bias(bias, args.bias_row, *z.shape[-2:])
             added = added.expand(*z.shape)
         z = z + added.detach()
     weights, lse = softmax(z, seen, sinks)
@@ -61,7 +63,7 @@ def _terms(*arguments: Any, grad_y: Tensor, grad_lse: Tensor) -> dict[str, Any]:
         of_sink = (sinks - lse.unsqueeze(-1)).abs() + sinks.abs()
         shared = shared + sink * of_sink
     relative = weights * (1 + exponent + shared)
-    factor = drop_weights(torch.ones_like(weights), p, seed, whole, offset)
+    factor = drop_weights(torch.ones_like(weights), args.p, args.seed, args.whole, offset)
     g = grad_y @ v.abs().mT * factor
     inner = (weights * g).sum(-1, keepdim=True) + grad_lse
     cross = (relative * g).sum(-1, keepdim=True)

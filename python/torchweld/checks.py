@@ -9,30 +9,11 @@ from typing import Any
 
 import torch
 
-from torchweld import state
 from torchweld.errors import ArgumentError
 
 # A module-level tuple: a union would be built at every call. numbers.Real admits NumPy's numbers.
 NUMBER: Any = (int, float, numbers.Real)
 INTEGER: Any = (int, numbers.Integral)
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def can_read(*tensors: torch.Tensor | None) -> bool:
-    """Whether Python may branch on the tensors' numbers, and write results in place.
-
-    It may not while torch compiles, records or transforms, nor for fake, meta or batched tensors.
-    """
-    if state.is_compiling() or state.is_transforming():
-        return False
-    if state.is_recording() or state.is_faking():
-        return False
-    for t in tensors:
-        if t is not None and (type(t) not in _PLAIN or t.is_meta or state.is_batched(t)):
-            return False
-    return True
 
 
 def names(dtypes: Sequence[torch.dtype]) -> str:
@@ -162,6 +143,31 @@ def flag(function: str, name: str, value: Any) -> None:
     """Check for True or False."""
     if not isinstance(value, bool):
         raise ArgumentError(function, name, repr(value), "True or False")
+
+
+def flags(function: str, **values: Any) -> None:
+    """Check for True or False, by name."""
+    for name, value in values.items():
+        flag(function, name, value)
+
+
+def companion(
+    function: str,
+    name: str,
+    value: Any,
+    dtypes: Sequence[torch.dtype],
+    x: torch.Tensor,
+    x_name: str,
+    *,
+    beside: str | None = None,
+    shape: Sequence[int] | None = None,
+    meaning: str = "",
+) -> None:
+    """Check for a dense tensor on the device of x, of one of these dtypes, and of a shape."""
+    dense(function, name, value, dtypes, x_name if beside is None else beside)
+    like(function, name, value, x, x_name)
+    if shape is not None:
+        shaped(function, name, value, shape, meaning)
 
 
 def broadcasts(function: str, name: str, value: torch.Tensor, x: torch.Tensor, x_name: str) -> None:

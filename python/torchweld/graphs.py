@@ -17,7 +17,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from torchweld import state
 from torchweld.dispatch import choice
-from torchweld.dispatch.warm.guards import PLAIN, is_constant, is_plain
+from torchweld.dispatch.warm.guards import INCOMPARABLE, PLAIN, Guard, is_constant, make_guard
+from torchweld.dispatch.warm.sizes import Varying
 from torchweld.errors import ArgumentError
 from torchweld.fusion.patterns.logits import Logits
 from torchweld.warmup import warmup
@@ -97,9 +98,11 @@ class _KeptGraphs:
         if state.is_compiling() or not (self.model.training and torch.is_grad_enabled()):
             return self.__wrapped__(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        if not _may_capture(leaves):
+        kind = None
+        if _may_capture(leaves):
+            kind = self._find(leaves, (spec, *_describe_state(), *_list(self.model)))
+        if kind is None:
             return self.__wrapped__(*args, **kwargs)
-        kind = self._find((spec, *map(_describe, leaves), *_describe_state(), *_list(self.model)))
         waits = (last := self.last()) is not None and not last.ran
         if kind.calls == _CAPTURED_AT and kind.graph is None and not (kind.reason or waits):
             self._capture(kind, leaves, spec)
@@ -109,8 +112,15 @@ class _KeptGraphs:
         self.last = weakref.ref(step)
         return step.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
 
-    def _find(self, key: tuple[Any, ...]) -> _Kind:
-        kind = next((kind for kind in self.kinds if kind.key == key), None) or _Kind(key)
+    def _find(self, leaves: Sequence[Any], key: tuple[Any, ...]) -> _Kind | None:
+        """The kind of a call, which may be new; None if later calls like it are not recognised."""
+        kind = next((kind for kind in self.kinds if kind.holds(leaves, key)), None)
+        if kind is None:
+            matches = _make_guard(leaves)
+            if matches is None:
+                return None
+            shapes = [list(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            kind = _Kind(matches, key, shapes)
         kind.calls = min(kind.calls + 1, _CAPTURED_AT)
         self.kinds = [kind, *[other for other in self.kinds if other is not kind]][: self.most]
         return kind
@@ -133,33 +143,30 @@ class _KeptGraphs:
 class _Kind:
     """Calls that are alike, and their graph."""
 
-    def __init__(self, key: tuple[Any, ...]) -> None:
-        self.key, self.calls = key, 0
+    def __init__(self, matches: Guard, key: tuple[Any, ...], shapes: Sequence[Any]) -> None:
+        self._matches, self._key, self._shapes = matches, key, shapes
+        self.calls = 0
         self.graph: _Graph | None = None
         self.reason: str | None = None
 
+    def holds(self, leaves: Sequence[Any], key: tuple[Any, ...]) -> bool:
+        """Whether a call is of this kind."""
+        try:
+            return key == self._key and self._matches(*leaves)
+        except INCOMPARABLE:
+            return False
+
     def __repr__(self) -> str:
-        shapes = [list(one[1]) for one in self.key if isinstance(one, _Described)]
-        return f"{shapes}: {'a graph' if self.graph else self.reason or f'{self.calls} calls'}"
-
-
-class _Described(NamedTuple):
-    """What of a tensor decides the kind of a call."""
-
-    kind: type
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
+        return (
+            f"{self._shapes}: {'a graph' if self.graph else self.reason or f'{self.calls} calls'}"
+        )
 
 
 def _may_capture(leaves: Sequence[Any]) -> bool:
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return (
         bool(tensors)
-        and all(is_plain(t) and t.device.type == _DEVICE for t in tensors)
-        and all(isinstance(leaf, torch.Tensor) or is_constant(leaf) for leaf in leaves)
-        and not state.has_modes()
+        and all(t.device.type == _DEVICE for t in tensors)
         and not torch.nn.modules.module._has_any_global_hook()
         and not state.is_transforming()
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
@@ -174,10 +181,12 @@ def _is_gpu_ready(tensors: Sequence[torch.Tensor]) -> bool:
     return is_there and not state.is_capturing()
 
 
-def _describe(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return type(leaf), leaf
-    return _Described(type(leaf), leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
+def _make_guard(leaves: Sequence[Any]) -> Guard | None:
+    """Recognises calls with such leaves, of any strides: a graph has inputs of its own."""
+    tensors = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    sizes: dict[int, list[int | None]] = {at: [*t.shape] for at, t in tensors.items()}
+    strides: dict[int, list[int | None]] = {at: [None] * t.ndim for at, t in tensors.items()}
+    return make_guard(leaves, varying=Varying(sizes, strides, ()))
 
 
 # How cuBLAS adds, and which kernels serve scaled_dot_product_attention.

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Of torch's dispatch modes, two that record a call or compute only its sizes.
 _RECORDS, _FAKES = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
 
@@ -64,6 +65,18 @@ def has_modes() -> bool:
     return bool(count_dispatch_modes() or count_function_modes())
 
 
+def is_watched() -> bool:
+    """Whether more than autograd sees or changes calls: a mode, transform, recorder or compiler."""
+    return bool(
+        is_compiling()  # first: Dynamo traces no more of this
+        or count_dispatch_modes()
+        or count_function_modes()
+        or is_transforming()
+        or torch._C._get_tracing_state()
+        or forward_ad._current_level >= 0
+    )
+
+
 def has_forward_ad() -> bool:
     """Whether forward-mode AD is on."""
     return forward_ad._current_level >= 0
@@ -81,6 +94,33 @@ def is_capturing_at_all() -> bool:
 
 # Where torch is asked this.
 CAPTURING = "cuda.is_current_stream_capturing", "xpu.is_current_stream_capturing"
+
+
+def can_read(*tensors: torch.Tensor | None) -> bool:
+    """Whether Python may branch on the tensors' numbers, and write results in place.
+
+    It may not while torch compiles, records or transforms, nor for fake, meta or batched tensors.
+    """
+    if is_compiling() or is_transforming() or is_recording() or is_faking():
+        return False
+    for t in tensors:
+        if t is not None and (type(t) not in _PLAIN or t.is_meta or is_batched(t)):
+            return False
+    return True
+
+
+def why_not_now() -> str | None:
+    """The current mode of torch that only eager serves; None if there is none."""
+    # Products ask at each call, so this calls none of the functions above.
+    if is_transforming():
+        return "inside a torch.func transform, whose rules eager has"
+    if forward_ad._current_level >= 0:
+        return "inside forward-mode AD, whose rules eager has"
+    if torch._C._get_tracing_state():
+        return "while torch.jit.trace records, which takes eager's ops"
+    if torch.compiler._is_exporting_flag and torch.onnx.is_in_onnx_export():
+        return "inside torch.onnx.export, which knows eager's ops"
+    return None
 
 
 # --- The running backward pass --------------------------------------------------------------------
@@ -104,6 +144,7 @@ def will_run(node: Any) -> bool | None:
 
 
 __all__ = [
+    "can_read",
     "count_dispatch_modes",
     "count_function_modes",
     "find_backward_pass",
@@ -120,6 +161,8 @@ __all__ = [
     "is_recording",
     "is_tracing",
     "is_transforming",
+    "is_watched",
     "retains_graph",
+    "why_not_now",
     "will_run",
 ]

@@ -1,6 +1,7 @@
 """Overrides for torchtitan 0.3: its modules, loss and optimizers by torchweld.
 
-    torchtitan_train ... --override.imports torchweld.titan.rms_norm,torchweld.titan.feed_forward
+    torchrun -m torchtitan.train --module llama3 --config llama3_8b \\
+      --override.imports torchweld.titan.rms_norm,torchweld.titan.feed_forward
 
 Each function below is one override. torchtitan logs what each replaced, and refuses two that claim
 the same node. Parameters keep their names and shapes, so that checkpoints do not change.
@@ -15,6 +16,7 @@ the same node. Parameters keep their names and shapes, so that checkpoints do no
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +27,7 @@ from torchweld import functional, optim
 from torchweld.errors import ArgumentError
 
 try:
+    from torchtitan import __version__ as _version
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.optimizer import OptimizersContainer
     from torchtitan.config import derive, override
@@ -37,6 +40,9 @@ try:
 except ImportError as error:
     message = f"torchweld.titan: {error}; accepted: torchtitan 0.3 with what it requires"
     raise ImportError(message) from error
+if not _version.startswith("0.3."):
+    told = f"torchtitan is {_version}, and ours stand for the classes of 0.3"
+    warnings.warn(f"torchweld.titan: {told}: compare the losses of some steps", stacklevel=2)
 
 
 class WeldedRMSNorm(RMSNorm):

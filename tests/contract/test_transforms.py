@@ -16,6 +16,7 @@ from conftest import Target
 from torchweld.bench.cases import CASES
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
+from torchweld.dispatch.warm import cache
 from torchweld.ops.gemm import common as layers
 from torchweld.registry import OPS, Op, materialize
 
@@ -253,7 +254,7 @@ def test_results_of_gemms_change_in_place(
     op: Any = OPS[name]
 
     def function(*_: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (layers.run_recomputed(recompute, op, *inputs),)
+        return (cache.run_decision(layers.decide_recomputed(recompute, op, *inputs)),)
 
     with torchweld.use_backend("cpu"):
         _assert_changes_in_place(function, tensors, set())

@@ -14,7 +14,7 @@ import torchweld
 from comparing import whole_of
 from processes import on, processes
 from torchweld.distributed import CountCollectives, parallelize
-from torchweld.distributed.tensor.grid import Grid, GridParallel
+from torchweld.distributed.tensor.grid import GridParallel, MeshGrid
 from torchweld.errors import ArgumentError
 from transformer import Settings, Transformer, compute_loss
 
@@ -124,7 +124,7 @@ TOKENS, IN, OUT = 4, 16, 32
 @on("count")
 def test_a_layer_sends_and_keeps_what_the_formulas_say(rank: int, mode: str, count: int) -> None:
     size, depth = count, GRIDS[mode].get("depth", 1)
-    grid, q = Grid.make(mode, "cpu", size, depth), 2
+    grid, q = MeshGrid.make(mode, "cpu", size, depth), 2
     torch.manual_seed(0)
     layer: Any = torch.nn.Linear(IN, OUT, bias=False, dtype=torch.float64)
     x = torch.randn(4, TOKENS, IN, dtype=torch.float64, requires_grad=True)

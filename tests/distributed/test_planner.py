@@ -19,7 +19,7 @@ from torchweld.distributed import Links, Parallel, Profile, memory_estimate, pla
 from torchweld.distributed.pipelines.stages import divide
 from torchweld.distributed.pipelines.timeline import estimate_bubble
 from torchweld.distributed.planner.costs import PROFILES, Choice, Cost, Model, simulate
-from torchweld.distributed.planner.search import SEARCHERS, Problem, load_profile
+from torchweld.distributed.planner.search import SEARCHERS, SearchSpace, load_profile
 from torchweld.distributed.planner.work import describe_transformer, measure_work
 from torchweld.distributed.train.memory import count_activations
 from torchweld.errors import ArgumentError
@@ -42,17 +42,17 @@ PROBLEMS = [
 ]
 
 
-def _make(devices: int, batch: int, layers: int, memory: float, **axes: Any) -> Problem:
+def _make(devices: int, batch: int, layers: int, memory: float, **axes: Any) -> SearchSpace:
     work = describe_transformer(layers, 512, 8, 4096, 256)
     # An expensive layer, so that stages differ.
     dear = replace(work.units[2], flops=2.5 * work.units[2].flops)
     work = replace(work, units=(*work.units[:2], dear, *work.units[3:]))
     links = Links(node=4, inside=2e10, between=2e9)
     model = Model(work, replace(SMALL, memory=memory), links, batch)
-    return Problem(model, devices, AXES | axes)
+    return SearchSpace(model, devices, AXES | axes)
 
 
-def _try_all_cuts(problem: Problem, c: Choice) -> float:
+def _try_all_cuts(problem: SearchSpace, c: Choice) -> float:
     """The seconds of the best division of all that fit."""
     n, model = len(problem.model.work.units), problem.model
     found = math.inf

@@ -214,6 +214,40 @@ class Turned(nn.Module):
 
 make = Turned
 """,
+    "experts_mlp of a mixture": """
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_experts, self.act_fn = 3, nn.SiLU()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 48, W) / 4)
+        self.down_proj = nn.Parameter(torch.randn(3, W, 24) / 4)
+
+    def forward(self, x, indices, weights):
+        y = torch.zeros_like(x)
+        for expert in indices.unique().tolist():
+            if expert == self.num_experts:
+                continue
+            rows, place = torch.where(indices == expert)
+            if rows.numel() == 0:
+                continue
+            gate, up = F.linear(x[rows], self.gate_up_proj[expert]).chunk(2, -1)
+            made = F.linear(self.act_fn(gate) * up, self.down_proj[expert])
+            y = y.index_add(0, rows, (made * weights[rows, place, None]).to(x.dtype))
+        <the change>
+        return y
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(W, 3), Experts()
+
+    def forward(self, x):
+        rows = x.reshape(-1, W)
+        weights, indices = self.router(rows).softmax(-1).topk(2)
+        return self.experts(rows, indices, weights).view_as(x)
+
+make = Mixture
+""",
 }
 # Kinds that are known without a module's own forward around them: `self` is what is changed.
 FUNCTIONS = ("an activation of torch's layer", "a rotation")

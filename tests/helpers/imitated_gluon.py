@@ -82,10 +82,12 @@ class _Memory:
     `unfenced` has, for each part of the allocation, the threads whose writes only threads see yet.
     """
 
-    def __init__(self, values: np.ndarray, unfenced: Sequence[set[int]], dtype: str) -> None:
+    layout = None
+
+    def __init__(self, values: Any, unfenced: Sequence[set[int]], dtype: str) -> None:
         self.values, self.unfenced, self.dtype = values, unfenced, dtype
 
-    def _view(self, values: np.ndarray) -> _Memory:
+    def _view(self, values: Any) -> _Memory:
         return _Memory(values, self.unfenced, self.dtype)
 
     def index(self, at: int) -> _Memory:
@@ -103,16 +105,22 @@ class _Memory:
         return self._view(self.values[(slice(None),) * dim + (slice(start, start + length),)])
 
     def reinterpret(self, shape: Sequence[int]) -> _Memory:
-        """Matrices of other rows, or one as parts of its columns, as a swizzled one's lie."""
+        """Matrices of other rows, or one as parts of its columns and their rows, as a swizzled
+        one's lie.
+        """
         if self.values.ndim == 3:
             return self._view(self.values.reshape(shape))
-        parts, rows, columns = shape
-        return self._view(self.values.reshape(rows, parts, columns).transpose(1, 0, 2))
+        _, rows, columns = shape
+        begins = [range(0, size, n) for size, n in zip(self.values.shape, shape[1:], strict=True)]
+        parts = [self.values[i : i + rows, j : j + columns] for j in begins[1] for i in begins[0]]
+        return self._view(parts)
 
     def load(self, layout: Any) -> _Registers:
         return _registers(self.values.copy())
 
     def store(self, values: np.ndarray) -> None:
+        if values.shape != self.values.shape:
+            raise ProtocolError(f"{values.shape} is stored as {self.values.shape}")
         self.values[...] = values
         for each in self.unfenced:
             each.add(threading.get_ident())
@@ -390,10 +398,10 @@ def _language(program: _Program) -> dict[str, Any]:
         load=load,
         store=store,
         warp_specialize=program.specialize,
-        zeros=lambda shape, *_: _registers(np.zeros(shape)),
+        zeros=lambda shape, kind, *_: _registers(np.zeros(shape, kind)),
         full=lambda shape, value, *_: _registers(np.full(shape, value)),
         arange=lambda first, last, layout: np.arange(first, last),
-        convert_layout=lambda x, layout: x,
+        convert_layout=lambda x, layout, assert_trivial=False: x,
         max=lambda x, axis: _registers(np.max(x, axis)),
         sum=lambda x, axis: _registers(np.sum(x, axis)),
         maximum=elementwise(np.maximum),
@@ -406,6 +414,7 @@ def _language(program: _Program) -> dict[str, Any]:
         DotOperandLayout=nothing,
         SliceLayout=nothing,
         SwizzledSharedLayout=nothing,
+        DistributedLinearLayout=nothing,
     )
     mbarrier = types.SimpleNamespace(
         MBarrierLayout=lambda: "barrier",

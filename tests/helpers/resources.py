@@ -35,11 +35,12 @@ TAKEN = ("registers", "shared", "spilled", "repeats", "slow")
 
 # Kernels whose tensors are aligned, whatever views the caller passes.
 NEVER_UNALIGNED = {
-    "modulation._add_chunks": "reads and writes only tensors that were allocated for it",
+    "modulation_rows._add_chunks": "reads and writes only tensors that were allocated for it",
     "chunks._add_chunks": "reads and writes only tensors that were allocated for it",
     "linear_act._linear_act": "reads copies of such views",
     "linear_act_roles.linear_act_roles": "reads descriptors: such views have none",
     "symmetric._symmetric": "reads descriptors: such views have none",
+    "symmetric_roles.symmetric_roles": "reads descriptors: such views have none",
     **{
         f"experts_products.{name}": "reads copies of such views"
         for name in ("_first_product", "_product", "_hidden_gradient", "_weight_gradient")

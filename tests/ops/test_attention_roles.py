@@ -13,7 +13,7 @@ import torch
 import imitated_gluon
 from conftest import PLACES, running_at
 from oracle import exact, run
-from torchweld.dispatch import tile_question
+from torchweld.dispatch import tile_proof
 from torchweld.ops.attention.block_sparse import OP
 from torchweld.sparse import BlockLayout
 
@@ -32,7 +32,7 @@ def _choose(tiles: Sequence[Any], persistent: bool) -> Any:
 @pytest.fixture(params=[True])
 def started(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[list[str]]:
     """The kernels with roles that ran: where there is one, it serves."""
-    from torchweld.triton_kernels import attention_roles, contest, launch
+    from torchweld.triton_kernels import attention_roles, launch, tiled
 
     found: list[str] = []
     plain = launch.start
@@ -43,13 +43,11 @@ def started(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
         found.append(launched.kernel.fn.__name__)
         return imitated_gluon.start(launched, options)
 
-    tile_question.connect()
+    tile_proof.connect()
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(attention_roles, "runs_on", lambda device: True)
     monkeypatch.setattr(attention_roles, "processors", lambda device: 1)
-    monkeypatch.setattr(
-        contest, "choose", lambda on, contest: _choose(contest.tiles, request.param)
-    )
+    monkeypatch.setattr(tiled, "choose", lambda on, tiled: _choose(tiled.tiles, request.param))
     with running_at("interpreter", monkeypatch):
         yield found
 
@@ -90,6 +88,78 @@ def test_results(width: int, block: int, causal: bool, started: list[str]) -> No
     layout = _layout(block, queries, keys)
     assert _worst(q, _random(2, 2, keys, width), layout, causal=causal) <= 8
     assert started == (EVERY if width < 256 else EVERY[:1])
+
+
+def _documents(block: int) -> BlockLayout:
+    """Two sequences of packed documents, of which one query sees none."""
+    ends = torch.tensor([[0, 70, 71, 200, 289], [0, 33, 250, 270, 280]])
+    return BlockLayout.documents(ends, block=block, causal=True, seq_len=296)
+
+
+def _scattered(block: int) -> BlockLayout:
+    """Each head's own bits in half of the blocks, and full and empty blocks."""
+    bits = torch.rand(2, 296, 296, generator=torch.Generator().manual_seed(0)) < 0.5
+    kinds = torch.randint(3, (2, 5, 5), generator=torch.Generator().manual_seed(1))
+    kinds = kinds.repeat_interleave(64, 1).repeat_interleave(64, 2)
+
+    def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        kind = kinds[head, query, key]
+        return (kind == 2) | (kind == 1) & bits[head, query, key]
+
+    return BlockLayout.from_mask_fn(sees, 296, block=block, num_heads=2)
+
+
+PARTIAL = {
+    "a window": lambda block: BlockLayout.sliding_window(296, window_size=(63, 0), block=block),
+    "a window on both sides": lambda block: BlockLayout.sliding_window(
+        (296, 344), window_size=(31, 40), block=block
+    ),
+    "documents": _documents,
+    "scattered bits": _scattered,
+}
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("width", "block"), [(64, 64), (64, 128), (128, 64), (256, 128)])
+@pytest.mark.parametrize("kind", PARTIAL)
+def test_partial_blocks(
+    kind: str, width: int, block: int, causal: bool, sinks: bool, started: list[str]
+) -> None:
+    layout = PARTIAL[kind](block)
+    q, k = _random(2, 2, 296, width), _random(2, 2, layout.keys, width)
+    options = {"sinks": torch.tensor([0.5, -torch.inf]).half()} if sinks else {}
+    assert layout.lists is not None
+    assert layout.lists.masks.shape[0]
+    assert _worst(q, k, layout, causal=causal, **options) <= 8
+    assert started == (EVERY if width < 256 else EVERY[:1])
+
+
+@pytest.mark.parametrize("started", [False, True], indirect=True)
+def test_two_partial_blocks_at_a_time(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long lines take two blocks of 64 keys, each with its own mask or none, and an odd one."""
+    from torchweld.triton_kernels import attention_roles
+
+    monkeypatch.setattr(attention_roles, "_LONG", 0)
+    q = _random(1, 2, 296, 64)
+    for kind in ("a window", "scattered bits"):
+        for causal in (False, True):
+            assert _worst(q, q.flip(2), PARTIAL[kind](64), causal=causal) <= 8
+    assert started == 4 * EVERY
+
+
+def test_sinks_that_exceed_all_scores(started: list[str]) -> None:
+    """Also of lines without an entry, which give zeros and the sink as their log-sum-exp."""
+    from torchweld.functional import block_sparse_attention
+
+    q, k = _random(1, 2, 296, 64), _random(1, 2, 344, 64)
+    layout, sinks = _layout(64, 296, 344), torch.tensor([40.0, 3.0]).half()
+    assert _worst(q, k, layout, sinks=sinks) <= 8
+    assert started == EVERY
+    v = torch.full_like(k, torch.inf)
+    y, lse = block_sparse_attention(q, k, v, layout, sinks=sinks, return_lse=True)
+    assert torch.equal(y[:, 1, 128:192], torch.zeros(1, 64, 64, dtype=torch.float16))
+    torch.testing.assert_close(lse[:, 1, 128:192], torch.full((1, 64), 3.0), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("started", [False, True], indirect=True)
@@ -246,6 +316,38 @@ FAULTS: dict[str, tuple[Any, ...]] = {
         "mbarrier.expect(k_ready.index(slot), N * D * 2)",
         "mbarrier.expect(k_ready.index(slot), N * D)",
     ),
+    "forward: bits are told only of later tiles": (
+        "            if n >= whole:",
+        "            if n > whole:",
+    ),
+    "forward: no arrival of bits": (
+        "            mbarrier.arrive(k_ready.index(slot), count=1)\n",
+        "",
+    ),
+    "forward: bits are not waited for": (
+        "mbarrier.init(k_ready.index(at), count=2)",
+        "mbarrier.init(k_ready.index(at), count=1)",
+    ),
+    "forward: bits of the other step": (
+        "words = seen.index(slot)",
+        "words = seen.index((slot + 1) % STAGES)",
+        2,
+    ),
+    "forward: the sink is not in the sum": (
+        'total = gl.where(highest == -float("inf"), 0.0, 1.0)',
+        "total = gl.zeros([64], gl.float32, rows)",
+    ),
+    "walks: partial blocks without masks": ("is_partial = (n >= full)", "is_partial = (n > full)"),
+    "walks: a mask of the wrong rows": ("query % BLOCK * WORDS", "query % 32 * WORDS"),
+    "walks: the gap of partial blocks": ("partial - begin - full, total", "0, total"),
+    "queries: the first tile is not checked": (
+        "            if n >= whole or n == 0:",
+        "            if n >= whole:",
+    ),
+    "queries: bits of the other step": (
+        "words = seen.index(slot)",
+        "words = seen.index((slot + 1) % STAGES)",
+    ),
     "queries: keys are freed with their values": (
         "mbarrier.arrive(k_free.index((i - 1) % STAGES), count=1)",
         "mbarrier.arrive(k_free.index(i % STAGES), count=1)",
@@ -274,6 +376,11 @@ FAULTS: dict[str, tuple[Any, ...]] = {
         "    mbarrier.arrive(q_free.index(slot), count=1)\n"
         "    of_keys, of_values = warpgroup_mma_wait(0, deps=(of_keys, of_values))\n",
     ),
+    "keys: bits of the other step": (
+        "words = seen.index(slot)",
+        "words = seen.index((slot + 1) % STAGES)",
+    ),
+    "keys: full blocks are told for partial ones": ("if n >= whole:", "if n > whole:"),
     "keys: no wait for gradients of weights": (
         "grads = warpgroup_mma_wait(1, deps=(grads,))",
         "grads = warpgroup_mma_wait(2, deps=(grads,))",
@@ -291,8 +398,39 @@ def test_a_planted_fault_is_found(
     text = Path(str(sys.modules[name].__file__)).read_text()
     module = imitated_gluon.plant(text, FAULTS[fault], tmp_path, name)
     monkeypatch.setitem(sys.modules, name, module)
-    blocks = torch.eye(5, dtype=torch.bool)  # many short lines, and a long one
-    blocks[:, 3] = blocks[3] = True
-    layout = BlockLayout.from_blocks(blocks, block=64, seq_len=320)
-    q = _random(1, 2, 320, 64)
-    assert imitated_gluon.is_found(lambda: _worst(q, q, layout), 8)
+    if fault.startswith("walks"):  # other modules have its functions by name
+        for kernel in EVERY:
+            other = vars(sys.modules[f"torchweld.triton_kernels.{kernel}"])
+            for each in other.keys() & vars(module).keys():
+                if getattr(other[each], "__module__", None) == name:
+                    monkeypatch.setitem(other, each, vars(module)[each])
+    q, layout = _random(1, 2, 320, 64), _long_and_short(64)
+
+    def measure() -> float:
+        sinks = torch.tensor([1.0, 3.0]).half()
+        return max(_worst(q, q, layout), _worst(q, q, layout, causal=True, sinks=sinks))
+
+    assert imitated_gluon.is_found(measure, 8)
+
+
+def _long_and_short(block: int) -> BlockLayout:
+    """Many short lines, and a long one of full and partial blocks."""
+    kinds = 2 * torch.eye(5, dtype=torch.int)
+    kinds[3] = torch.tensor([1, 2, 1, 2, 1])
+    kinds[:, 3] = torch.tensor([1, 2, 2, 2, 1])
+    kinds[1, 4] = kinds[4, 1] = kinds[2, 0] = 1
+    bits = torch.rand(320, 320, generator=torch.Generator().manual_seed(2)) < 0.5
+
+    def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        kind = kinds[query // 64, key // 64]
+        return (kind == 2) | (kind == 1) & bits[query, key]
+
+    return BlockLayout.from_mask_fn(sees, 320, block=block)
+
+
+def test_no_fault_is_found_where_none_is(started: list[str]) -> None:
+    q, layout = _random(1, 2, 320, 64), _long_and_short(64)
+    sinks = torch.tensor([1.0, 3.0]).half()
+    assert _worst(q, q, layout) <= 8
+    assert _worst(q, q, layout, causal=True, sinks=sinks) <= 8
+    assert started == 2 * EVERY

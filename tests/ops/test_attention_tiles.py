@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from conftest import PLACES, running_at
-from torchweld.dispatch.engine import asking
+from torchweld.dispatch import proof
 from torchweld.functional import block_sparse_attention
 from torchweld.ops.attention.block_sparse import OP
 from torchweld.sparse import BlockLayout
-from trying import Trials, try_on_cpu
+from trying import Trials, time_by, try_on_cpu
 
 pytestmark = pytest.mark.skipif(
     PLACES["interpreter"][2] is not None, reason=str(PLACES["interpreter"][2])
@@ -31,7 +31,7 @@ BY_RULE, SMALLER, LONGER = (
 def trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Trials]:
     """Triton's interpreter stands for a GPU, and is slow with the tiles by rule."""
     trials = try_on_cpu(monkeypatch, tmp_path)
-    monkeypatch.setattr(asking, "take_times", trials.run_and_time)
+    time_by(monkeypatch, trials.run_and_time)
     with running_at("interpreter", monkeypatch):
         yield trials
 
@@ -40,7 +40,7 @@ def trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Trials]:
 def tiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels and tiles that calls run with, outside of trials."""
     from torchweld.triton_kernels import block_sparse_attention as kernels
-    from torchweld.triton_kernels import contest
+    from torchweld.triton_kernels import tiled
 
     ran: list[str] = []
 
@@ -53,7 +53,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ran.append(f"{sizes[0]} x {sizes[1]} by {warps} warps, {stages} stages")
         kernels.run(on, launched)
 
-    monkeypatch.setattr(contest, "run", run)
+    monkeypatch.setattr(tiled, "run", run)
     return ran
 
 
@@ -87,7 +87,7 @@ def test_the_fastest_is_found_once(trials: Trials, tiles: list[str]) -> None:
     forward, *others = trials.timed
     assert forward == [BY_RULE, SMALLER, LONGER]
     assert [len(names) for names in others] == [2]  # of queries; kernels of keys have one tile
-    kernels = {entry.kind["kernel"] for entry in trials.engine.entries()}
+    kernels = {entry.kind["kernel"] for entry in trials.checker.entries()}
     assert kernels == {"attention of forward", "attention of queries"}
 
     exact = [t.detach().double().requires_grad_() for t in inputs]
@@ -125,13 +125,13 @@ def test_a_wrong_tile_does_not_serve(
     assert tiles[0] == BY_RULE
 
 
-@pytest.mark.parametrize("mode", asking.MODES)
+@pytest.mark.parametrize("mode", proof.MODES)
 def test_only_tuning_times(
     trials: Trials, tiles: list[str], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A user's process takes the rule's tile, in each mode."""
-    monkeypatch.setattr(asking, "mode", mode)
-    monkeypatch.setattr(asking, "take_times", None)
+    monkeypatch.setattr(proof, "mode", mode)
+    monkeypatch.setattr(proof, "choose_fastest", None)
     trials.ms[SMALLER] = 1.0
     _attend()
     assert tiles[0] == BY_RULE
@@ -149,7 +149,7 @@ def test_calls_of_one_size_with_other_lines_are_another_class(
         block_sparse_attention(q, q, q, layout)
     assert tiles == [LONGER, BY_RULE]
     assert [LONGER in names for names in trials.timed] == [True, False]
-    sizes = {entry.size for entry in trials.engine.entries()}
+    sizes = {entry.size for entry in trials.checker.entries()}
     assert len(sizes) == 1
 
 
@@ -163,7 +163,7 @@ def test_in_inference_mode(trials: Trials, tiles: list[str]) -> None:
 def test_one_tile_is_no_question(trials: Trials) -> None:
     """float32 takes small tiles, since its products take three passes."""
     _attend(torch.float32)
-    assert not trials.engine.entries()
+    assert not trials.checker.entries()
 
 
 def test_tiles_fit_blocks_and_repeat_no_rows() -> None:
@@ -190,9 +190,9 @@ def test_nothing_is_chosen_before_the_engine_is_connected(
     tiles: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torchweld.triton_kernels import block_sparse_attention as kernels
-    from torchweld.triton_kernels import contest
+    from torchweld.triton_kernels import tiled
 
-    monkeypatch.setattr(contest, "choose", None)
+    monkeypatch.setattr(tiled, "choose", None)
     arguments = OP.inputs(*(t.detach() for t in _inputs()), LAYOUT)  # type: ignore[misc]
     kernels.block_sparse_attention(*arguments)
     assert tiles == [BY_RULE]

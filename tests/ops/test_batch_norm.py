@@ -16,6 +16,7 @@ from oracle import assert_same_bits_on_any_threads, exact, incoming, run
 from torchweld.bench.cases import CASES
 from torchweld.dispatch.call import call
 from torchweld.nn import LinearBatchNormAct
+from torchweld.ops import batch_norm
 from torchweld.registry import BACKENDS, OPS, materialize
 
 WHOLE, LAYER = OPS["batch_norm_act"], OPS["linear_batch_norm_act"]
@@ -333,8 +334,8 @@ def test_adapted_modules_are_called() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("backend", EITHER)
-def test_a_checkpoint_updates_once(reentrant: bool, backend: str) -> None:
+@pytest.mark.parametrize("backend", [*EITHER, None])
+def test_a_checkpoint_updates_once(reentrant: bool, backend: str | None) -> None:
     """Recomputation does not count a batch twice, as it does in torch's own modules."""
     mine, _ = _pair()
     plain_mine = copy.deepcopy(mine)
@@ -364,3 +365,28 @@ def test_the_module_compiles(momentum: float | None, recompute: bool, compiler: 
         torch.testing.assert_close(found, twin(x))
         found.square().sum().backward()
         torch.testing.assert_close(_buffers(mine), _buffers(twin))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [2, 40, 2000])
+def test_few_elements_take_torchs_op(rows: int, dtype: torch.dtype) -> None:
+    """Its steps took five times torch's one op, and running statistics most of that.
+
+    Calls of few elements are torch's, and have its bits, the first one and later ones.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(*size, generator=generator).to(dtype) for size in ((rows, 64), (64,), (64,))
+    )
+    for trains in (False, True):
+        found, wanted = ([torch.zeros(64).to(dtype), torch.ones(64).to(dtype)] for _ in range(2))
+        leaf = x.clone().requires_grad_(trains)
+        for _ in range(4):
+            with torchweld.use_backend(None):
+                y = torchweld.functional.batch_norm_act(leaf, *found, weight, bias, True)
+            z = torch.nn.functional.batch_norm(x, wanted[0], wanted[1], weight, bias, True)
+        near = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 16 * torch.finfo(dtype).eps}
+        torch.testing.assert_close([y, *found], [torch.nn.functional.gelu(z), *wanted], **near)
+        if x.numel() < batch_norm._FEW[dtype.itemsize == 2]:
+            assert torch.equal(found[0], wanted[0])
+            assert torch.equal(y, torch.nn.functional.gelu(z))

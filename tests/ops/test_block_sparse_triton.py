@@ -21,7 +21,7 @@ from selection import TRITON_DEVICE as DEVICE
 from selection import of_triton
 from torchweld import BackendError, random
 from torchweld.bench.cases import CASES
-from torchweld.dispatch import op_question
+from torchweld.dispatch import op_proof
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.functional import block_sparse_attention
@@ -101,13 +101,13 @@ def test_a_check_divides_lines_as_the_call_does(
         return pieces
 
     monkeypatch.setattr(block_sparse_attention, "divide", record)
-    question = op_question.make_question(OP, inputs)
+    question = op_proof.make_question(OP, inputs)
     found, wanted = question.run("triton"), question.exact()
     assert divided == [queries > 2048]
     for name, value in found.items():
         torch.testing.assert_close(value.double(), wanted[name], rtol=1e-3, atol=1e-4)
     short = OP.inputs(*[q[:, :, :600]] * 3, BlockLayout.sliding_window(600, 2, block=32))  # type: ignore[misc]
-    same = op_question.class_of(OP, inputs) == op_question.class_of(OP, short)
+    same = op_proof.class_of(OP, inputs) == op_proof.class_of(OP, short)
     assert same == (queries <= 2048)
 
 
@@ -209,11 +209,11 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pieces of at least 16 tokens. A test fails if one of its calls had no line of several."""
     from torchweld.triton_kernels import attention_tiles, block_sparse_attention
 
-    counts, key_contests = [], block_sparse_attention._key_contests
+    counts, list_tiled_keys = [], block_sparse_attention._list_tiled_keys
 
     def launch_and_count(call: Any, *rest: Any) -> Any:
-        contests, after = key_contests(call, *rest)
-        (summed,) = after or contests[0].after
+        tiled_launches, after = list_tiled_keys(call, *rest)
+        (summed,) = after or tiled_launches[0].after
         *_, extras, least = summed.args
         table = call.columns.table
         if table is None or summed.options["PER_HEAD"]:
@@ -222,10 +222,10 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             lengths = (table[0, 0, :, 3] - table[0, 0, :, 1]) * call.group
             most = max(-(-int(lengths.sum()) // extras), least)
             counts.append(int((lengths > most).sum()))
-        return contests, after
+        return tiled_launches, after
 
     monkeypatch.setattr(attention_tiles, "LEAST_TOKENS", 16)
-    monkeypatch.setattr(block_sparse_attention, "_key_contests", launch_and_count)
+    monkeypatch.setattr(block_sparse_attention, "_list_tiled_keys", launch_and_count)
     yield
     assert counts
     assert all(counts)

@@ -134,7 +134,7 @@ def test_bits(form: str) -> None:
         return
     order = torch.randperm(50, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     moved = [value[order] if at in (0, 3, 4) else value for at, value in enumerate(inputs)]
-    assert torch.equal(OP.fused("triton", *moved), found["y"][order])
+    assert torch.equal(OP.plan("triton", *moved)(*moved), found["y"][order])
 
 
 @pytest.mark.parametrize("form", ["gated", "recomputed", "weights_first"])
@@ -146,7 +146,7 @@ def test_each_gradient_by_itself(form: str) -> None:
     for name in OP.differentiable:
         leaf = inputs[names.index(name)].detach().requires_grad_()
         given = [leaf if names[at] == name else value for at, value in enumerate(inputs)]
-        y = OP.fused("triton", *given)
+        y = OP.plan("triton", *given)(*given)
         (found,) = torch.autograd.grad(y, [leaf], incoming(y))
         assert torch.equal(found, every[f"grad_{name}"]), name
 
@@ -248,7 +248,7 @@ def test_a_sample_takes_the_calls_tiles(tokens: int, experts_: int, top: int) ->
     )
     assert whole == part
     others = [*inputs[:3], torch.zeros(100000, top, dtype=torch.int64), *inputs[4:]]
-    assert (OP.regime(inputs) == OP.regime(others)) == whole  # calls of another class
+    assert (OP.find_regime(inputs) == OP.find_regime(others)) == whole  # calls of another class
 
 
 def test_no_tokens() -> None:

@@ -17,14 +17,14 @@ from oracle import assert_bounded, exact, incoming
 from torchweld import functional
 from torchweld.bench.cases import CASES
 from torchweld.commands import tune
-from torchweld.dispatch.engine import asking
-from torchweld.dispatch.engine.asking import Engine
-from torchweld.dispatch.engine.store import Store
+from torchweld.dispatch import proof
+from torchweld.dispatch.proof import Checker
+from torchweld.dispatch.store import Store
 from torchweld.ops import activation as activations
 from torchweld.ops.gemm import epilogue, fused_choice
 from torchweld.ops.gemm.common import arguments
 from torchweld.registry import OPS, Composite, materialize
-from trying import Trials, try_on_cpu
+from trying import Trials, time_by, try_on_cpu
 
 LINEAR, MLP = OPS["linear_act"], OPS["mlp"]
 BLOCKS = [op for op in (LINEAR, MLP) if isinstance(op, Composite)]
@@ -208,7 +208,7 @@ def test_second_derivatives(interpreted: None, fused: Any, kind: tuple[str, str]
 def trials(interpreted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trials:
     """A fake clock, a separate cache, and no lower limit on shapes."""
     trials = try_on_cpu(monkeypatch, tmp_path)
-    monkeypatch.setattr(asking, "take_times", trials.run_and_time)
+    time_by(monkeypatch, trials.run_and_time)
     monkeypatch.setattr(epilogue, "_SMALLEST", 0)
     monkeypatch.setattr(epilogue, "_kernel", torch.ops.torchweld.linear_act.triton)  # no plans
     return trials
@@ -250,7 +250,7 @@ def test_the_faster_is_chosen_once(trials: Trials, launched: Callable[..., bool]
     assert "triton: one kernel for all, measured at 2.00x the speed of torch's GEMM" in explained
     block = torchweld.explain("mlp", x, weight, bias, weight.t(), None)
     assert "measured at 2.00x" in block.detail
-    (entry,) = asking.engine_for(x.device).entries()
+    (entry,) = proof.checker_for(x.device).entries()
     assert entry.kind["op"] == "linear_act in one kernel"
     assert (entry.answer.backend, entry.answer.ms["unfused"], entry.answer.ms["0"]) == ("0", 2, 1)
 
@@ -294,7 +294,7 @@ def test_unsupported_calls_are_unfused(trials: Trials, monkeypatch: pytest.Monke
     trials.ms = {"unfused": 2.0, "0": 1.0}
     x, weight, bias = materialize(arguments((24,), 8, 7), torch.float32)
     masked = x.as_subclass(type("Tensor", (torch.Tensor,), {}))
-    monkeypatch.setattr(asking, "has_trials", lambda device: False)
+    monkeypatch.setattr(proof, "can_check", lambda device: False)
     for given in ((masked, weight, bias), (x, weight, bias)):
         functional.linear_act(*given)
     assert not trials.timed
@@ -346,17 +346,17 @@ def test_kernels_that_are_wrong_or_fail_are_refused(
 @pytest.mark.skipif(not GPU, reason="no GPU")
 def test_timing_on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The chosen form is right, and nothing is timed while a graph is captured."""
-    engine = Engine(Store(tmp_path / "answers.json"), {"device": "this GPU"})
-    monkeypatch.setattr(asking, "engine_for", lambda device: engine)
-    monkeypatch.setattr(asking, "_served", {})
+    engine = Checker(Store(tmp_path / "answers.json"), {"device": "this GPU"})
+    monkeypatch.setattr(proof, "checker_for", lambda device: engine)
+    monkeypatch.setattr(proof, "_served", {})
     given = materialize(arguments((2048,), 256, 1024), torch.float16, "cuda")
     graph = torch.cuda.CUDAGraph()
     tanh = {"approximate": "tanh"}
     with torchweld.use_backend("triton"):
-        monkeypatch.setattr(asking, "mode", "kept")
+        monkeypatch.setattr(proof, "mode", "kept")
         expected = functional.linear_act(*given, **tanh)  # compile before the capture
-        monkeypatch.setattr(asking, "mode", "check")
-        monkeypatch.setattr(asking, "take_times", tune.take_times)
+        monkeypatch.setattr(proof, "mode", "check")
+        monkeypatch.setattr(proof, "choose_fastest", tune.choose_fastest)
         with torch.cuda.graph(graph):
             captured = functional.linear_act(*given, **tanh)
         assert "not timed yet" in torchweld.explain("linear_act", *given, **tanh).detail

@@ -165,7 +165,7 @@ def test_it_serves_untimed_where_it_fills_the_processors(
 ) -> None:
     """Meta tensors have four processors."""
     x = torch.empty(rows, 64, dtype=dtype, device="meta")
-    found = linear_act.contenders(x, torch.empty(256, 64, dtype=dtype, device="meta"))
+    found = linear_act.candidates(x, torch.empty(256, 64, dtype=dtype, device="meta"))
     assert linear_act.tiles(torch.bfloat16)[linear_act.BY_RULE].roles
     assert (found == [linear_act.BY_RULE]) == leads
     assert found

@@ -15,7 +15,7 @@ import torchweld
 from conftest import PLACES, running_at
 from torchweld import functional
 from torchweld.dispatch import choice
-from torchweld.ops.loss import arguments, fused, linear
+from torchweld.ops.loss import arguments, fused, ways
 
 pytest.importorskip("triton")
 launch = pytest.importorskip("torchweld.triton_kernels.launch")
@@ -128,8 +128,8 @@ def test_padded_logits_of_an_odd_vocabulary(monkeypatch: pytest.MonkeyPatch) -> 
     x, weight, target = _draw_layer()
     bias = torch.randn(CLASSES, requires_grad=True)
     leaves = [x, weight, bias]
-    monkeypatch.setattr(linear, "_UNPADDED", 0)
-    monkeypatch.setattr(linear.chunks, "_pads_rows", lambda _: True)
+    monkeypatch.setattr(ways, "_UNPADDED", 0)
+    monkeypatch.setattr(ways.chunks, "_pads_rows", lambda _: True)
     loss = functional.linear_cross_entropy(x, weight, target, linear_bias=bias)
     wanted = F.cross_entropy(F.linear(*leaves), target)
     torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)
@@ -197,7 +197,7 @@ def test_an_answer_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
         fused.FORWARD, "_choose_on_gpu", lambda *_: ("triton", asked.append(True) or next(finals))
     )
     with torchweld.use_backend(None):
-        run = fused.FORWARD.find_for_all(x)
+        (run,) = fused.FORWARD.find_for_all(x)
     how = (None, None, None, None, 1.0, 0.0, 0.0, 0.0, -100, "mean", torch.float32)
     logits = torch.randn(ROWS, CLASSES)
     losses = [run(logits, T, *how)[0] for _ in range(4)]

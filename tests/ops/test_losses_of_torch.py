@@ -24,7 +24,7 @@ import torchweld
 from conftest import running_at
 from torchweld import functional
 from torchweld.bench.memory import LiveBytes
-from torchweld.dispatch.engine.judge import Judge
+from torchweld.dispatch.proof import Judge
 from torchweld.dispatch.warm import cache, plans
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks, rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusable
 import seams
@@ -67,6 +69,39 @@ def test_explain() -> None:
             assert torchweld.explain(functional.linear_act, rows, weight, bias).chosen == "cpu"
         small = torchweld.explain(functional.layer_norm, x[:1], x.shape[1:])
         assert "too small" in small.reasons["cpu"]
+
+
+# --- Plans --------------------------------------------------------------------------------------
+
+
+class _Seeing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@every_seam
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("cast", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_plans_have_the_bits_of_calls_that_a_mode_sees(
+    seam: Composite, dtype: torch.dtype, cast: torch.dtype | None, trains: bool
+) -> None:
+    """Under a mode each step asks what to do; without one all is decided. A planned layer divided
+    its bias in float32 under autocast, and lost its rounding: tests of warm calls compared plans
+    with plans."""
+    found = []
+    for mode in (contextlib.nullcontext(), _Seeing()):
+        torch.manual_seed(0)
+        given = materialize(seam.sized((40,), (64,)), dtype, "cpu", requires_grad=trains)
+        autocast = torch.autocast("cpu", cast, enabled=cast is not None)
+        with mode, autocast, torch.set_grad_enabled(trains):
+            y = call(seam, *given)
+            leaves = [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad]
+            made = torch.autograd.grad(y.float().sin().sum(), leaves) if trains else ()
+        found.append((y, *made))
+    for one, other in zip(*found, strict=True):
+        assert one.dtype is other.dtype
+        assert torch.equal(one, other)
 
 
 # --- Layouts ------------------------------------------------------------------------------------

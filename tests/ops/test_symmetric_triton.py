@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import imitated_gluon
 import torchweld
 from selection import TRITON_DEVICE as DEVICE
 from selection import of_triton
@@ -16,13 +19,149 @@ from torchweld.ops.optimizer import orthogonal
 triton = pytest.importorskip("triton")
 tl = triton.language
 symmetric = pytest.importorskip("torchweld.triton_kernels.symmetric")
+symmetric_roles = pytest.importorskip("torchweld.triton_kernels.symmetric_roles")
+launch = pytest.importorskip("torchweld.triton_kernels.launch")
 
 pytestmark = of_triton
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that ran, where the one with roles does, in an imitation of its GPU."""
+    if DEVICE != "cpu":
+        pytest.skip("a GPU runs it")
+    found: list[str] = []
+    plain = launch.start
+
+    def start(launched: Any, options: dict[str, Any]) -> Any:
+        found.append(launched.kernel.fn.__name__)
+        imitated = "gl" in launched.kernel.fn.__globals__
+        return (imitated_gluon.start if imitated else plain)(launched, options)
+
+    monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(symmetric, "runs_on", lambda device: True)
+    monkeypatch.setattr(symmetric_roles, "processors", lambda device: 2)
+    return found
 
 
 def _random(*shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator).half().to(DEVICE)
+
+
+def _worst(shape: tuple[int, int, int], is_added: bool, *, two: bool = False) -> float:
+    """The largest error of a product, in its bound; infinite if it is not symmetric."""
+    x = _random(*shape)
+    if is_added:
+        x = x[:, :, : shape[1]] + x[:, :, : shape[1]].mT
+    y = x.clone() if two else None
+    alpha, beta = (2.0, 0.5) if is_added else (1.0, 0.0)
+    found = symmetric.symmetric_product(x, y, alpha, beta)
+    wide = x.double()
+    exact = alpha * wide @ wide.mT + (beta * wide if is_added else 0)
+    terms = alpha * wide.abs() @ wide.abs().mT + (beta * wide.abs() if is_added else 0)
+    bound = 2.0**-11 * exact.abs() + (x.shape[2] + 2) * 2.0**-24 * terms + 2.0**-25
+    error = ((found.double() - exact).abs() / bound).nan_to_num(torch.inf).max().item()
+    return error if torch.equal(found, found.mT) else float("inf")
+
+
+SIZES = [(1, 128, 64), (3, 136, 136), (2, 264, 264), (1, 520, 520), (2, 384, 384)]
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+@pytest.mark.parametrize("shape", SIZES, ids=lambda shape: "x".join(map(str, shape)))
+def test_products_by_roles(shape: tuple[int, int, int], is_added: bool, started: list[str]) -> None:
+    """Tiles that end in the next matrix, on and off the diagonal, more of them than programs."""
+    shape = (*shape[:2], shape[1] if is_added else shape[2])
+    assert _worst(shape, is_added) <= 1
+    assert _worst(shape, is_added, two=True) <= 1
+    assert started == 2 * ["symmetric_roles"]
+
+
+def test_rows_that_descriptors_do_not_take(started: list[str]) -> None:
+    assert _worst((1, 129, 64), False) <= 1
+    assert started == ["_symmetric"]
+
+
+@pytest.mark.parametrize("size", [128, 256, 640, 2048, 2560, 3072, 3584, 4096, 5120, 8192])
+def test_every_tile_has_a_place(size: int) -> None:
+    """Each once: those with a number on or below the diagonal."""
+    each, band = symmetric_roles.count_tiles(size)
+    found = [symmetric_roles.place_of.fn(number, band) for number in range(each)]
+    rows = 2 * -(-size // 256)
+    assert sorted(found) == [(row, column) for row in range(rows) for column in range(row // 2 + 1)]
+
+
+FAULTS: dict[str, tuple[Any, ...]] = {
+    "no wait for factors": (
+        "            mbarrier.wait(ready.index(slot), (step // STAGES) & 1)\n",
+        "",
+    ),
+    "a slot is filled before its product has read it": (
+        "warpgroup_mma_wait(1, deps=(total,))",
+        "warpgroup_mma_wait(2, deps=(total,))",
+    ),
+    "no wait for what is added": ("            mbarrier.wait(is_added, done & 1)\n", ""),
+    "what is added is fetched into a tile that is being finished": (
+        "                mbarrier.wait(taken, (done & 1) ^ 1)\n",
+        "",
+    ),
+    "no wait for a tile that is being finished": (
+        "        else:\n            mbarrier.wait(taken, (done & 1) ^ 1)\n",
+        "        else:\n",
+    ),
+    "no fence after a tile": (
+        "        fence_async_shared()\n        mbarrier.arrive(dropped, count=1)\n",
+        "        mbarrier.arrive(dropped, count=1)\n",
+    ),
+    "no wait for a tile": ("        mbarrier.wait(dropped, done & 1)\n", ""),
+    "a tile is given back while it is copied out": (
+        "        wait_for_stores(0)\n        mbarrier.arrive(taken, count=1)\n",
+        "        mbarrier.arrive(taken, count=1)\n        wait_for_stores(0)\n",
+    ),
+    "a square is turned while the last one is copied out": (
+        "                    wait_for_stores(0)\n",
+        "",
+    ),
+    "squares are not turned": ("turned.permute((1, 0)).store(value)", "turned.store(value)"),
+    "squares on the diagonal are not symmetric": ("gl.where(is_lower, value, mirrored)", "value"),
+    "the diagonal is left out": ("if column <= row:", "if column < row:"),
+    "squares are one another's": ("squares.index(part * HALVES + half)", "squares.index(part)"),
+    "the next matrix's rows": (
+        "            row = tile // each * size + row_tile * ROWS\n            column",
+        "            row = row_tile * ROWS\n            column",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(
+    fault: str, started: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    name = "torchweld.triton_kernels.symmetric_roles"
+    text = Path(str(symmetric_roles.__file__)).read_text()
+    module = imitated_gluon.plant(text, FAULTS[fault], tmp_path, name)
+    monkeypatch.setitem(sys.modules, name, module)
+
+    def measure() -> float:
+        # Factors that commute but for rounding: only with two of them a tile is not symmetric.
+        return max(_worst((2, 456, 456), added) for added in (False, True)) + _uneven()
+
+    assert imitated_gluon.is_found(measure, 1)
+
+
+def _uneven() -> float:
+    """Nothing if a product of factors that commute but for rounding is symmetric."""
+    gram = _random(1, 136, 64)
+    gram = torch.bmm(gram, gram.mT) / 8
+    square = torch.bmm(gram, gram) / 64
+    found = symmetric.symmetric_product(gram, square, 1.0, 0.0)
+    return 0.0 if torch.equal(found, found.mT) else float("inf")
+
+
+def test_no_fault_is_found_where_none_is(started: list[str]) -> None:
+    assert _uneven() == 0
+    assert started == ["symmetric_roles"]
 
 
 @pytest.mark.parametrize("is_added", [False, True])

@@ -5,6 +5,7 @@ peer_kernels.py and peer_patch.py have the errors of a missing or older package.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 from kernels import Mode, kernelize
 from models import build
 from torchtitan.components.optimizer import OptimizersContainer
+from transformers import LlamaForCausalLM
 
 import torchweld
 from torchweld import huggingface, titan
@@ -75,9 +77,41 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: liger.liger_rotary_pos_emb(X, X, X, X, unsqueeze_dim=2),
         "liger_rotary_pos_emb: unsqueeze_dim is 2; accepted: 1",
     ),
+    "trl, mask": (
+        lambda: trl.selective_log_softmax(X, LABELS, row_mask=torch.ones(3)),
+        r"selective_log_softmax: row_mask is of shape \[3\]; accepted: the rows' shape, \[2\]",
+    ),
+    "trl, device": (
+        lambda: trl.selective_log_softmax(X, LABELS.to("meta")),
+        "target is on meta; accepted: the device of input, cpu",
+    ),
+    "verl, device": (
+        lambda: verl.linear_cross_entropy(X, WEIGHT.to("meta"), LABELS),
+        "linear_weight is on meta; accepted: the device of input, cpu",
+    ),
+    "liger, device": (
+        lambda: liger.LigerRMSNorm(8).to("meta")(X),
+        "rms_norm: weight is on meta; accepted: the device of input, cpu",
+    ),
+    "varlen, device": (
+        lambda: varlen.varlen_attn(Q, Q.to("meta"), Q, ENDS, ENDS, 4, 4),
+        "k is on meta; accepted: the device of q, cpu",
+    ),
+    "varlen, window": (
+        lambda: varlen.varlen_attn(Q, Q, Q, ENDS, ENDS, 4, 4, window_size=3),  # type: ignore[arg-type]
+        r"varlen_attn: window_size is 3; accepted: \(tokens before, tokens after\)",
+    ),
     "patch, model": (
         lambda: huggingface.patch(3).__enter__(),
         "patch: model is a int; accepted: a config",
+    ),
+    "patch, kind": (
+        lambda: huggingface.patch(build("Llama").config, torch.nn.Linear).__enter__(),
+        "patch: kind is Linear; accepted: a model's class of transformers, such as Auto",
+    ),
+    "patch, kind of others": (
+        lambda: huggingface.patch(build("Bert").config, LlamaForCausalLM).__enter__(),
+        "patch: kind is LlamaForCausalLM; accepted: a class for a BertConfig",
     ),
 }
 
@@ -110,6 +144,27 @@ def test_another_torchtitan_is_named() -> None:
     last = ran.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: torchweld.titan: cannot import name 'ChunkedLossWrapper'")
     assert last.endswith("accepted: torchtitan 0.3 with what it requires")
+
+
+def test_another_release_of_torchtitan_and_trl_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that has the same names, which may mean something else."""
+    code = "import torchtitan; torchtitan.__version__ = '0.4.0'; import torchweld.titan"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    told = (
+        "UserWarning: torchweld.titan: torchtitan is 0.4.0, and ours stand for the classes of 0.3"
+    )
+    assert told in ran.stderr
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.17.2")
+    with (
+        pytest.warns(UserWarning, match=r"patch: trl is 1.17.2, and ours stand for the"),
+        trl.patch(),
+    ):
+        pass
 
 
 def test_overrides_run_torch_on_a_device_without_kernels() -> None:

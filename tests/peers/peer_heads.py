@@ -29,8 +29,10 @@ _MAPPINGS = (
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
 )
-_TESTED = ("llava", "gemma3", "internvl", "qwen2_audio", "whisper", "bart", "t5", "canary")
-_TESTED += ("paligemma",)  # computes something else where it is compiled
+_TESTED = (
+    *("llava", "gemma3", "internvl", "qwen2_audio", "whisper", "bart", "t5", "canary"),
+    "paligemma",  # computes something else where it is compiled
+)
 WAYS = ("trial", "graph")
 
 

@@ -8,7 +8,10 @@ does.
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.metadata
+import inspect
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +21,15 @@ from typing import Any
 import peer_fuse
 import pytest
 import torch
+import transformers
 from kernels import Mode, kernelize, register_kernel_mapping
 from kernels.layer import globals as switches
 from kernels.layer import layer as kernels_layer
 from kernels.layer import repos as kernels_repos
-from models import MODELS, build, tokens
+from models import MODELS, build, make_kind, tokens
 from transformers import AutoModelForCausalLM, activations
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.bert.modeling_bert import BertIntermediate
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
@@ -34,6 +39,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 from transformers.utils import import_utils
 
 import torchweld
+from conftest import running_at
+from selection import TRITON, TRITON_DEVICE
 from torchweld import huggingface
 from torchweld.errors import ArgumentError
 from torchweld.huggingface import _kernel_layers as layers
@@ -56,7 +63,7 @@ REPLACED: dict[str, type[torch.nn.Module]] = {
     **{"SiLU": activations.SiLUActivation, "GeLU": activations.GELUActivation},
     **{"GeluTanh": activations.GELUTanh, "NewGELU": activations.NewGELUActivation},
     **{"FastGELU": activations.FastGELUActivation, "QuickGELU": activations.QuickGELUActivation},
-    "ForCausalLMLoss": LOSS,
+    **{"LinearAct": BertIntermediate, "ForCausalLMLoss": LOSS},
 }
 
 
@@ -102,27 +109,73 @@ FAMILIES = {
     "Gemma3": {"rms_norm, weight + 1": 13, "gated_act (gelu)": 2},
     "Olmo2": {"rms_norm": 9, "gated_act (silu)": 2},
     "GptOss": {"rms_norm": 5},
+    "GPT2": {"layer_norm": 5, "linear_act": 2},
+    "Qwen3Next": {"rms_norm, gated_act": 1, "rms_norm, weight + 1": 7, "gated_act (silu)": 2},
 }
+# None of these has a rotation that transformers names, of all its columns.
+NO_ROTATION = ("Gemma3", "GPT2", "Qwen3Next")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("compiled", [False, True])
+def _make(name: str) -> Any:
+    """A family's small model, in training."""
+    if name != "Qwen3Next":
+        return build(name).train()
+    torch.manual_seed(0)
+    sizes = {f"linear_{of}": n for n, of in ((2, "num_key_heads"), (4, "num_value_heads"))}
+    sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    kinds = ["linear_attention", "full_attention"]
+    model: Any = make_kind("qwen3_next", layer_types=kinds, **sizes).train()
+    model.set_experts_implementation("eager")
+    return model
+
+
+def _check_layers(name: str, model: Any) -> None:
+    """explain_fusion has our layers, as many as the family has."""
+    expected = FAMILIES[name] | {"cross_entropy": 1}
+    expected |= {"rotary_embedding_qk": 2} if NAMED and name not in NO_ROTATION else {}
+    found = _becomes(model)
+    for what, count in expected.items():
+        assert found[f"{what}, by kernelize"] == count, (what, found)
+
+
+# The backward pass of a compiled Qwen3-Next fails in torch, without us too.
+RUNS = [(name, compiled) for name in FAMILIES for compiled in (False, name != "Qwen3Next")]
+
+
+@pytest.mark.parametrize(("name", "compiled"), dict.fromkeys(RUNS))
 def test_losses_and_gradients(name: str, compiled: bool) -> None:
     """Against the unchanged model in float64, in training; explain_fusion names each layer."""
-    model, given = build(name).train(), tokens()
+    model, given = _make(name), tokens()
     if compiled and name == "GptOss":  # eager experts have a loop that no graph takes
         model.set_experts_implementation("batched_mm")
     plain = peer_fuse._results(model, given)
     truth = peer_fuse._results(copy.deepcopy(model).double(), given)
     huggingface.name_layers(model)
     _take(model)
-    expected = FAMILIES[name] | {"cross_entropy": 1}
-    expected |= {"rotary_embedding_qk": 2} if NAMED and name != "Gemma3" else {}
-    found = _becomes(model)
-    for what, count in expected.items():
-        assert found[f"{what}, by kernelize"] == count, (what, found)
+    _check_layers(name, model)
     ran: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     peer_fuse._agree(peer_fuse._results(ran, given), plain, truth)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_entries_of_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward by the kernels of Triton: on a GPU, or in the interpreter.
+
+    The backend is selected by name, so that a layer that it cannot serve raises an error. No test
+    ran a layer that `kernelize` took for CUDA.
+    """
+    monkeypatch.setattr(kernels_repos, "_find_capability", lambda: 90)
+    model, given = _make(name), tokens(1)
+    plain = peer_fuse._results(model, given)
+    truth = peer_fuse._results(copy.deepcopy(model).double(), given)
+    huggingface.name_layers(model)
+    with huggingface.kernel_mapping():
+        kernelize(model, mode=TRAINING, device="cuda")
+    _check_layers(name, model)
+    with running_at(TRITON, monkeypatch):
+        moved = {key: value.to(TRITON_DEVICE) for key, value in given.items()}
+        found = peer_fuse._results(model.to(TRITON_DEVICE), moved)
+    peer_fuse._agree([each.to("cpu") for each in found], plain, truth)
 
 
 def test_inductor_compiles_a_kernelized_model() -> None:
@@ -134,23 +187,23 @@ def test_inductor_compiles_a_kernelized_model() -> None:
     peer_fuse._agree(peer_fuse._results(compiled, given), plain, truth)
 
 
-@pytest.mark.parametrize("name", ["Llama", "GptOss"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_course_of_training(name: str) -> None:
-    plain, taken, given = build(name).train(), build(name).train(), tokens()
+    plain, taken, given = _make(name), _make(name), tokens()
     huggingface.name_layers(taken)
     expected = peer_fuse._losses(plain, given)
     assert peer_fuse._losses(_take(taken, TRAINING), given) == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_saved_and_loaded_without_us_then_fused(name: str, tmp_path: Path) -> None:
     """Files of a kernelized model are the model's; fuse welds what kernelize did not take."""
-    model, given = build(name).eval(), tokens()
+    model, given = _make(name).eval(), tokens()
     expected = model(**given).logits
     huggingface.name_layers(model)
     _take(model).save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.state_dict().keys() == build(name).state_dict().keys()
+    assert loaded.state_dict().keys() == _make(name).state_dict().keys()
     for each in (loaded, torchweld.fuse(loaded), torchweld.fuse(model)):
         torch.testing.assert_close(each(**given).logits, expected, rtol=1e-4, atol=1e-5)
     if name in MODELS:
@@ -187,6 +240,32 @@ def test_use_kernels_keeps_a_registered_mapping(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path, use_kernels=True)
     for each in (model, model.train(), model.eval()):
         assert _becomes(each)["rms_norm, by kernelize"] == 5
+
+
+@pytest.mark.parametrize("spoilt", [None, "hook", "layer", "activation", "adapter"])
+def test_a_linear_layer_with_its_activation_as_it_was_named(
+    spoilt: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One op computes both, unless one of them has a hook or is another one since."""
+    model: Any = torch.nn.Module()
+    model.block = BertIntermediate(build("Bert").config)
+    x, block, calls = torch.randn(4, 64), model.block, []
+    assert huggingface.name_layers(model) == ["block"]
+    _take(model)
+    if spoilt == "hook":
+        block.dense.register_forward_hook(lambda module, args, y: 2 * y)
+    elif spoilt == "layer":
+        block.dense = torch.nn.Sequential(block.dense, torch.nn.Linear(128, 128))
+    elif spoilt == "activation":
+        block.intermediate_act_fn = torch.nn.ReLU()
+    elif spoilt == "adapter":
+        torch.nn.utils.parametrizations.weight_norm(block.dense)
+    own = layers.functional.linear_act
+    monkeypatch.setattr(
+        layers.functional, "linear_act", lambda *a, **how: calls.append(1) or own(*a, **how)
+    )
+    torch.testing.assert_close(block(x), block.intermediate_act_fn(block.dense(x)))
+    assert len(calls) == (spoilt is None)
 
 
 # --- Forms of the same name -----------------------------------------------------------------------
@@ -228,13 +307,51 @@ def _exact_gated_norm(module: Any, x: torch.Tensor, gate: torch.Tensor) -> torch
 
 
 def test_norms_without_a_weight_and_of_one_plus_weight() -> None:
-    x = torch.randn(64, 48, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    weight = torch.linspace(-1, 1, 48).requires_grad_()
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
     bare: Any = SimpleNamespace(eps=1e-3)
-    expected = torch.nn.functional.rms_norm(x, (48,), eps=1e-3)
-    torch.testing.assert_close(layers.RMSNorm.forward(bare, x), expected)
-    bare.weight = torch.linspace(-1, 1, 48, dtype=torch.float64)
+    expected = torch.nn.functional.rms_norm(exact[0], (48,), eps=1e-3)
+    _same_with_gradients(layers.RMSNorm.forward(bare, x), expected, [x], exact[:1])
+    bare.weight = weight
     found = layers.RMSNormZeroCentered.forward(bare, x)
-    torch.testing.assert_close(found, expected * (1 + bare.weight))
+    _same_with_gradients(found, expected * (1 + exact[1]), [x, weight], exact)
+
+
+def _same_with_gradients(found: Any, expected: Any, leaves: Any, exact: Any) -> None:
+    """Compare a result and its gradients with those in float64."""
+    results = [
+        [y, *torch.autograd.grad(y.pow(3).sum(), inputs, retain_graph=True)]
+        for y, inputs in ((found, leaves), (expected, exact))
+    ]
+    for mine, true in zip(*results, strict=True):
+        torch.testing.assert_close(mine.double(), true, rtol=1e-5, atol=1e-4)
+
+
+NORMS = {name: LAYERS[name].forward for name in ("RMSNorm", "RMSNormGated", "RMSNormZeroCentered")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_norm_that_transformers_names(dtype: torch.dtype) -> None:
+    """A name does not say what a class computes: each form of a class is compared."""
+    forms: dict[str, tuple[str, Any]] = {}
+    for file in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        pattern = r'@use_kernel_forward_from_hub\("(RMSNorm\w*)"\)\nclass (\w+)'
+        for name, kind in re.findall(pattern, file.read_text()):
+            module = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
+            form = inspect.getsource(getattr(module, kind)).replace(kind, "")
+            forms[form] = name, getattr(module, kind)
+    assert {name for name, _ in forms.values()} == NORMS.keys()
+    x, gate = torch.randn(2, 2, 5, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for name, kind in forms.values():
+        norm = kind(48).to(dtype)
+        for parameter in norm.parameters():
+            parameter.data += torch.linspace(-1, 1, 48, dtype=dtype)
+        given = (x, gate) if name == "RMSNormGated" else (x,)
+        close = (
+            {"rtol": 1e-5, "atol": 1e-5} if dtype.itemsize == 4 else {"rtol": 0.02, "atol": 0.02}
+        )
+        torch.testing.assert_close(NORMS[name](norm, *given), kind.forward(norm, *given), **close)
 
 
 @of_transformers

@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import torchweld
+from conftest import running_at
+from selection import TRITON, TRITON_DEVICE
 from torchweld import huggingface
 from torchweld.errors import ArgumentError
 from torchweld.fusion import Weld
@@ -72,6 +74,23 @@ def test_built_fused(name: str, compiled: bool, tmp_path: Path) -> None:
     assert not {each for each in more if not each.startswith("rms_norm")}
     assert "linear_cross_entropy in training, logits when read" in _list_welds(model)
     peer_fuse._agree(peer_fuse._results(model, given), found, truth)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_built_fused_for_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and gradients by the kernels of Triton: on a GPU, or in the interpreter."""
+    plain, given = build(name).train(), tokens(1)
+    with huggingface.patch(plain.config):
+        model: Any = AutoModelForCausalLM.from_config(plain.config).train()
+    model.load_state_dict(plain.state_dict())
+    if hasattr(model.config, "num_local_experts"):
+        model.set_experts_implementation("eager")
+    found = peer_fuse._results(plain, given)
+    truth = peer_fuse._results(copy.deepcopy(plain).double(), given)
+    with running_at(TRITON, monkeypatch):
+        moved = {key: value.to(TRITON_DEVICE) for key, value in given.items()}
+        mine = peer_fuse._results(model.to(TRITON_DEVICE), moved)
+    peer_fuse._agree([each.to("cpu") for each in mine], found, truth)
 
 
 def test_on_meta_and_after_the_context() -> None:

@@ -113,6 +113,10 @@ def test_the_sinks_of_gpt_oss_are_trained() -> None:
     assert len(sinks) == 2
     assert all(bool(found[2 + at].abs().max() > 0) for at in sinks)
     peer_fuse._agree(found, expected, truth)
+    before = model.model.layers[0].self_attn.sinks.detach().clone()
+    losses = peer_fuse._losses(model, {**given, "use_cache": False})
+    assert losses == pytest.approx(peer_fuse._losses(plain, given), rel=1e-3)
+    assert not torch.equal(model.model.layers[0].self_attn.sinks, before)
 
 
 class _Language(lightning.LightningModule):

@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,12 +19,13 @@ import pytest
 import torch
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import OptimizersContainer, default_adamw
-from torchtitan.config import Configurable, OverrideConfig, apply_overrides
+from torchtitan.config import ConfigManager, Configurable, OverrideConfig, apply_overrides
 from torchtitan.models import llama3, qwen3
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
 
 import torchweld
+from pages import ROOT
 from torchweld import optim, titan
 from torchweld.errors import ArgumentError
 
@@ -179,6 +182,25 @@ def test_losses_that_ours_does_not_serve_take_the_path_of_torchtitan() -> None:
         loss.backward()
         results.append([loss.detach(), x.grad])
     torch.testing.assert_close(*results)
+
+
+def test_the_command_of_the_docs() -> None:
+    """torchtitan parses it, and each override finds something to replace.
+
+    The docs named a program that torchtitan does not have: nothing read that line.
+    """
+    page = (ROOT / "docs/integrations.md").read_text()
+    (command,) = re.findall(r"```bash\n(torchrun .*?)```", page, re.DOTALL)
+    program, *arguments = shlex.split(command.replace("\\\n", " "))
+    assert program == "torchrun"
+    at = arguments.index("-m")
+    assert arguments[at + 1] == "torchtitan.train"
+    config: Any = ConfigManager().parse_args(arguments[at + 2 :])
+    said = apply_overrides(config.override, config)
+    assert len(config.override.imports) == 5
+    for each in config.override.imports:
+        name = each if isinstance(each, str) else each[0]
+        assert any(name in line and "Welded" in line for line in said), name
 
 
 def test_without_torchtitan_one_sentence_says_so() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -93,6 +94,18 @@ def test_what_the_chunked_function_returns(
     assert [each is None for each in results[0]] == [each is None for each in results[1]]
     present = ([each for each in result if each is not None] for result in results)
     torch.testing.assert_close(*present, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", trl._REPLACED)
+def test_arguments_are_those_of_trl(name: str) -> None:
+    """What a trainer calls takes as many arguments, of the same names and defaults."""
+    mine, theirs = trl._REPLACED[name], getattr(utils, name)
+    is_class = isinstance(theirs, type)
+    both = (mine.apply, theirs.forward) if is_class else (mine, theirs)  # type: ignore[attr-defined]
+    found, expected = ([*inspect.signature(f).parameters.values()] for f in both)
+    expected = expected[1:] if is_class else expected  # without the context
+    assert [p.name for p in found[: len(expected)]] == [p.name for p in expected]
+    assert all(p.default is not p.empty for p in found[len(expected) :])
 
 
 def test_a_patch_that_finds_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,38 @@ def test_dtypes_are_those_of_torchs_modules(
                 assert ours(x, added, *parameters, y_dtype=dtype).dtype is dtype  # type: ignore[operator]
 
 
+MODULATED: dict[str, tuple[Any, Any]] = {
+    "layer": (functional.gated_residual_layer_norm, torch.nn.functional.layer_norm),
+    "rms": (functional.gated_residual_rms_norm, torch.nn.functional.rms_norm),
+}
+
+
+@mixes
+@pytest.mark.parametrize("stream", [F32, BF16], ids=str)
+@pytest.mark.parametrize("backend", ["cpu", "triton", "eager"])
+@pytest.mark.parametrize("norm", MODULATED)
+def test_dtypes_of_modulated_norms(
+    norm: str, backend: str, stream: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """norm(x + gate * branch) * (1 + scale), where CUDA's autocast widens torch's norm.
+
+    y had the stream's dtype. Every test under autocast was on the CPU, whose autocast does not.
+    """
+    ours, theirs = MODULATED[norm]
+    for device in ("cpu", "cuda") if backend == "eager" else BACKENDS[backend].devices:
+        monkeypatch.setattr(BACKENDS["triton"], "why_missing", lambda: None)
+        with FakeTensorMode(), _autocast(device), torchweld.use_backend(backend):
+            x = torch.empty(4, 3, 64, dtype=stream, device=device)
+            gate, scale = torch.empty(2, 4, 1, 64, dtype=BF16, device=device)
+            branch = torch.empty(4, 3, 64, dtype=BF16, device=device)
+            z = x + gate * branch
+            for _ in range(2):  # the second call is a warm one
+                y, kept = ours(x, gate, branch, scale, return_residual=True)
+                assert y.dtype is (theirs(z, [64]) * (1 + scale)).dtype
+                assert kept.dtype is z.dtype
+                assert ours(x, gate, branch, scale).dtype is y.dtype
+
+
 @mixes
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
 def test_a_post_norm_block_has_torchs_gradient_error(backend: str) -> None:

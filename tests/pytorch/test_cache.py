@@ -21,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 import torchweld
 from torchweld import functional
 from torchweld.dispatch.autograd import as_tuple
+from torchweld.dispatch.call import decide, decide_arranged
 from torchweld.dispatch.warm import cache
 from torchweld.errors import ArgumentError
+from torchweld.ops.norm import RMS_NORM
 from torchweld.random import Shard
 from torchweld.sparse import BlockLayout
 
@@ -165,7 +167,7 @@ def call(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 def _whole_path() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         cache.forget()
-        patch.setattr(cache, "make_comparison", lambda *_, **__: None)
+        patch.setattr(cache, "make_guard", lambda *_, **__: None)
         yield
     cache.forget()
 
@@ -404,6 +406,50 @@ def test_subclasses_and_wrong_arguments_take_the_whole_path(call: Call) -> None:
     for wrong in (None, 3, np.ones((2, 2)), [first], first.to_sparse()):
         with pytest.raises((ArgumentError, TypeError)):
             call(wrong, *rest)
+
+
+def _prepared(x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, ...]:
+    return x * 2, [WIDTH], weight, None
+
+
+def _decide_prepared(input: torch.Tensor, weight: torch.Tensor) -> Any:
+    return decide(RMS_NORM, *_prepared(input, weight))
+
+
+def _decide_arranged(input: torch.Tensor, weight: torch.Tensor) -> Any:
+    return decide_arranged(RMS_NORM, _prepared, {"input": input, "weight": weight})
+
+
+def _decide_by_number(input: torch.Tensor, weight: torch.Tensor) -> Any:
+    return decide(RMS_NORM, input, [WIDTH], None, float(weight[0]))
+
+
+def _decide_both(input: torch.Tensor, weight: torch.Tensor) -> Any:
+    return decide(RMS_NORM, input, [WIDTH], weight, None, returned=("y", "input"))
+
+
+@pytest.mark.parametrize(
+    ("decide_on", "is_kept"),
+    [
+        (_decide_prepared, False),
+        (_decide_arranged, True),
+        (_decide_by_number, False),
+        (_decide_both, True),
+    ],
+)
+def test_what_a_decision_takes(decide_on: Callable[..., Any], is_kept: bool) -> None:
+    """A prepared argument is no raw one of its name, and a tensor's number is no constant."""
+    whole: list[Any] = []
+
+    def count(input: torch.Tensor, weight: torch.Tensor) -> Any:
+        whole.append(input)
+        return decide_on(input, weight)
+
+    public: Any = cache.short()(count)
+    for _ in range(3):
+        given = _x(), torch.rand(WIDTH) + 0.5
+        _assert_equal(public(*given), decide_on(*given).run())
+    assert len(whole) == (1 if is_kept else 3)
 
 
 @each

@@ -21,6 +21,7 @@ from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.warm import cache
 from torchweld.random import Shard
 from torchweld.sparse import BlockLayout
+from walking import find_returns
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
 WIDTH = 32
@@ -363,6 +364,16 @@ def test_later_sizes_are_warm_and_have_the_bits_of_cold_calls(
             assert one.dtype is other.dtype
             assert one.stride() == other.stride()
             assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+
+
+@each
+def test_a_cold_call_goes_from_file_to_file(form: Form) -> None:
+    """As in tests/tools/test_walks.py, of every form."""
+    function = getattr(fused, form.op)
+    function(**form.make(48))  # what the process does once
+    given = form.make(48)
+    cache.forget()
+    assert find_returns(lambda: function(**given)) == {}
 
 
 @each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -31,6 +32,35 @@ def test_linear_cross_entropy_of_verl(reduction: str) -> None:
         for a, b in ((found, entropy), (expected, -(log_p.exp() * log_p).sum(-1)))
     ]
     torch.testing.assert_close(*grads)
+
+
+def test_five_steps_of_verl_lose_the_same() -> None:
+    """A policy's loss with an entropy bonus, in float32, against the formula of verl's text."""
+
+    def explicit(hidden: Any, weight: Any, labels: Any, temperature: float) -> Any:
+        log_p = torch.log_softmax((hidden @ weight.t()).float() / temperature, -1)
+        return log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+    def train(function: Any) -> list[float]:
+        x, weight, body = (
+            _draw(*shape, seed=seed).detach().float().requires_grad_()
+            for seed, shape in enumerate(((24, 16), (40, 16), (16, 16)))
+        )
+        labels, advantage = torch.arange(24), torch.linspace(-1, 2, 24)
+        optimizer = torch.optim.AdamW([weight, body], lr=1e-2)
+        losses = []
+        for _ in range(5):
+            log_p, entropy = function(torch.tanh(x @ body), weight, labels, 0.7)
+            loss = -(log_p * advantage).mean() - 0.1 * entropy.mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    expected = train(explicit)
+    assert expected[-1] < expected[0]
+    assert train(verl.linear_cross_entropy) == pytest.approx(expected, rel=1e-5)
 
 
 def test_linear_cross_entropy_of_verl_names_what_it_refuses() -> None:
@@ -71,6 +101,16 @@ def test_varlen_attn(window: tuple[int, int], lengths: tuple[Any, Any]) -> None:
     torch.testing.assert_close(lse.double(), torch.cat(sums), rtol=1e-5, atol=1e-6)
     grads = [torch.autograd.grad(y.square().sum(), (q, k, v)) for y in (found, expected)]
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+
+
+def test_varlen_attn_has_the_arguments_of_torch() -> None:
+    theirs = inspect.signature(torch.nn.attention.varlen.varlen_attn).parameters
+    mine = inspect.signature(varlen.varlen_attn).parameters
+    if "is_causal" in theirs:
+        pytest.skip("an older torch has other arguments")
+    positional = [name for name, p in theirs.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [name for name in mine if name in positional] == positional
+    assert theirs.keys() == mine.keys()
 
 
 def test_varlen_attn_names_what_it_refuses() -> None:

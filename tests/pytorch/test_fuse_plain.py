@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,6 +57,33 @@ def _run(model: nn.Module, x: torch.Tensor, dtype: torch.dtype | None = None) ->
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         y = model(x)
     return [y, *torch.autograd.grad(y.float().square().sum(), [x, *model.parameters()])]
+
+
+def _count_functions(module: nn.Module) -> int:
+    """The functions in Python that a warm call runs."""
+    module(X), module(X)
+    count = 0
+
+    def see(_: Any, event: str, __: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(see)
+    try:
+        module(X)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_layer_in_float32_costs_no_more_than_torchs() -> None:
+    """Welded for 16 bits only, it asked at each call for the dtype and for autocast.
+
+    A DiT with many small layers was slower fused, and the tests only looked at its numbers.
+    """
+    layer = nn.Linear(WIDTH, 8)
+    with torch.no_grad():
+        assert _count_functions(torchweld.fuse(copy.deepcopy(layer))) <= _count_functions(layer)
 
 
 def _list_products(function: Any) -> set[str]:

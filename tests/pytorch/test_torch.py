@@ -15,10 +15,9 @@ import torchweld
 from conftest import Target
 from oracle import incoming, is_floating, run, total
 from torchweld.bench.cases import CASES
-from torchweld.dispatch import choice
+from torchweld.dispatch import choice, proof
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
-from torchweld.dispatch.engine import asking
 from torchweld.registry import BACKENDS, Made, Op, TensorSpec, materialize
 
 IMITATED = ("interpreter", "emulator")
@@ -147,7 +146,7 @@ def test_the_automatic_choice_compiles(op: Op, monkeypatch: pytest.MonkeyPatch) 
     """In one graph, also when a GPU's answers are looked up, and for any size."""
     torch._dynamo.reset()
     monkeypatch.setattr(choice, "is_on_gpu", lambda x: True)
-    monkeypatch.setattr(asking, "mode", "time")
+    monkeypatch.setattr(proof, "mode", "time")
     monkeypatch.setattr(BACKENDS["cpu"], "why_missing", lambda: "not here")
     for backend in ("cuda", "triton"):
         monkeypatch.setattr(BACKENDS[backend], "why_missing", lambda: None)

@@ -12,11 +12,9 @@ import torch
 import fresh
 import torchweld
 from torchweld.commands import cli, doctor, sdpa
-from torchweld.dispatch import choice, native
-from torchweld.dispatch.engine import asking
-from torchweld.dispatch.engine.asking import Engine
-from torchweld.dispatch.engine.question import Answer
-from torchweld.dispatch.engine.store import Entry, Store
+from torchweld.dispatch import choice, native, proof
+from torchweld.dispatch.proof import Checker
+from torchweld.dispatch.store import Answer, Entry, Store
 from torchweld.registry import EAGER, OPS
 
 # As `python -m torchweld`.
@@ -130,8 +128,8 @@ def test_doctor_lists_what_was_found_here(monkeypatch: pytest.MonkeyPatch, tmp_p
         answer = Answer("cuda", {}, {"cuda": 1.0, EAGER: 2.0}, "2026-01-02")
         kept.add(Entry({"device": device}, {"op": op, "direction": "fwd"}, 12, answer))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    engine = Engine(Store(tmp_path / "answers.json"), {"device": "this GPU"})
-    monkeypatch.setattr(asking, "engine_for", lambda device: engine)
+    engine = Checker(Store(tmp_path / "answers.json"), {"device": "this GPU"})
+    monkeypatch.setattr(proof, "checker_for", lambda device: engine)
     expected = "layer_norm, fwd, sizes below 2^12, timed 2026-01-02"
     assert doctor._answers_here() == [("cuda", expected)]
     assert doctor._why_not_found(OPS["layer_norm"], "cuda") is None

@@ -20,7 +20,7 @@ import torchweld
 from oracle import run
 from torchweld.bench.cases import CASES
 from torchweld.dispatch import native
-from torchweld.dispatch.autograd import Ready, make_ready
+from torchweld.dispatch.autograd import Ready, complete_steps
 from torchweld.dispatch.warm import direct
 from torchweld.dispatch.warm.direct import make_direct
 from torchweld.registry import OPS, Op, materialize
@@ -63,7 +63,7 @@ def test_bits_of_the_dispatcher(name: str, dtype: torch.dtype) -> None:
         # A number that is an integer in a sample is one that the dispatcher turns into a float.
         kinds = zip(inputs, op.forward_signature.types, strict=True)
         inputs = [float(v) if "float" in kind and type(v) is int else v for v, kind in kinds]
-        ready = make_ready(op, _make_both(op, _refuse), inputs)
+        ready = complete_steps(op, _make_both(op, _refuse), inputs)
         found = run(
             op,
             list(inputs),

@@ -179,6 +179,26 @@ def test_public_functions_are_documented() -> None:
         assert set(function.__annotations__) == named
 
 
+def _is_defined(file: Path, name: str) -> bool:
+    """Whether a source defines a name, and what is named after its dots."""
+    kinds = r"(def|class|struct|Tensor>?|void|Dropout|TW_EXPORT void)"
+    source = file.read_text()
+    return all(re.search(rf"{kinds} {part}\b", source) for part in name.split("."))
+
+
+def test_the_homes_of_questions_are_there() -> None:
+    """Every home names a file, and a definition in it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = text.partition("## Each question has one home")[2].partition("\n## ")[0]
+    tops = ("bench", "csrc", "tests", "triton_kernels")
+    homes = re.findall(r"`([\w/]+\.(?:py|h))`(?:: `(\w+)`)?", table)
+    assert len(homes) > 14
+    for path, name in homes:
+        file = ROOT / ("" if path.split("/")[0] in tops else "python/torchweld") / path
+        assert file.exists(), path
+        assert not name or _is_defined(file, name), (path, name)
+
+
 def test_the_walks_lead_through_what_is_there() -> None:
     """Every stop names a file and definitions in it."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
@@ -188,10 +208,7 @@ def test_the_walks_lead_through_what_is_there() -> None:
         stops = re.findall(r"^\d+\. `([^`]+)`: `([\w.]+)`", walk, re.MULTILINE)
         assert len(stops) == len(re.findall(r"^\d+\. ", walk, re.MULTILINE)) <= 10
         for file, name in stops:
-            source = (ROOT / file).read_text()
-            for part in name.split("."):
-                defined = rf"(def|class|struct|Tensor>?|void|TW_EXPORT void) {part}\b"
-                assert re.search(defined, source), (file, name)
+            assert _is_defined(ROOT / file, name), (file, name)
 
 
 def test_every_environment_variable_is_documented() -> None:
@@ -221,3 +238,12 @@ def test_the_docs_of_each_release_are_kept(tmp_path: Path) -> None:
     listed = re.findall(r'href="([\d.]+)/"', (site / "versions.html").read_text())
     assert listed == ["0.10.0", "0.9.0", "0.2.1"]
     assert "url=0.10.0/" in (site / "index.html").read_text()
+
+
+def test_the_citation_has_the_package_s_license_and_no_version() -> None:
+    """A release sets one number. CITATION.cff had the number, too, which nothing would change."""
+    lines = (ROOT / "CITATION.cff").read_text().splitlines()
+    given = dict(line.split(": ", 1) for line in lines if re.match(r"[a-z-]+: ", line))
+    assert given.keys() >= {"cff-version", "message", "title"}
+    assert f'license = "{given["license"]}"' in (ROOT / "pyproject.toml").read_text()
+    assert "version" not in given

@@ -147,6 +147,53 @@ def test_blocks_that_cudas_build_leaves_out_do_not_count_there(tmp_path: Path) -
         evidence.hash_of([file], tmp_path, on_cuda=True)
 
 
+CUDA = {
+    "csrc/cuda/rule.cu": '#include "cuda/rule.cuh"\n\nvoid step() { launch<<<4, 128>>>(); }\n',
+    "csrc/cuda/rule.cuh": "// A step.\n__global__ void launch() { x = fmaf(x, y, z); }\n",
+    "csrc/core/rules/adam.h": "struct Adam {};\n",
+    "csrc/cuda/sum_of_squares.cu": "",
+    "csrc/bind/rule.cpp": "void bind() {}\n",
+    "csrc/flags.py": 'NVCC_FLAGS = "-std=c++17 -O3"\nCXX_FLAGS = "-O3"\n',
+}
+STALE = {
+    "an instruction": ("cuda/rule.cuh", "fmaf(x, y, z)", "fmaf(x, z, y)"),
+    "a grid": ("cuda/rule.cu", "<<<4, 128>>>", "<<<8, 128>>>"),
+    "an option": ("flags.py", 'NVCC_FLAGS = "-std=c++17 -O3', 'NVCC_FLAGS = "-std=c++17 -O2'),
+    "the rule": ("core/rules/adam.h", "{}", "{ float rate; }"),
+}
+CURRENT = {
+    "a comment": ("cuda/rule.cuh", "// A step.", "/* Two\n lines. */"),
+    "an option of the CPU's": ("flags.py", 'CXX_FLAGS = "-O3"', 'CXX_FLAGS = "-O2"'),
+    "the binding": ("bind/rule.cpp", "{}", "{ return; }"),
+    "a block of the CPU's": (
+        "cuda/rule.cuh",
+        "__global__",
+        "#if !defined(TW_CUDA)\nint cpu;\n#endif\n__global__",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", [*STALE, *CURRENT, "a renamed file"])
+def test_what_nvcc_gets_counts(change: str, tmp_path: Path) -> None:
+    """Rows of CUDA's kernels were stale by a comment's file, a binding or a renamed header."""
+    for name, text in CUDA.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    rule = evidence.PROVEN["adam"]
+    before = evidence.find_device_code(rule, tmp_path)
+    if change == "a renamed file":
+        text = CUDA["csrc/cuda/rule.cu"].replace("rule.cuh", "steps.cuh")
+        (tmp_path / "csrc/cuda/rule.cu").write_text(text)
+        (tmp_path / "csrc/cuda/rule.cuh").rename(tmp_path / "csrc/cuda/steps.cuh")
+    else:
+        name, old, new = {**STALE, **CURRENT}[change]
+        path = tmp_path / "csrc" / name
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+    assert (evidence.find_device_code(rule, tmp_path) != before) == (change in STALE)
+
+
 def test_what_looks_like_a_comment_in_a_string_stays(tmp_path: Path) -> None:
     file = tmp_path / "a.cu"
     text = 'auto a = "http://x"; auto b = "\\"/*"; char c = \'"\';'

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 
 from conftest import PLACES, running_at
 from torchweld import functional
-from torchweld.bench import command, evidence, gpu, jobs, machine
+from torchweld.bench import clock, command, evidence, gpu, jobs, machine, whole
 from torchweld.bench.blocks import BLOCKS
 from torchweld.bench.cases import CASES, SMALLEST, Case
 from torchweld.bench.contenders import DENSE
@@ -59,18 +61,19 @@ def test_the_steps_have_every_kernel_and_rival() -> None:
     timed = [job for name, step in steps.items() if name != gpu.COMPILING for job in step]
     kernels = set(gpu.list_targets(NAMES))
     assert {(job.op, b) for job in timed for b in job.plan.backends} == kernels
-    assert {job.op for job in steps["whole models"]} == {*BLOCKS}
+    assert {job.op for job in steps["blocks"]} == {*BLOCKS}
     ops = {name for name, _ in kernels if name in OPS}
     assert {job.op for job in steps[gpu.COMPILING]} == ops
     rivals = {job.op: set(job.plan.rivals) for job in steps["attention and GEMMs against rivals"]}
     assert rivals == {"block_sparse_attention": {*DENSE, "flex"}, "linear_act": {"gemm"}}
-    assert steps["ops against eager"][0].op == "layer_norm"
+    assert steps["ops against eager"][0].op == "batch_norm_act"
+    assert {*whole.MODELS} >= {s.arguments[0] for s in gpu.TO_RUN if s.module == "whole"}
     assert steps["optimizers"][0].op == "adam"
     assert "bitsandbytes" in steps["optimizers"][0].plan.rivals
 
 
 class _Imitation:
-    """A clock, and jobs that take 5 s and find a row with each backend and rival, without a GPU."""
+    """A clock, and jobs that take 2 s and find a row with each backend and rival, without a GPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
         self.now, self.path, self.rows = 0.0, path, list[int]()
@@ -78,12 +81,18 @@ class _Imitation:
         monkeypatch.setattr(gpu.os, "cpu_count", lambda: 1)
         monkeypatch.setattr(gpu, "run_apart", self.run_apart)
         monkeypatch.setattr(gpu, "_run_tests", self.run_tests)
+        monkeypatch.setattr(gpu.Script, "run", self.run_script)
+
+    def run_script(self, path: Path, device: str, until: float, *, tiny: bool) -> bool:
+        self.now += 20
+        path.write_text("{}")
+        return self.now <= until
 
     def run_tests(
         self, root: Path, target: tuple[str, str], record: gpu.Record, until: float
     ) -> bool:
         if self.now < until:
-            self.now += 3
+            self.now += 2
             fault = "it is off" if target[0] == "lion" else None
             record.add_outcome(*target, gpu.TESTED, fault)
             return True
@@ -95,7 +104,7 @@ class _Imitation:
         for job in jobs:
             if self.now >= until:
                 return
-            self.now += 5
+            self.now += 2
             found = [*job.plan.backends, *job.plan.rivals, "eager", "fused"]
             yield job, [_result(job.op, c, dtype=job.dtypes[0]) for c in found], [], False
             text = self.path.read_text()
@@ -103,7 +112,7 @@ class _Imitation:
             yield job, [], [], True
 
 
-@pytest.mark.parametrize("minutes", [10, 2])
+@pytest.mark.parametrize("minutes", [9, 2])
 def test_a_rehearsal_of_the_whole_run(
     minutes: int,
     tmp_path: Path,
@@ -126,12 +135,80 @@ def test_a_rehearsal_of_the_whole_run(
     assert norm["outcomes"][gpu.JUDGED]["passed"] >= 1
     assert norm["outcomes"][gpu.TESTED] == {"passed": 1, "faults": []}
     assert norm["results"][0]["rivals_ms"]["eager"] == 1.0
-    if minutes == 10:
+    if minutes == 9:
+        assert {*content["scripts"]} == {script.name for script in gpu.TO_RUN}
         attention = content["ops"]["block_sparse_attention"]["triton"]["results"]
         assert attention[0]["rivals_ms"].keys() >= {*DENSE, "flex", "eager"}
         assert content["ops"]["lion"]["cuda"]["outcomes"][gpu.TESTED]["faults"] == ["it is off"]
         assert {row["op"] for row in content["models"]} == {*BLOCKS}
         assert all(len(proof["results"]) == 1 for proof in content["ops"]["adam"].values())
+
+
+def test_a_run_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It measures neither rows nor scripts again; other sources that compile to the same count."""
+    record = gpu.Record(tmp_path, MACHINE, ROOT)
+    for what, ended in (("windows", True), ("losses", False)):
+        record.add_script(what, {}, ended=ended)
+    row = _result("layer_norm", "triton")
+    row.shape, row.variant = list(CASES["layer_norm"].benchmarks_on_gpu[0][0].shape), ""
+    for op in ("layer_norm", "rms_norm"):
+        record.add_results([replace(row, op=op)])
+    content = _read(record)
+    proof = content["ops"]["layer_norm"]["triton"]
+    proof["results"] += [proof["results"][0] | {"direction": "fwd", "ms": 3.0}]
+    proof["sources"], proof["results"][0]["code"] = "then", {"3.7.1": "a"}
+    record.path.write_text(json.dumps(content))
+    codes = {"3.7.1": "a"}
+    present = SimpleNamespace(get=lambda at, otherwise: codes)
+    monkeypatch.setattr(evidence, "read_codes", lambda: present)
+    again = gpu.Record(tmp_path, MACHINE, ROOT)
+    shape = "x".join(map(str, row.shape))
+    known = again.list_known("layer_norm", "triton")
+    assert known == [f"{shape} bfloat16 full"]
+    job = Job("layer_norm", Plan(["fwd", "full"], ["triton"], [], 0.0), ["bfloat16"], known=known)
+    first, *others = [job.directions_of(case) for case in job.cases()]
+    assert first == ["fwd"]
+    assert all(each == ["fwd", "full"] for each in others)
+    assert again.list_known("rms_norm", "triton") == known
+    assert [again.has_script(name) for name in ("windows", "losses", "gpt_layer")] == [True] + [
+        False
+    ] * 2
+    again.add_outcome("layer_norm", "triton", gpu.TESTED, None)
+    (kept,) = _read(again)["ops"]["layer_norm"]["triton"]["results"]
+    assert kept["direction"] == "full"
+    codes["3.7.1"] = "b"
+    record.path.write_text(json.dumps(content))
+    changed = gpu.Record(tmp_path, MACHINE, ROOT)
+    assert changed.list_known("layer_norm", "triton") == []
+
+
+def test_scripts_run_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small sizes on the CPU; models of transformers where that is installed."""
+    has_models = importlib.util.find_spec("transformers") is not None
+    every = [
+        s for s in gpu.TO_RUN if has_models or s.module != "whole" or "gpt_layer" in s.arguments
+    ]
+    monkeypatch.setattr(gpu, "TO_RUN", every)
+    record = gpu.Record(tmp_path, MACHINE, ROOT)
+    until = time.monotonic() + 600
+    assert gpu.run_scripts(record, "cpu", until, tiny=True) == []
+    scripts = _read(record)["scripts"]
+    assert {*scripts} == {script.name for script in every}
+    assert all(found["ended"] and found["found"] for found in scripts.values())
+    ours = [row for row in scripts["windows"]["found"]["rows"] if row["contender"] != "flex"]
+    assert all(row["fault"] == "" and row["full"] > 0 for row in ours)
+    monkeypatch.setattr(gpu.Script, "run", lambda *_, **__: pytest.fail("it runs again"))
+    assert gpu.run_scripts(record, "cpu", until, tiny=True) == []
+
+
+def test_a_clock_is_sampled_meanwhile() -> None:
+    rate = clock.Rate(["sh", "-c", "echo 1000; echo N/A; echo 1755; echo 1980; exec sleep 60"])
+    end = time.monotonic() + 30
+    while rate.find_mhz(0.0) != 1755 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert rate.find_mhz(0.0) == 1755
+    assert rate.find_mhz(time.monotonic()) == 1980  # nothing yet: the last one
+    assert clock.Rate(["/no/such/tool"]).find_mhz(0.0) is None
 
 
 @pytest.mark.skipif(PLACES["interpreter"][2] is not None, reason=str(PLACES["interpreter"][2]))

@@ -18,7 +18,7 @@ from conftest import PLACES, running_at
 from oracle import Results, run
 from torchweld import functional, triton_kernels
 from torchweld.bench.cases import CASES
-from torchweld.dispatch.autograd import as_tuple, make_ready
+from torchweld.dispatch.autograd import as_tuple, complete_steps
 from torchweld.dispatch.library import _IN_TRITON
 from torchweld.dispatch.warm import plans as warm_plans
 from torchweld.ops.loss import rows
@@ -64,7 +64,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def _run_with_plans(op: Op, inputs: Sequence[Any]) -> Results:
     """As by a short way, which has found the kernel."""
     kernel = op.kernels["triton"]
-    ready = make_ready(op, kernel.steps, inputs)
+    ready = complete_steps(op, kernel.steps, inputs)
     return run(
         op,
         [*inputs],

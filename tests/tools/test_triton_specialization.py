@@ -114,7 +114,7 @@ def _attentions() -> Iterator[Any]:
         options: list[Any] = [None] * 9
         options += (0, 64, 1, 0.125, True, 0.0, 0.0, None, None, None)
         call = attention.make_call(q, q, q, *options)
-        yield attention.forward_contest(call, q, q[..., 0].float()).launches()[0]
+        yield attention.forward_tiled(call, q, q[..., 0].float()).launches()[0]
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchweld.bench.cases import CASES, DTYPES, SMALLEST, Case, cases
 from torchweld.commands import cli, tune
 from torchweld.dispatch import choice
-from torchweld.dispatch.engine.asking import Engine
-from torchweld.dispatch.engine.store import Store
+from torchweld.dispatch.proof import Checker
+from torchweld.dispatch.store import Store
 from torchweld.registry import OPS, materialize
 from trying import CONDITIONS, Trials
 
@@ -60,7 +60,7 @@ def test_every_codec_of_a_rule_is_checked(trials: Trials, monkeypatch: pytest.Mo
     """Steps of the user's need no trial then."""
     monkeypatch.setattr(tune, "STEPS", (2, 64, 64))
     tune.ask("adam", "cpu")
-    steps = [e.kind["step"] for e in trials.engine.entries() if e.kind["op"] == "adam"]
+    steps = [e.kind["step"] for e in trials.checker.entries() if e.kind["op"] == "adam"]
     assert len(steps) == 4  # float32, clipped, bfloat16 states, 8-bit states
     assert any("uint8" in step for step in steps)
     assert any("bfloat16" in step for step in steps)
@@ -110,7 +110,7 @@ def test_a_file_to_ship_answers_elsewhere(
     printed = capsys.readouterr().out
     assert "layer_norm, fwd, float32" in printed
     assert f"written: {shipped}" in printed
-    fresh = Engine(Store(tmp_path / "fresh.json", [shipped]), CONDITIONS)
+    fresh = Checker(Store(tmp_path / "fresh.json", [shipped]), CONDITIONS)
     assert len(fresh.entries()) == len(trials.answers()) > 0
     assert {entry.answer.backend for entry in fresh.entries()} == {"cpu"}
 

@@ -1,4 +1,4 @@
-"""How long the way of a warm call is: the package's own Python calls, and the files they are in."""
+"""How long the way of a call is: a warm one's Python calls and files, and a cold one's returns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from torch import nn
 
 import torchweld
 from torchweld import functional, optim
+from torchweld.dispatch.warm import cache
+from torchweld.registry.processor import has_units
 from torchweld.sparse import BlockLayout
+from walking import find_returns
 
 OURS = (str(Path(torchweld.__file__).parent), "<torchweld: the ", "<torchweld: a ready function")
 
@@ -72,6 +75,8 @@ LAYOUT = BlockLayout.sliding_window(128, 3, block=32)
 _QKV = [_leaf(2, 2, 128, 32) for _ in range(3)]
 _STREAM = [_leaf(1024, 1024), _leaf(1024, 1024), _leaf(1024), _leaf(1024)]
 _HEAD = _leaf(2048, 512)
+_NARROW = [t.detach().bfloat16().requires_grad_() for t in (X, _HEAD)]
+_NARROW_LAYER = [t.detach().bfloat16().requires_grad_() for t in (X, WEIGHT, COLUMNS)]
 _EXPERTS: Any = functional.experts_mlp
 _ROUTE = functional.route(torch.randn(64, 8), 2)
 _MIXTURE = [_leaf(64, 32), _leaf(8, 64, 32), _leaf(8, 32, 32), _ROUTE.indices, _ROUTE.weights]
@@ -90,17 +95,47 @@ WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
         lambda: torchweld.fuse(nn.TransformerEncoder(ENCODER_LAYER, 2)),
         *(791, 14),
     ),
-    "linear_cross_entropy": (_train(lambda *x: _LOSS(*x, CLASSES), X, _HEAD), 16, 5),
-    "linear_logprobs": (_train(lambda *x: _LOGPROBS(*x, CLASSES), X, _HEAD), 17, 6),
+    "linear_cross_entropy": (_train(lambda *x: _LOSS(*x, CLASSES), X, _HEAD), 13, 5),
+    "linear_cross_entropy, bfloat16": (_train(lambda *x: _LOSS(*x, CLASSES), *_NARROW), 21, 6),
+    "linear_logprobs": (_train(lambda *x: _LOGPROBS(*x, CLASSES), X, _HEAD), 14, 6),
+    "linear_logprobs, bfloat16": (_train(lambda *x: _LOGPROBS(*x, CLASSES), *_NARROW), 22, 7),
     "experts_mlp": (lambda: _EXPERTS(*_MIXTURE), 18, 4),
     "linear_gelu": (_train(functional.linear_gelu, X, WEIGHT, COLUMNS), 5, 4),
+    "linear_gelu, bfloat16": (_train(functional.linear_gelu, *_NARROW_LAYER), 21, 8),
+    "mlp": (_train(functional.mlp, X, WEIGHT, COLUMNS, WEIGHT, COLUMNS), 6, 5),
+    "gated_mlp": (_train(functional.gated_mlp, X, WEIGHT, WEIGHT, WEIGHT), 6, 5),
 }
 
 
 @pytest.mark.parametrize("name", WALKS)
 def test_a_walk_is_short(name: str) -> None:
+    if "bfloat16" in name and has_units(torch.bfloat16):
+        pytest.skip("oneDNN's GEMM serves here, which asks about each call")
     step, most_calls, most_files = WALKS[name]
     calls, files = _count(step)
     print(f"{name}: {calls} calls in {files} files")
     assert calls <= most_calls
     assert files <= most_files
+
+
+# --- Cold calls -----------------------------------------------------------------------------------
+
+_LEAVES = [_leaf(256, 512), _leaf(512, 512), _leaf(512), _leaf(2048, 512)]
+COLD: dict[str, Callable[[], Callable[[], Any]]] = {
+    "rms_norm": lambda: lambda: functional.rms_norm(_LEAVES[0], (512,), _LEAVES[2]),
+    "linear_gelu": lambda: lambda: functional.linear_gelu(*_LEAVES[:3]),
+    "block_sparse_attention": lambda: lambda: _ATTEND(*_QKV, LAYOUT),
+    "linear_cross_entropy": lambda: lambda: _LOSS(_LEAVES[0], _LEAVES[3], CLASSES),
+    "experts_mlp": lambda: lambda: _EXPERTS(*_MIXTURE),
+    "AdamW.step": _make_step,
+}
+
+
+@pytest.mark.parametrize("name", COLD)
+def test_a_cold_call_goes_from_file_to_file(name: str) -> None:
+    """A reader who follows one came back to dispatch/warm/guards.py 54 times in attention, and in a
+    loss 22 times to state.py: predicates of one argument were called from other files."""
+    COLD[name]()()  # what the process does once
+    cache.forget()
+    assert find_returns(COLD[name]()) == {}
+    cache.forget()

@@ -15,9 +15,8 @@ import torch
 from torchweld import pages
 from torchweld.bench.machine import ON_GPUS, cpu_name, find_tools, versions, why_not
 from torchweld.commands import sdpa
-from torchweld.dispatch import choice, native
-from torchweld.dispatch.engine import asking, store
-from torchweld.dispatch.engine.question import describe
+from torchweld.dispatch import choice, native, proof, store
+from torchweld.dispatch.store import describe
 from torchweld.fusion import peer
 from torchweld.registry import BACKENDS, EAGER, OPS, Op
 from torchweld.registry.processor import has_units
@@ -42,7 +41,7 @@ VARIABLES = (
     native.ISA_VARIABLE,
     "TORCHWELD_LIB",
     "TORCHWELD_POISON",
-    asking.VARIABLE,
+    proof.VARIABLE,
     store.SHIPPED_VARIABLE,
 )
 
@@ -183,14 +182,14 @@ def _answers_here() -> Facts:
     """The answers found on this GPU: the backend for each class of calls."""
     if not torch.cuda.is_available():
         return [("none", "there is no GPU; on the CPU nothing is tried")]
-    engine = asking.engine_for(torch.device("cuda"))
+    checker = proof.checker_for(torch.device("cuda"))
     facts = []
-    for entry in engine.entries():
+    for entry in checker.entries():
         how = "timed" if entry.answer.ms else "checked"
         calls = describe(entry.kind, entry.size)
         facts.append((entry.answer.backend, f"{calls}, {how} {entry.answer.date}"))
     nothing = (
-        f"kernels are checked at their first use ({asking.VARIABLE}={asking.mode});"
+        f"kernels are checked at their first use ({proof.VARIABLE}={proof.mode});"
         " `torchweld tune` does it beforehand"
     )
     return facts or [("none", nothing)]
@@ -260,7 +259,7 @@ def _serves(op: Op, backend: str) -> tuple[str, str | None]:
 
 def _why_not_found(op: Op, backend: str) -> str | None:
     """Why no answer that was found on this GPU takes this backend; None if one does."""
-    entries = asking.engine_for(torch.device("cuda")).entries()
+    entries = proof.checker_for(torch.device("cuda")).entries()
     answers = [entry.answer for entry in entries if entry.kind.get("op") == op.name]
     reasons = [a.why_not(backend) for a in answers]
     return None if None in reasons else (reasons or [choice.UNTRIED])[-1]

@@ -24,7 +24,7 @@ PAYS = 1.05  # a smaller gain is within the variation of steps
 
 
 @dataclass(frozen=True)
-class Choice:
+class Reduction:
     """One way to reduce gradients: the bytes per step, and the mean seconds over a whole run."""
 
     name: str
@@ -33,15 +33,15 @@ class Choice:
     is_adam: bool = True  # whether it needs as many steps as Adam
 
 
-def choices(link: Link, parameters: float, computing: float) -> list[Choice]:
+def choices(link: Link, parameters: float, computing: float) -> list[Reduction]:
     """Ways to reduce the gradients of `parameters` when a step computes for `computing` seconds."""
     others = link.ranks - 1
     ring = 2 * others / link.ranks
 
-    def behind_backward(name: str, of_element: float) -> Choice:
+    def behind_backward(name: str, of_element: float) -> Reduction:
         sent = ring * of_element * parameters
         shown = max(0.0, link.seconds(sent, 2 * others) - BACKWARD * computing)
-        return Choice(name, sent, computing + shown)
+        return Reduction(name, sent, computing + shown)
 
     plain = behind_backward("float32: DDP", 4)
     bits = ring * parameters / 8
@@ -52,12 +52,12 @@ def choices(link: Link, parameters: float, computing: float) -> list[Choice]:
         behind_backward("bfloat16: DDP, bf16_compress_hook", 2),
         # Half a ring, and parameters in bfloat16, gathered twice.
         behind_backward("8 bits: FSDP2, reduce_in_low_precision", (1 + 4 / 256 + 2 * 2) / 2),
-        Choice("1 bit: DDP, one_bit_hook", bits, frozen, is_adam=False),
-        Choice("1 bit: OneBitAdam", bits, WARM_UP * warm + (1 - WARM_UP) * frozen),
+        Reduction("1 bit: DDP, one_bit_hook", bits, frozen, is_adam=False),
+        Reduction("1 bit: OneBitAdam", bits, WARM_UP * warm + (1 - WARM_UP) * frozen),
     ]
 
 
-def verdict(ways: list[Choice]) -> str:
+def verdict(ways: list[Reduction]) -> str:
     """Which choice pays, and by how much."""
     plain = ways[0]
     best = min((choice for choice in ways if choice.is_adam), key=lambda choice: choice.step)
@@ -79,7 +79,7 @@ def show(link: Link, parameters: float, computing: float, batch: int) -> None:
     print(verdict(ways))
 
 
-def table(ways: list[Choice], batch: int) -> Table:
+def table(ways: list[Reduction], batch: int) -> Table:
     """A table with a row for each choice."""
     shown = Table(["gradients", "Adam's loss", "MB a step", "ms a step", "samples/s", "gain"], 2)
     for choice in ways:

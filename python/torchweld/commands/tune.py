@@ -24,13 +24,12 @@ from torchweld.bench.clock import DeviceClock, take_medians
 from torchweld.bench.command import add_ops
 from torchweld.bench.evidence import PROVEN
 from torchweld.bench.machine import Refusal, check_outputs
+from torchweld.dispatch import proof, store
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.dispatch.choice import choose
-from torchweld.dispatch.engine import asking, store
-from torchweld.dispatch.engine.judge import in_a_line
-from torchweld.dispatch.engine.question import describe
-from torchweld.dispatch.engine.store import Entry
+from torchweld.dispatch.proof import in_a_line
+from torchweld.dispatch.store import Entry, describe
 from torchweld.ops.optimizer.rule import RULES
 from torchweld.registry import EAGER, OPS, Op, materialize
 from torchweld.table import Table, progress
@@ -42,6 +41,8 @@ SIZES = (SMALLEST, MIDDLE)
 SECONDS = 300.0
 # Milliseconds of device time that the tiles of a kernel may take at each size.
 BUDGET = 30.0
+# The factor by which a tile must beat the fallback: more than two runs of one call differ.
+LEAD = 1.02
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -66,10 +67,10 @@ def run(options: argparse.Namespace) -> int:
     except Refusal as refusal:
         print(f"torchweld tune: {refusal}", file=sys.stderr)
         return 2
-    engine = asking.engine_for(torch.device("cuda"))
-    entries = engine.entries()
+    checker = proof.checker_for(torch.device("cuda"))
+    entries = checker.entries()
     show(entries)
-    print(f"kept in {engine.file}")
+    print(f"kept in {checker.file}")
     if options.write:
         store.write(options.write, entries)
         print(f"written: {options.write}")
@@ -85,7 +86,7 @@ def _tune(names: Sequence[str]) -> list[str]:
     for at in progress(names):
         command = [sys.executable, "-m", "torchweld.commands.tune", names[at]]
         try:
-            checked = os.environ | {asking.VARIABLE: "check"}
+            checked = os.environ | {proof.VARIABLE: "check"}
             status = subprocess.run(command, timeout=SECONDS, check=False, env=checked).returncode
             reason = f"its process ended with status {status}" if status else None
         except subprocess.TimeoutExpired:
@@ -106,6 +107,13 @@ def ask(name: str, device: str = "cuda") -> None:
     for case in op_cases([OPS[name]], device, DTYPES["cuda"], SIZES):
         for train in (False, True):
             _call(case.op, case, train)
+
+
+def choose_fastest(calls: proof.Calls) -> tuple[str, dict[str, float]]:
+    """The name of the fastest call and the times of all; the first one is the fallback."""
+    fallback, ms = next(iter(calls)), take_times(calls)
+    best = min(ms, key=lambda name: ms[name] * (1 if name == fallback else LEAD), default=fallback)
+    return best, ms
 
 
 def take_times(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
@@ -140,5 +148,5 @@ def show(entries: Sequence[Entry]) -> None:
 
 
 if __name__ == "__main__":
-    asking.take_times = take_times
+    proof.choose_fastest = choose_fastest
     ask(sys.argv[1])

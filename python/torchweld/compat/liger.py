@@ -55,6 +55,49 @@ class LigerRMSNorm(torch.nn.Module):
         return f"{self.hidden_size}, eps={self.variance_epsilon}, offset={self.offset}"
 
 
+class LigerRMSNormForGemma(LigerRMSNorm):
+    """LigerRMSNorm with Gemma's defaults."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 1.0,
+        casting_mode: str = _GEMMA,
+        init_fn: str = "zeros",
+        in_place: bool = True,
+        row_mode: bool | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+
+
+class LigerFusedAddRMSNorm(torch.nn.Module):
+    """LigerRMSNorm of hidden_states + residual; it returns the norm and the sum.
+
+    Args:
+        hidden_size, eps, offset, casting_mode, init_fn, in_place: as of LigerRMSNorm.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = _LLAMA,
+        init_fn: str = "ones",
+        in_place: bool = False,
+    ) -> None:
+        super().__init__()
+        _check("LigerFusedAddRMSNorm", "casting_mode", casting_mode, (_LLAMA, _GEMMA))
+        _check("LigerFusedAddRMSNorm", "init_fn", init_fn, ("ones", "zeros"))
+        self.variance_epsilon, self.offset = eps, offset
+        self.weight = torch.nn.Parameter(getattr(torch, init_fn)(hidden_size))
+
+    def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor) -> Any:
+        given = (hidden_states, residual, self.weight, self.variance_epsilon, self.offset)
+        return liger_fused_add_rms_norm(*given)
+
+
 class LigerLayerNorm(torch.nn.Module):
     """LayerNorm with a weight and a bias; `bias=True` draws its first values, as Liger does.
 
@@ -104,8 +147,52 @@ class LigerSwiGLUMLP(_GatedMLP):
     _activation = "silu"
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
-        _check("LigerSwiGLUMLP", "config.hidden_act", config.hidden_act, ("silu", "swish"))
+        _check(type(self).__name__, "config.hidden_act", config.hidden_act, ("silu", "swish"))
         super().__init__(config, intermediate_size)
+
+
+class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
+    """LigerSwiGLUMLP."""
+
+
+class LigerMLP(LigerSwiGLUMLP):
+    """LigerSwiGLUMLP, of the config's sizes."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+
+
+class LigerPhi3SwiGLUMLP(torch.nn.Module):
+    """down_proj(silu(gate) * up), with gate and up the halves of gate_up_proj(x)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        _check("LigerPhi3SwiGLUMLP", "config.hidden_act", config.hidden_act, ("silu", "swish"))
+        self.config, self.hidden_size = config, config.hidden_size
+        self.intermediate_size = config.intermediate_size
+        sizes = self.hidden_size, self.intermediate_size
+        self.gate_up_proj = torch.nn.Linear(sizes[0], 2 * sizes[1], bias=False)
+        self.down_proj = torch.nn.Linear(*sizes[::-1], bias=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(liger_swiglu(gate, up))
+
+
+class LigerBlockSparseTop2MLP(torch.nn.Module):
+    """w2(silu(w1(x)) * w3(x)), an expert of Mixtral."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        name = "LigerBlockSparseTop2MLP"
+        _check(name, "config.hidden_act", config.hidden_act, ("silu", "swish"))
+        self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
+        self.w1 = torch.nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+        self.w2 = torch.nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
+        self.w3 = torch.nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.w2(liger_swiglu(self.w1(x), self.w3(x)))
 
 
 class LigerGEGLUMLP(_GatedMLP):
@@ -115,6 +202,20 @@ class LigerGEGLUMLP(_GatedMLP):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+
+
+class LigerReLUSquared(torch.nn.Module):
+    """relu(x)^2."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return liger_relu_squared(x)
+
+
+class LigerSoftmax(torch.nn.Module):
+    """Softmax over the last dimension."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return liger_softmax(x)
 
 
 class LigerCrossEntropyLoss(torch.nn.Module):
@@ -177,12 +278,57 @@ class LigerFusedLinearCrossEntropyLoss(torch.nn.Module):
 
 
 def liger_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0
+    X: torch.Tensor,  # noqa: N803
+    W: torch.Tensor | None,  # noqa: N803
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str = _LLAMA,
+    in_place: bool = True,
 ) -> torch.Tensor:
-    """x / rms(x) * (offset + weight)."""
-    if weight is not None and offset:
-        weight = (weight if weight.dtype == torch.float64 else weight.float()) + offset
-    return functional.rms_norm(x, x.shape[-1:], weight, eps)
+    """X / rms(X) * (offset + W); arguments are LigerRMSNorm's."""
+    _check("liger_rms_norm", "casting_mode", casting_mode, (_LLAMA, _GEMMA))
+    return functional.rms_norm(X, X.shape[-1:], _add_offset(W, offset), eps)
+
+
+def liger_fused_add_rms_norm(
+    X: torch.Tensor,  # noqa: N803
+    R: torch.Tensor,  # noqa: N803
+    W: torch.Tensor,  # noqa: N803
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str = _LLAMA,
+    in_place: bool = True,
+) -> Any:
+    """liger_rms_norm(X + R, W, eps, offset), and X + R."""
+    _check("liger_fused_add_rms_norm", "casting_mode", casting_mode, (_LLAMA, _GEMMA))
+    weight = _add_offset(W, offset)
+    return functional.dropout_add_rms_norm(X, R, weight, eps=eps, return_residual=True)
+
+
+def liger_layer_norm(
+    X: torch.Tensor,  # noqa: N803
+    W: torch.Tensor,  # noqa: N803
+    B: torch.Tensor,  # noqa: N803
+    eps: float,
+) -> torch.Tensor:
+    """torch.nn.functional.layer_norm over the last dimension."""
+    return functional.layer_norm(X, W.shape, W, B, eps)
+
+
+def _add_offset(weight: torch.Tensor | None, offset: float) -> torch.Tensor | None:
+    if weight is None or not offset:
+        return weight
+    return (weight if weight.dtype == torch.float64 else weight.float()) + offset
+
+
+def liger_relu_squared(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)^2."""
+    return functional.bias_act(x, activation="relu2")
+
+
+def liger_softmax(x: torch.Tensor) -> torch.Tensor:
+    """Softmax over the last dimension."""
+    return functional.softmax_dropout(x)
 
 
 def liger_swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -275,6 +421,9 @@ def liger_rotary_pos_emb(
         rotary_dim = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return functional.rotary_embedding_qk(q, k, cos, sin, rotary_dim=rotary_dim)
+
+
+liger_rope = liger_rotary_pos_emb
 
 
 def _check(name: str, argument: str, given: str, accepted: tuple[str, ...]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +43,9 @@ def selective_log_softmax(
     flat = logits.reshape(-1, logits.shape[-1])
     rows = columns[..., 0].reshape(-1)
     if row_mask is not None:
+        if row_mask.shape != logits.shape[:-1]:
+            given, accepted = list(row_mask.shape), f"the rows' shape, {list(logits.shape[:-1])}"
+            raise ArgumentError("selective_log_softmax", "row_mask", f"of shape {given}", accepted)
         rows = torch.where(row_mask.reshape(-1) == 0, -100, rows)
     _, lse = functional.cross_entropy(
         flat, rows, temperature=temperature, reduction="none", return_lse=True
@@ -190,7 +194,8 @@ _REPLACED = {
 def patch() -> Iterator[list[str]]:
     """Let TRL's trainers call these functions, inside this context. Yields what was replaced.
 
-    Trainers that imported a function by its name are changed, too.
+    Trainers that imported a function by its name are changed, too. It warns in another release than
+    1.16, and raises an error where one of the functions is missing.
     """
     try:
         version = importlib.metadata.version("trl")
@@ -201,6 +206,9 @@ def patch() -> Iterator[list[str]]:
     if missing:
         message = f"patch: trl {version} has no {', '.join(missing)}; accepted: trl {_READ}"
         raise ImportError(message)
+    if not version.startswith(f"{_READ}."):
+        told = f"trl is {version}, and ours stand for the functions of {_READ}"
+        warnings.warn(f"patch: {told}: compare the losses of some steps", stacklevel=3)
     owned = {name: getattr(utils, name) for name in _REPLACED}
     changed = []
     for module in [m for n, m in list(sys.modules.items()) if n.startswith("trl.") and m]:

@@ -56,6 +56,9 @@ def varlen_attn(
     if query.shape[1] != key.shape[1] and not enable_gqa:
         accepted = f"{query.shape[1]} heads, or fewer with enable_gqa=True"
         raise ArgumentError("varlen_attn", "key", f"of {key.shape[1]} heads", accepted)
+    if not (isinstance(window_size, tuple) and len(window_size) == 2):
+        accepted = "(tokens before, tokens after)"
+        raise ArgumentError("varlen_attn", "window_size", repr(window_size), accepted)
     before, after = window_size
     layout = BlockLayout.documents(
         cu_seq_q,

@@ -59,11 +59,11 @@ class Ready(NamedTuple):
     same: Sequence[bool] = ()
 
 
-def make_ready(op: Differentiable, steps: Ready, inputs: Sequence[Any]) -> Ready:
+def complete_steps(op: Differentiable, steps: Ready, inputs: Sequence[Any]) -> Ready:
     """What a ready node takes for calls like the one with these inputs."""
     rest = [value for at, value in enumerate(inputs) if at not in op.tensors_at]
     return steps._replace(
-        rest=tuple(map(copy_constant, rest)),
+        rest=copy_constant(tuple(rest)),
         unsaved=op.unsaved(*inputs) if op.unsaved else (),
         same=[is_so(*inputs) for _, is_so in op.same_gradient.values()],
     )
@@ -314,9 +314,14 @@ def list_reached(ctx: Any) -> list[bool]:
     """For each input, whether the running backward pass continues to it."""
     if is_compiling():  # compiled graphs run whole
         return list(ctx.needs_input_grad)
-    nodes = iter([node for node, _ in ctx.next_functions if node is not None])
-    # Of a leaf, whose gradient torch.autograd.grad returns, nothing is known.
-    return [need and state.will_run(next(nodes)) is not False for need in ctx.needs_input_grad]
+    reached, nodes = [*ctx.needs_input_grad], iter(ctx.next_functions)
+    for at, need in enumerate(reached):
+        if need:
+            while (node := next(nodes)[0]) is None:
+                pass
+            # Of a leaf, whose gradient torch.autograd.grad returns, nothing is known.
+            reached[at] = state.will_run(node) is not False
+    return reached
 
 
 def find_eager_backward(op: Differentiable) -> Callable[..., Any]:

@@ -13,12 +13,11 @@ import torch
 from torch.compiler import is_compiling
 
 from torchweld import state
-from torchweld.dispatch import choice
+from torchweld.dispatch import choice, proof
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.choice import choose
-from torchweld.dispatch.engine import asking
-from torchweld.dispatch.engine.question import Question, Results
 from torchweld.dispatch.library import define_overload, make_step
+from torchweld.dispatch.proof import Question, Results
 from torchweld.dispatch.warm.direct import make_direct
 from torchweld.dispatch.warm.plans import Planned
 from torchweld.numerics import REORDERED
@@ -68,15 +67,18 @@ class BareOp:
         first = inputs[0][0] if isinstance(inputs[0], list) else inputs[0]
         return self._serving(self._choose_on_gpu(first, inputs)[0])(*inputs)
 
-    def find_for_all(self, first: torch.Tensor) -> Callable[..., Any]:
-        """As find, for calls of one class that a short way has compared.
+    def find_for_all(self, first: torch.Tensor, *others: BareOp) -> list[Callable[..., Any]]:
+        """As find, of this op and others with its backends, for calls of one class.
 
-        A GPU's answer for them is looked up once; a CPU kernel is called without the dispatcher.
+        A short way has compared them: a GPU's answer for them is looked up once, and a CPU kernel
+        is called without the dispatcher.
         """
-        run = self.find(first)
+        run, ops = self.find(first), (self, *others)
         if run == self._run_on_gpu:
-            return self._ask_once()
-        return self.direct if run is self._overloads.get("cpu") and not state.has_modes() else run
+            return [op._ask_once() for op in ops]
+        if run is self._overloads.get("cpu"):
+            return [op._overloads["cpu"] if state.has_modes() else op.direct for op in ops]
+        return [run, *(op.find(first) for op in others)]
 
     @functools.cached_property
     def direct(self) -> Callable[..., Any]:
@@ -112,7 +114,7 @@ class BareOp:
         if not has_numbers or not choice.is_tried(first):
             return EAGER, False
         call_class = (self.name, first.device.index, *map(_word, inputs))
-        return asking.pick(call_class, lambda: self._make_question(first, inputs))
+        return proof.pick(call_class, lambda: self._make_question(first, inputs))
 
     def _make_question(self, first: torch.Tensor, inputs: Sequence[Any]) -> Question:
         """Check only: a kernel replaces several passes, and may write to its arguments."""
@@ -130,8 +132,8 @@ class BareOp:
         return Question(
             kind={"op": self.name, "arguments": [*map(_word, inputs)]},
             device=first.device,
-            baseline=EAGER,
-            contenders=[b for b in self.backends if self.why_not(b, [first]) is None],
+            fallback=EAGER,
+            candidates=[b for b in self.backends if self.why_not(b, [first]) is None],
             run=run,
             trusted=lambda: run(EAGER),
             exact=lambda: run(EAGER),
@@ -177,13 +179,13 @@ def planned(overload: Any) -> Callable[..., Any]:
 def find_agreed(name: str, index: int | None) -> str:
     """The backend of all answers for an op or a rule, if they agree; compiled code uses it."""
     device = torch.device("cpu") if index is None else torch.device("cuda", index)
-    return asking.engine_for(device).agreed(EAGER, op=name)
+    return proof.checker_for(device).agreed(EAGER, op=name)
 
 
 def _word(value: Any) -> Any:
     """The part of an argument that an answer depends on: its dtype, a flag, or whether it is 0.
 
-    Scalars that change every step must not trigger a new trial.
+    Scalars that change every step must not trigger a new check.
     """
     if value is None or value is True or value is False:
         return value

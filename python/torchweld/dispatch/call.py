@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_compiling, is_dynamo_compiling
@@ -16,41 +17,90 @@ from torchweld.dispatch import choice, dtensor
 from torchweld.dispatch.choice import choose, use_backend
 from torchweld.dispatch.kernels import Casting
 from torchweld.dispatch.warm.guards import PLAIN
-from torchweld.dispatch.warm.recorder import RECORDER, Note, leave_open
 from torchweld.errors import ArgumentError
 from torchweld.isolate import leave_transforms
 from torchweld.registry import EAGER, Composite, Op
 from torchweld.registry.processor import has_units
 
 
-def call(op: Op, *inputs: Any) -> Any:
-    """Run an op on the selected backend, or on the best one for these inputs."""
-    notes = RECORDER.notes
-    before = len(notes) if notes is not None else 0
+class Decision(NamedTuple):
+    """The function that serves a call, and its arguments.
+
+    A public function returns one in place of its results: `short` (warm/cache.py) runs it, and
+    keeps it for later calls like this one.
+    """
+
+    op: Op | None  # whose arguments these are; None for a function that is no op's
+    function: Callable[..., Any]
+    inputs: Sequence[Any]
+    names: Sequence[str]  # of the inputs; those that are raw arguments have their names
+    # What the public function returns: results or raw arguments, by name. None: all results.
+    returned: str | Sequence[str] | None = None
+    # What made the first `arranged` inputs of these raw arguments; it repeats that in later calls,
+    # and depends on nothing but the forms of its arguments.
+    arrange: Callable[..., Sequence[Any]] | None = None
+    given: Mapping[str, Any] = {}
+    arranged: int = 0
+    # The numbers of elements of the first tensor for which this holds. They are the last fields.
+    least: int = 0
+    below: float = math.inf
+
+    def run(self) -> Any:
+        """Compute the results."""
+        try:
+            made = self.function(*self.inputs)
+        except _FAULTS as error:
+            _name_fault(self.op, self.inputs, error)
+            raise
+        if self.returned is None:
+            return made
+        assert self.op is not None
+        results = made if isinstance(made, tuple) else (made,)
+        by_name = dict(zip(self.names, self.inputs, strict=True))
+        by_name |= zip(self.op.public, results, strict=True)
+        if isinstance(self.returned, str):
+            return by_name[self.returned]
+        return tuple([by_name[name] for name in self.returned])
+
+
+# What torch and kernels raise of wrong arguments.
+_FAULTS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
+
+
+def _name_fault(op: Op | None, inputs: Sequence[Any], error: Exception) -> None:
+    """Raise an error that names the argument, if one is at fault."""
+    if op is not None and not isinstance(error, ArgumentError):
+        op.check(*inputs)
+
+
+def decide(op: Op, *inputs: Any, returned: str | Sequence[str] | None = None) -> Any:
+    """Choose what serves an op with these inputs; returns a Decision."""
     try:
         function = _find_function(op, inputs)
-        result = function(*inputs)
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
-        if not isinstance(error, ArgumentError):
-            op.check(*inputs)  # raises an error that names the argument, if one is at fault
+    except _FAULTS as error:
+        _name_fault(op, inputs, error)
         raise
-    if notes is not None:  # in place of its parts
-        notes[before:] = [Note(op, function, inputs, result, **_find_span(op, inputs))]
-    return result
+    names = op.forward_signature.arguments
+    return Decision(op, function, inputs, names, returned, **_find_span(op, inputs))
 
 
-def call_arranged(
-    op: Op, arrange: Callable[..., Sequence[Any]], given: Sequence[Any], *rest: Any
+def decide_arranged(
+    op: Op,
+    arrange: Callable[..., Sequence[Any]],
+    given: Mapping[str, Any],
+    *rest: Any,
+    returned: str | Sequence[str] | None = None,
 ) -> Any:
-    """Run an op on the tensors that `arrange` makes of raw arguments, and on further arguments.
+    """As `decide`, of the inputs that `arrange` makes of raw arguments, and of further ones."""
+    inputs = (*arrange(*given.values()), *rest)
+    decision: Decision = decide(op, *inputs, returned=returned)
+    arranged = len(inputs) - len(rest)
+    return decision._replace(arrange=arrange, given=given, arranged=arranged)
 
-    Later calls repeat `arrange`; what it does depends on nothing but its arguments' forms.
-    """
-    result = call(op, *arrange(*given), *rest)
-    notes = RECORDER.notes
-    if notes is not None:
-        notes[-1] = notes[-1]._replace(arrange=arrange, given=given, kept=len(rest))
-    return result
+
+def call(op: Op, *inputs: Any) -> Any:
+    """Run an op on the selected backend, or on the best one for these inputs."""
+    return decide(op, *inputs).run()
 
 
 def _find_span(op: Op, inputs: Sequence[Any]) -> dict[str, Any]:
@@ -87,7 +137,7 @@ def _find_function(op: Op, inputs: Sequence[Any]) -> Callable[..., Any]:
         op.check(*inputs)  # torch would accept more
     if isinstance(op, Composite):
         backend = choose(op, inputs)
-        return op.reference if backend == EAGER else partial(op.fused, backend)
+        return op.reference if backend == EAGER else op.plan(backend, *inputs)
     if type(x) not in PLAIN and dtensor.is_dtensor(x):  # each shard is served by itself
         return partial(dtensor.run_on_shards, op, lambda *local: _find_function(op, local)(*local))
     return find_function_of(op, choose(op, inputs), inputs)
@@ -138,7 +188,6 @@ def run_checkpointed(function: Callable[..., Any], *args: Any) -> Any:
     transform if there is none now: vmap may run the backward pass. In a compiled or recorded graph
     the choice is already made.
     """
-    leave_open()  # what it calls is not all that it does
     context: dict[str, Any] = {}
     if not is_compiling() and not state.is_recording():  # a recorded checkpoint takes no contexts
         asked: Sequence[str | None] = choice.forced or (None,)

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from torchweld import state
-from torchweld.dispatch import op_question
-from torchweld.dispatch.engine import asking
+from torchweld.dispatch import op_proof, proof
 from torchweld.dispatch.warm.guards import PLAIN
 from torchweld.errors import ArgumentError, BackendError
 from torchweld.names import BackendName
@@ -117,15 +116,15 @@ def choose(op: Choosable, inputs: Sequence[Any]) -> str:
 
 
 def _choose_on_gpu(op: Choosable, inputs: Sequence[Any]) -> str:
-    """The backend that a trial found correct and fast; eager if the call cannot be tried."""
+    """The preferred backend that was found right; eager if the call cannot be checked."""
     x = inputs[0]
-    if not isinstance(op, Op) or asking.mode == "off":
+    if not isinstance(op, Op) or proof.mode == "off":
         return EAGER
     if is_tried(x):
-        return op_question.choose_on_gpu(op, inputs)
+        return op_proof.choose_on_gpu(op, inputs)
     if state.is_compiling():
-        direction = op_question.find_direction(inputs)
-        backend = op_question.choose_while_compiling(op.name, x.device.index, x.dtype, direction)
+        direction = op_proof.find_direction(inputs)
+        backend = op_proof.choose_while_compiling(op.name, x.device.index, x.dtype, direction)
         return backend if backend == EAGER or op.why_not(backend, inputs) is None else EAGER
     return EAGER
 
@@ -162,7 +161,7 @@ def why_not_automatic(op: Choosable, backend: str, inputs: Sequence[Any]) -> str
     if not is_on_gpu(inputs[0]):
         return None
     if isinstance(op, Op) and is_tried(inputs[0]):
-        answer = asking.engine_for(inputs[0].device).known(op_question.make_question(op, inputs))
+        answer = proof.checker_for(inputs[0].device).known(op_proof.make_question(op, inputs))
         return UNTRIED if answer is None else answer.why_not(backend)
     return UNTRIED
 

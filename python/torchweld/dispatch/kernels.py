@@ -14,14 +14,14 @@ from torchweld.dispatch.autograd import (
     Ready,
     as_tuple,
     autograd_function,
+    complete_steps,
     exports_a_derivative,
     find_apply,
-    make_ready,
     wants_gradient,
 )
 from torchweld.dispatch.library import define_differentiable, define_overload, make_step
 from torchweld.dispatch.warm.direct import make_direct
-from torchweld.dispatch.warm.guards import is_lazy
+from torchweld.dispatch.warm.guards import has_lazy
 from torchweld.registry import Op
 
 
@@ -89,10 +89,10 @@ class Kernel:
         It is a function, what it takes first, the positions of the inputs that it takes then, and
         where the public results are in `r`, all that it returns.
         """
-        forward, backward = self.steps[:2] if any(map(is_lazy, inputs)) else self.direct
+        forward, backward = self.steps[:2] if has_lazy(inputs) else self.direct
         if wants_gradient(*inputs):
             places = [f"r[{at}]" for at in range(len(self._public_at))]
-            ready = make_ready(self._op, Ready(forward, backward), inputs)
+            ready = complete_steps(self._op, Ready(forward, backward), inputs)
             return (
                 self._apply_ready,
                 [ready],

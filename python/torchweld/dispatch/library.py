@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchweld.dispatch.tile_question import connect
+from torchweld.dispatch.tile_proof import connect
 from torchweld.dispatch.warm import plans
 
 LIBRARY = torch.library.Library("torchweld", "DEF")

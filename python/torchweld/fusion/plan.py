@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld.fusion import probe
-from torchweld.fusion.patterns import PATTERNS, concerns
+from torchweld.fusion.patterns import PATTERNS, Pattern, concerns
 from torchweld.fusion.settings import why_not_fixed
 from torchweld.fusion.straight import why_not_straight
 from torchweld.fusion.trial import measure_gain, why_not_same
@@ -121,15 +121,21 @@ class Decided(NamedTuple):
 
 
 def decide(
-    model: torch.nn.Module, filter_fn: Filter | None, verify: bool, measure: bool
+    model: torch.nn.Module,
+    filter_fn: Filter | None,
+    verify: bool,
+    measure: bool,
+    patterns: Sequence[Pattern] | None = None,
 ) -> tuple[list[Decided], list[Weldable]]:
     """Decide which changes to make, and list the modules that stay as they are. Changes nothing.
 
     `verify` tries changes of classes that are not torch's own, and `measure` tries all.
+    `patterns` take the place of PATTERNS.
     """
+    patterns = PATTERNS if patterns is None else patterns
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     with _one_at_a_time, probe.isolate(devices):
-        return _decide(View(model), filter_fn, verify, measure)
+        return _decide(View(model), filter_fn, verify, measure, patterns)
 
 
 # Trials change what threads share: the backend, functions in the files of models, and a flag of
@@ -138,13 +144,17 @@ _one_at_a_time = threading.RLock()
 
 
 def _decide(
-    view: View, filter_fn: Filter | None, verify: bool, measure: bool
+    view: View,
+    filter_fn: Filter | None,
+    verify: bool,
+    measure: bool,
+    patterns: Sequence[Pattern],
 ) -> tuple[list[Decided], list[Weldable]]:
     claims = _Claims(view.model)
     accepted: list[Decided] = []
     skipped = {id(module): row for module, row in _find_skipped(view)}
     left: list[Weldable] = [row for row in skipped.values() if row is not None]
-    for pattern, module in itertools.product(PATTERNS, list(view.modules.values())):
+    for pattern, module in itertools.product(patterns, list(view.modules.values())):
         # Inside a weld the order in which submodules run has changed.
         if isinstance(module, Weld) or id(module) in skipped or id(module) in claims.whole:
             continue

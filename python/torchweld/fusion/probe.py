@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from torchweld.dispatch.choice import use_backend
-from torchweld.dispatch.engine.judge import is_out_of_memory
+from torchweld.dispatch.proof import is_out_of_memory
 from torchweld.fusion.twin import CannotCopyError
 from torchweld.numerics import have_equal_numbers
 

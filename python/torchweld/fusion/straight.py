@@ -13,7 +13,6 @@ import builtins
 import enum
 import functools
 import inspect
-import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,8 +22,8 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 import torch
 
 from torchweld.fusion.casts import CAST, CASTS, list_cast, name_cast
-from torchweld.fusion.rewrite import CannotRewriteError, parse, parse_wrapper, unwrap, why_not
-from torchweld.fusion.settings import is_plain, is_setting, is_torchs, list_codes, read_settings
+from torchweld.fusion.rewrite import CannotRewriteError, parse, parse_wrapper, why_not
+from torchweld.fusion.settings import is_plain, is_setting, is_torchs, read_settings
 
 # Functions of torch, and methods of tensors, that compute the same on every call. None compares
 # numbers or limits them: beyond the limit they would compute something else.
@@ -61,14 +60,6 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     **{ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le},
     **{ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not},
 }
-
-# What a forward may decide by that no trial takes, or draws.
-_VARIES_NAMES = (
-    "environ bfloat16 float16 half is_autocast_enabled is_compiling is_grad_enabled is_inference"
-    " is_inference_mode_enabled get_num_threads requires_grad bernoulli dropout multinomial normal"
-    " normal_ rand rand_like randint randn randn_like random uniform_ initial_seed"
-)
-_VARIES = frozenset(_VARIES_NAMES.split())
 
 
 class Kind(enum.IntEnum):
@@ -129,25 +120,6 @@ def why_not_straight(
     given = [*own, *[Kind.TENSOR] * takes]
     reader = _Reader(module, compared)
     return why_not(lambda: reader.call(_Thing(function), given, dict(named), ast.Name("it")))
-
-
-def why_it_varies(module: torch.nn.Module) -> str | None:
-    """Why a module's forward may compute something else on other calls, or None.
-
-    This is for code that cannot be read as straight, such as a loop over experts: its code and that
-    of the methods that it calls must not name what varies.
-    """
-    classes = itertools.takewhile(lambda cls: cls is not torch.nn.Module, type(module).__mro__)
-    methods = [vars(cls) for cls in classes]
-    left, read = ["forward"], set[str]()
-    while left:
-        name = left.pop()
-        if name not in read:
-            read.add(name)
-            for own in filter(None, (unwrap(each.get(name)) for each in methods)):
-                left += [each for code in list_codes(own.__code__) for each in code.co_names]
-    named = sorted(read & _VARIES)
-    return f"its code reads {' and '.join(named)}, which may change" if named else None
 
 
 def _refuse(text: str) -> NoReturn:

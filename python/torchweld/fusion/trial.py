@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from torchweld import numerics
 from torchweld.fusion import probe
@@ -132,8 +132,12 @@ def _why_not_same_runs(
             return "it draws random numbers that the change does not"
         with torch.set_grad_enabled(grads):
             truth = _run_exact(twins.exact, inputs, dtype) or expected
+            rounded = None
+            if (cast or dtype) in numerics.SHORT:
+                rounded = _run_exact(twins.exact, inputs, dtype, _Rounding(cast or dtype))
         strictness = (numerics.PATHS if once else numerics.MODULE)[cast or dtype]
-        if reason := _why_not_same_results(expected, results, truth, cast or dtype, strictness):
+        compared = (expected, results, truth, rounded or expected)
+        if reason := _why_not_same_results(compared, cast or dtype, strictness):
             where = f"in {'training' if training else 'evaluation'}, {str(cast or dtype)[6:]}"
             return f"it computes something else: {reason} {where}"
         for twin in (twins.original, twins.exact):  # the changed one shares parameters
@@ -142,15 +146,51 @@ def _why_not_same_runs(
 
 
 def _run_exact(
-    module: torch.nn.Module, inputs: Sequence[Any], dtype: torch.dtype
+    module: torch.nn.Module,
+    inputs: Sequence[Any],
+    dtype: torch.dtype,
+    within: AbstractContextManager[Any] | None = None,
 ) -> probe.Results | None:
     """The results in float64 of inputs in this dtype; None if it computes in a dtype of its own."""
     rounded = [x.to(dtype) if isinstance(x, torch.Tensor) else x for x in inputs]
     try:
-        return probe.run(module, rounded, torch.float64)
+        return probe.run(module, rounded, torch.float64, within)
     except Exception as error:
         probe.read_refusal(error)
         return None
+
+
+class _Rounding(TorchDispatchMode):
+    """Rounds what float64 operations take and give to numbers of another dtype.
+
+    The module does not know: it takes the branches that it takes in float64.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._info = torch.finfo(dtype)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = (args, kwargs or {})
+        if not (function.is_view or function._schema.is_mutable):
+            given = tree_map(self._round, given)
+        result = function(*given[0], **given[1])
+        for made in () if function.is_view else tree_leaves(result):
+            rounded = self._round(made)
+            if rounded is not made:
+                made.copy_(rounded)
+        return result
+
+    def _round(self, value: Any) -> Any:
+        is_number = isinstance(value, torch.Tensor) and value.dtype == torch.float64
+        if not is_number or value._is_zerotensor():
+            return value
+        scaled = value * (1 + self._info.eps * 2**52)
+        near = scaled - (scaled - value)  # of a shorter significand; large ones stay finite
+        step = self._info.tiny * self._info.eps
+        return torch.where(near.isfinite(), (near / step).round() * step, value)
 
 
 def _is_finite(results: probe.Results) -> bool:
@@ -173,41 +213,43 @@ def _set_dropouts(module: torch.nn.Module, p: float) -> None:
 
 
 def _why_not_same_results(
-    expected: probe.Results,
-    results: probe.Results,
-    truth: probe.Results,
-    dtype: torch.dtype,
-    strictness: Strictness,
+    compared: Sequence[probe.Results], dtype: torch.dtype, strictness: Strictness
 ) -> str | None:
-    """How results differ from the expected ones, or None."""
-    if not len(expected.outputs) == len(results.outputs) == len(truth.outputs):
+    """How results differ from the expected ones, or None.
+
+    What is compared: the expected results, those after the change, exact ones, and exact ones with
+    each operation's result rounded.
+    """
+    if len({len(each.outputs) for each in compared}) > 1:
         return "the number of results differs"
-    for a, b, exact in zip(expected.outputs, results.outputs, truth.outputs, strict=True):
-        if reason := _why_not_near(a, b, exact, dtype, strictness):
+    for values in zip(*(each.outputs for each in compared), strict=True):
+        if reason := _why_not_near(values, dtype, strictness):
             return f"results {reason}"
     # A gradient may be zero except for rounding, such as a bias's before a batch norm.
     # Measure its error relative to the sizes of the other gradients.
-    others = [exact for exact in truth.others if exact is not None and exact.is_floating_point()]
-    others = [_sample(exact) for exact in others]
-    sizes = tuple(map(max, zip((0.0, 0.0), *map(measure, others), strict=True)))
-    for before, after, exactly in zip(expected.others, results.others, truth.others, strict=True):
+    exact = [y for y in compared[2].others if y is not None and y.is_floating_point()]
+    sizes = tuple(map(max, zip((0.0, 0.0), *(measure(_sample(y)) for y in exact), strict=True)))
+    for before, after, *others in zip(*(each.others for each in compared), strict=True):
         if before is None or after is None:
             if before is not after:
                 return "gradients are missing"
-        elif reason := _why_not_near(before, after, exactly, dtype, strictness, sizes):
+        elif reason := _why_not_near((before, after, *others), dtype, strictness, sizes):
             return f"gradients or buffers {reason}"
     return None
 
 
-def _why_not_near(
-    a: torch.Tensor, b: torch.Tensor, truth: torch.Tensor | None, *how: Any
-) -> str | None:
-    """Why b is too far from the truth compared with a; `how` are find_change's other arguments."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return f"differ: {b.dtype} of shape {list(b.shape)}, not {a.dtype} of {list(a.shape)}"
-    if a.is_floating_point() and truth is not None and truth.shape == a.shape:
-        a, b, truth = (_sample(value) for value in (a, b, truth))
-    return find_change(a, b, truth, *how)
+def _why_not_near(values: Sequence[torch.Tensor | None], *how: Any) -> str | None:
+    """Why the second value is too far from the exact one; `how` are find_change's arguments."""
+    before, after, exact, rounded = values
+    assert before is not None
+    assert after is not None
+    if before.shape != after.shape or before.dtype != after.dtype:
+        made = f"{after.dtype} of shape {list(after.shape)}"
+        return f"differ: {made}, not {before.dtype} of {list(before.shape)}"
+    if before.is_floating_point() and exact is not None and exact.shape == before.shape:
+        before, after, exact = (_sample(value) for value in (before, after, exact))
+        rounded = None if rounded is None else _sample(rounded)
+    return find_change(before, after, exact, rounded, *how)
 
 
 def _sample(values: torch.Tensor) -> torch.Tensor:

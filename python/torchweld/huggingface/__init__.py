@@ -33,8 +33,8 @@ from torchweld import functional
 from torchweld.errors import ArgumentError
 from torchweld.huggingface import _experts
 from torchweld.huggingface._kernel_mapping import kernel_mapping as kernel_mapping
-from torchweld.huggingface._kernel_mapping import name_layers as name_layers
 from torchweld.huggingface._masks import NAME, PADDING, mask
+from torchweld.huggingface._names import name_layers as name_layers
 from torchweld.huggingface._patch import patch as patch
 from torchweld.ops.attention import reference
 from torchweld.sparse import BlockBias, BlockLayout, Layouts

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torchweld import functional
 from torchweld.fusion import probe
+from torchweld.fusion.weld import Kind, is_of_kind, name_hooks
 from torchweld.numerics import have_equal_formulas
 
 
@@ -40,6 +41,8 @@ class RMSNormGated(torch.nn.Module):
 
     def forward(self: Any, hidden_states: torch.Tensor, gate: Any = None) -> torch.Tensor:
         y = _normalize(self, hidden_states)
+        if gate is None:
+            return y
         activation: Any = "silu" if self.activation == "swish" else self.activation
         if gate.dtype == y.dtype:
             return functional.gated_act(gate, y, activation=activation)
@@ -78,6 +81,15 @@ class GeGLUMLP(torch.nn.Module):
         how: Any = "none" if _is_by_erf(getattr(self, "act_fn", None)) else "tanh"
         gate, up = self.gate_proj(x), self.up_proj(x)
         return self.down_proj(functional.gated_act(gate, up, activation="gelu", approximate=how))
+
+
+class LinearAct(torch.nn.Module):
+    """A linear layer with its activation, and what follows them in the module."""
+
+    can_torch_compile = has_backward = True
+
+    def forward(self: Any, hidden_states: torch.Tensor) -> Any:
+        return run_parts(self, self.torchweld_parts, hidden_states)
 
 
 class SiLU(torch.nn.Module):
@@ -190,6 +202,7 @@ for _layer, _becomes in {
     LayerNorm: "layer_norm",
     SwiGLUMLP: "gated_act (silu)",
     GeGLUMLP: "gated_act (gelu)",
+    LinearAct: "linear_act",
     SiLU: "bias_act (silu)",
     GELU: "bias_act (gelu)",
     GELUTanh: "bias_act (gelu by tanh)",
@@ -214,6 +227,42 @@ def _is_by_erf(act_fn: Any) -> bool:
     """Whether a module is torch's GELU by erf, or transformers'."""
     function = getattr(act_fn, "act", None)
     return getattr(act_fn, "approximate", "") == "none" or function is torch.nn.functional.gelu
+
+
+class Parts(NamedTuple):
+    """Children of a module: a linear layer, its activation, and what runs after them.
+
+    `torchweld.huggingface.name_layers` leaves it on the module as `torchweld_parts`.
+    """
+
+    linear: str
+    act: str
+    after: tuple[str, ...]
+    activation: Any
+    approximate: Any
+    is_transposed: bool  # the layer's weight, as Conv1D's
+    kinds: tuple[Kind, Kind]  # of the layer and its activation
+
+
+def run_parts(module: Any, parts: Parts, x: torch.Tensor) -> Any:
+    """Compute the layer and its activation as one, if both are as they were."""
+    linear, act = getattr(module, parts.linear), getattr(module, parts.act)
+    if all(map(_is_as_named, (linear, act), parts.kinds)):
+        weight = linear.weight.mT if parts.is_transposed else linear.weight
+        how = {"activation": parts.activation, "approximate": parts.approximate}
+        x = functional.linear_act(x, weight, linear.bias, **how)
+    else:
+        x = act(linear(x))
+    for name in parts.after:
+        x = getattr(module, name)(x)
+    return x
+
+
+def _is_as_named(part: Any, kind: Kind) -> bool:
+    """Whether a part has no hook, and no forward but its own and ours."""
+    forward = vars(part).get("forward")
+    is_own = forward is None or hasattr(forward, "torchweld_becomes")
+    return is_own and is_of_kind(part, kind) and not name_hooks(part, besides=None)
 
 
 # How functions pair columns, by their class and whether they take an angle for each column.

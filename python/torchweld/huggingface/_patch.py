@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from torchweld.errors import ArgumentError
 from torchweld.fusion import fuse
@@ -39,6 +39,7 @@ def patch(model: Any, kind: Any = AutoModelForCausalLM) -> Iterator[dict[str, ty
     if not isinstance(config, PretrainedConfig):
         accepted = "a config of transformers, or the name or path of one"
         raise ArgumentError("patch", "model", f"a {type(model).__name__}", accepted)
+    _check_kind(kind, config)
     with torch.device("meta"):
         empty = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
     mapping = _find_classes(empty)
@@ -52,6 +53,18 @@ def patch(model: Any, kind: Any = AutoModelForCausalLM) -> Iterator[dict[str, ty
         _put_back(mapping)
         for cls, found in recorded.items():
             cls._can_record_outputs.update(found)
+
+
+def _check_kind(kind: Any, config: PretrainedConfig) -> None:
+    is_auto = hasattr(kind, "_model_mapping")  # and says itself which configs it knows
+    if is_auto or (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        taken = PretrainedConfig if is_auto else getattr(kind, "config_class", None)
+        if isinstance(config, taken or PretrainedConfig):
+            return
+        accepted = f"a class for a {type(config).__name__}"
+    else:
+        accepted = "a model's class of transformers, such as AutoModelForCausalLM"
+    raise ArgumentError("patch", "kind", getattr(kind, "__name__", repr(kind)), accepted)
 
 
 def _find_patching() -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
 from torchweld import checks
-from torchweld.dispatch.call import call
+from torchweld.dispatch.call import call, decide
 from torchweld.dispatch.kernels import define
 from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
@@ -101,7 +101,7 @@ def bias_act(
     """
     if bias is None and isinstance(input, Tensor) and input.ndim == 0:
         return call(BIAS_ACT, input.reshape(1), bias, activation, approximate).reshape(())
-    return call(BIAS_ACT, input, bias, activation, approximate)
+    return decide(BIAS_ACT, input, bias, activation, approximate)
 
 
 def _bias_act(x: Tensor, bias: Tensor | None, *kind: str) -> Tensor:
@@ -176,7 +176,7 @@ def gated_act(
     """
     if isinstance(gate, Tensor) and gate.ndim == 0 and isinstance(up, Tensor):
         return call(GATED_ACT, gate.reshape(1), up[None], activation, approximate).reshape(())
-    return call(GATED_ACT, gate, up, activation, approximate)
+    return decide(GATED_ACT, gate, up, activation, approximate)
 
 
 def _gated_act(gate: Tensor, up: Tensor, *kind: str) -> Tensor:

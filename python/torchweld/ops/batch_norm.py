@@ -12,21 +12,22 @@ import torch
 from torch import Tensor
 
 from torchweld import checks, state
+from torchweld.dispatch import choice
 from torchweld.dispatch.autograd import (
     Ready,
     autograd_function,
+    complete_steps,
     exports_a_derivative,
     find_apply,
-    make_ready,
     make_views,
     wants_gradient,
 )
 from torchweld.dispatch.bare import BareOp
-from torchweld.dispatch.call import call, run_on
+from torchweld.dispatch.call import decide, run_on
 from torchweld.dispatch.kernels import define
 from torchweld.dispatch.library import make_step
 from torchweld.dispatch.warm.cache import short
-from torchweld.dispatch.warm.guards import is_lazy
+from torchweld.dispatch.warm.guards import are_comparable
 from torchweld.errors import ArgumentError
 from torchweld.names import ActivationName, Approximation
 from torchweld.ops import activation as activations
@@ -206,7 +207,7 @@ def normalize_act(
     Returns:
         A tensor of input's shape and dtype.
     """
-    return call(NORMALIZE_ACT, input, mean, var, weight, bias, eps, activation, approximate)
+    return decide(NORMALIZE_ACT, input, mean, var, weight, bias, eps, activation, approximate)
 
 
 def _normalize_act(x: Tensor, *rest: Any) -> Tensor:
@@ -290,7 +291,7 @@ def batch_norm_act(
     """
     columns = (running_mean, running_var, weight, bias)
     how = (training, momentum, eps, process_group, activation, approximate)
-    return call(BATCH_NORM_ACT, input, *columns, *how)
+    return decide(BATCH_NORM_ACT, input, *columns, *how)
 
 
 def _fake_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -393,66 +394,87 @@ class _Training:
         )
 
 
-def normalize_training(
+def plan_training(
     backend: str,
     x: Tensor,
     columns: Sequence[Tensor | None],
     momentum: float | Tensor,
     eps: float,
-    process_group: Any,
+    group: Any,
     *kind: str,
-    offset: Tensor | None = None,
-) -> Tensor:
-    """The result in training on this backend; `offset` only enters the running mean."""
-    arguments = (x, *columns, True, momentum, eps, process_group, *kind)
-    if exports_a_derivative():  # no single op covers the exchange and the update
-        return reference(BATCH_NORM_ACT, x if offset is None else x + offset, *arguments[1:])
-    training = _TRAINING[backend]
-    _, _, weight, bias = columns
-    if wants_gradient(x, weight, bias):
-        y, mean, var, count = training.function.apply(*arguments)
-    else:
-        y, mean, var, count = training.forward(*arguments)
-    statistics.finish(x, columns, offset, mean, var, count, momentum, process_group)
-    return y
-
-
-def plan(backend: str, x: Tensor, *rest: Any) -> Callable[..., Tensor] | None:
-    """What batch_norm_act does for calls like this one: a function of x, columns and an offset."""
-    *columns, training, momentum, eps, group, activation, approximate = rest
-    kind = (activation, approximate)
-    if not training:
-        made = NORMALIZE_ACT.kernels[backend].make_ready((x, *columns, eps, *kind))
-        function, first, taken_at, _ = made
-        return partial(_evaluate, function, tuple(first), (eps, *kind) if 5 in taken_at else ())
-    if group is not None or isinstance(momentum, Tensor) or any(map(is_lazy, (x, *columns))):
-        return None
-    how, run = (True, momentum, eps, None, *kind), _TRAINING[backend]
+) -> Callable[..., Tensor]:
+    """What serves training: a function of x, columns, the other arguments and an offset."""
+    run = _TRAINING[backend]
+    if group is not None or isinstance(momentum, Tensor) or not are_comparable((x, *columns)):
+        return partial(_train_in_group, run)
+    how = (True, momentum, eps, None, *kind)
     ready: Ready | None = None
     if wants_gradient(x, *columns[2:]):
-        ready = make_ready(BATCH_NORM_ACT, run.ready, (x, *columns, *how))
-    return partial(_train, run, ready, how)
+        ready = complete_steps(BATCH_NORM_ACT, run.ready, (x, *columns, *how))
+    return partial(_train, run, ready, how, _find_few(backend, x, *columns))
+
+
+def plan_evaluation(
+    backend: str, x: Tensor, columns: Sequence[Tensor | None], eps: float, *kind: str
+) -> Callable[..., Tensor]:
+    """What serves evaluation: a function of x and columns."""
+    if not are_comparable((x, *columns)):
+        return partial(_evaluate, partial(run_on, NORMALIZE_ACT, backend), (eps, *kind))
+    made = NORMALIZE_ACT.kernels[backend].make_ready((x, *columns, eps, *kind))
+    function, first, taken_at, _ = made
+    how = (eps, *kind) if 5 in taken_at else ()
+    return partial(_evaluate, partial(function, *first), how)
 
 
 def _evaluate(
-    function: Callable[..., Tensor],
-    first: tuple[Any, ...],
-    how: tuple[Any, ...],
-    x: Tensor,
-    *rest: Any,
+    function: Callable[..., Tensor], how: tuple[Any, ...], x: Tensor, *rest: Any
 ) -> Tensor:
-    return function(*first, x, *rest[:4], *how)
+    return function(x, *rest[:4], *how)
+
+
+# With fewer elements running statistics take longer than the kernels: torch's op has both in one.
+_FEW = 2**13, 2**16  # in 32 bits, in 16 bits
+
+
+def _find_few(backend: str, x: Tensor, *columns: Tensor | None) -> int:
+    """The number of elements from which on kernels serve; torch's op has to take the columns."""
+    running_mean, running_var, weight, bias = columns
+    given = [t for t in columns if t is not None]
+    is_taken = all(t.dtype is x.dtype and t.is_contiguous() for t in given)
+    is_known = weight is not None or bias is None  # see `_by_torch`
+    are_fixed = not any(t is not None and t.requires_grad for t in (running_mean, running_var))
+    is_torchs = backend == "cpu" and choice.forced is None
+    return _FEW[x.dtype.itemsize == 2] * (is_torchs and is_taken and is_known and are_fixed)
+
+
+def _run_few(
+    x: Tensor, columns: Sequence[Tensor | None], how: Sequence[Any], offset: Tensor | None
+) -> Tensor:
+    """Training by torch's op, which updates copies where a checkpoint recomputes."""
+    mean, var, weight, bias = columns
+    momentum, eps, activation, approximate = how
+    if not (mean is None or var is None or statistics.is_first()):
+        mean, var = mean.clone(), var.clone()
+    if offset is not None:
+        x = x + offset.detach()
+    rows = x if x.ndim == 2 else rows_of(x)
+    z = torch.batch_norm(rows, weight, bias, mean, var, True, momentum, eps, False)
+    y = activations.ACTIVATIONS[activation, approximate].function(z)
+    return y if x.ndim == 2 else y.view(x.shape)
 
 
 def _train(
     run: _Training,
     ready: Ready | None,
     how: tuple[Any, ...],
+    few: int,
     x: Tensor,
     *rest: Any,
     offset: Tensor | None = None,
 ) -> Tensor:
     columns = rest[:4]
+    if x.numel() < few:
+        return _run_few(x, columns, (*how[1:3], *how[4:]), offset)
     if ready is None:
         y, *made = run.ready.forward(x, *columns, *how)
     else:
@@ -461,18 +483,31 @@ def _train(
     return y  # type: ignore[no-any-return]
 
 
-def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
+def _train_in_group(run: _Training, x: Tensor, *rest: Any, offset: Tensor | None = None) -> Tensor:
+    *columns, training, momentum, eps, group, activation, approximate = rest
+    how = (training, momentum, eps, group, activation, approximate)
+    if exports_a_derivative():  # no single op covers the exchange and the update
+        return reference(BATCH_NORM_ACT, x if offset is None else x + offset, *columns, *how)
+    trains = wants_gradient(x, *columns[2:])
+    y, *made = (run.function.apply if trains else run.forward)(x, *columns, *how)
+    statistics.finish(x, columns, offset, *made, momentum, group)  # type: ignore[call-arg]
+    return y  # type: ignore[no-any-return]
+
+
+def _plan(backend: str, x: Tensor, *rest: Any) -> Callable[..., Tensor]:
     *columns, training, momentum, eps, group, activation, approximate = rest
     kind = (activation, approximate)
     statistics.check_numbers(BATCH_NORM_ACT, training, momentum, eps)
     if not training:
-        return run_on(NORMALIZE_ACT, backend, x, *columns, eps, *kind)
-    if not is_training(x, columns, group):
+        return plan_evaluation(backend, x, columns, eps, *kind)
+    if not is_training(x, x.shape[-1:], columns, group):
         _check_all(x, *rest)
-    return normalize_training(backend, x, columns, momentum, eps, group, *kind)
+    return plan_training(backend, x, columns, momentum, eps, group, *kind)
 
 
-def is_training(x: Tensor, columns: Sequence[Tensor | None], group: Any) -> bool:
+def is_training(
+    x: Tensor, width: Sequence[int], columns: Sequence[Tensor | None], group: Any
+) -> bool:
     """Whether there are enough rows and running statistics fit; no kernel checks this."""
     running_mean, running_var, *_ = columns
     is_alone = group is None or group.size() == 1
@@ -480,13 +515,13 @@ def is_training(x: Tensor, columns: Sequence[Tensor | None], group: Any) -> bool
         return False
     if running_mean is None or running_var is None:
         return running_mean is running_var
-    return are_running(x, x.shape[-1:], running_mean, running_var)
+    return are_running(x, width, running_mean, running_var)
 
 
 def _reference(x: Tensor, *rest: Any) -> Tensor:
     *columns, training, momentum, eps, group, _, _ = rest
     statistics.check_numbers(BATCH_NORM_ACT, training, momentum, eps)
-    wrong = training and not is_training(x, columns, group)
+    wrong = training and not is_training(x, x.shape[-1:], columns, group)
     if wrong or unlike(x, *columns):
         _check_all(x, *rest)
     return reference(BATCH_NORM_ACT, x, *rest)
@@ -576,8 +611,7 @@ BATCH_NORM_ACT = Composite(
     " Tensor grad_bias)",
     reference=_reference,
     backward_reference=_backward_reference,
-    fused=_fused,
-    plan=plan,
+    plan=_plan,
     made_of="passes of {}; processes exchange their statistics between them",
     saves="input, weight, bias, the statistics",
     check=_check_all,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchweld import state
-from torchweld.dispatch.warm.guards import is_lazy
+from torchweld.dispatch.warm.guards import has_lazy
 from torchweld.errors import ArgumentError
 from torchweld.registry import Op
 
@@ -70,7 +70,7 @@ def track(
     alike = running_mean.dtype is running_var.dtype is mean.dtype
     apart = isinstance(momentum, Tensor) or torch.compiler.is_compiling()
     # torch's foreach ops update no lazy negations.
-    if alike and not apart and not (is_lazy(running_mean) or is_lazy(running_var)):
+    if alike and not apart and not has_lazy((running_mean, running_var)):
         torch._foreach_lerp_([running_mean, running_var], [mean, unbiased], momentum)  # type: ignore[arg-type]
         return
     for running, to in ((running_mean, mean), (running_var, unbiased)):

@@ -6,13 +6,14 @@ call have the same shape; often they are parts of one projection.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchweld import checks
-from torchweld.dispatch.call import call_arranged
+from torchweld.dispatch.call import Decision, decide_arranged
 from torchweld.dispatch.kernels import define
 from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
@@ -40,8 +41,8 @@ def adaptive_layer_norm(
     Returns:
         A contiguous tensor of input's shape and dtype.
     """
-    y: Tensor = call_arranged(ADAPTIVE_LAYER_NORM, _arrange, (input, scale, shift), eps)
-    return y
+    given = {"input": input, "scale": scale, "shift": shift}
+    return decide_arranged(ADAPTIVE_LAYER_NORM, _arrange, given, eps)  # type: ignore[no-any-return]
 
 
 @short()
@@ -57,8 +58,8 @@ def adaptive_rms_norm(
     Returns:
         A contiguous tensor of input's shape and dtype.
     """
-    y: Tensor = call_arranged(ADAPTIVE_RMS_NORM, _arrange, (input, scale, shift), eps)
-    return y
+    given = {"input": input, "scale": scale, "shift": shift}
+    return decide_arranged(ADAPTIVE_RMS_NORM, _arrange, given, eps)  # type: ignore[no-any-return]
 
 
 @short()
@@ -73,8 +74,8 @@ def gated_residual(input: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
     Returns:
         A contiguous tensor of input's shape, of the wider dtype of input and branch.
     """
-    y: Tensor = call_arranged(GATED_RESIDUAL, _arrange_gated, (input, gate, branch))
-    return y
+    given = {"input": input, "gate": gate, "branch": branch}
+    return decide_arranged(GATED_RESIDUAL, _arrange_gated, given)  # type: ignore[no-any-return]
 
 
 @short()
@@ -100,11 +101,14 @@ def gated_residual_layer_norm(
         return_residual: return (y, z).
 
     Returns:
-        y; z, both of the wider dtype of input and branch.
+        y; z, both of the wider dtype of input and branch. Where autocast computes torch's norm in
+        float32, as on CUDA, y is float32, and 16-bit input takes two passes.
     """
-    given = (input, gate, branch, scale, shift)
-    z, y = call_arranged(GATED_RESIDUAL_LAYER_NORM, _arrange_gated, given, eps)
-    return (y, z) if return_residual else y
+    given = {"input": input, "gate": gate, "branch": branch, "scale": scale, "shift": shift}
+    if _widens(norms.LAYER_NORM, input, branch):
+        return _decide_both(adaptive_layer_norm, given, eps, return_residual)
+    returned = ("y", "z") if return_residual else "y"
+    return decide_arranged(GATED_RESIDUAL_LAYER_NORM, _arrange_gated, given, eps, returned=returned)
 
 
 @short()
@@ -126,11 +130,36 @@ def gated_residual_rms_norm(
         return_residual: return (y, z).
 
     Returns:
-        y; z, both of the wider dtype of input and branch.
+        y; z, both of the wider dtype of input and branch. Where autocast computes torch's norm in
+        float32, as on CUDA, y is float32, and 16-bit input takes two passes.
     """
-    given = (input, gate, branch, scale, shift)
-    z, y = call_arranged(GATED_RESIDUAL_RMS_NORM, _arrange_gated, given, eps)
-    return (y, z) if return_residual else y
+    given = {"input": input, "gate": gate, "branch": branch, "scale": scale, "shift": shift}
+    if _widens(norms.RMS_NORM, input, branch):
+        return _decide_both(adaptive_rms_norm, given, eps, return_residual)
+    returned = ("y", "z") if return_residual else "y"
+    return decide_arranged(GATED_RESIDUAL_RMS_NORM, _arrange_gated, given, eps, returned=returned)
+
+
+def _widens(norm: Op, x: Any, branch: Any) -> bool:
+    """Whether autocast makes float32 of a 16-bit stream in this norm."""
+    for each in (x, branch):
+        if not isinstance(each, Tensor) or each.dtype.itemsize != 2:  # others keep their dtype
+            return False
+    kind = x.device.type
+    return kind in norm.autocast and checks.autocasts(kind)
+
+
+def _decide_both(
+    adaptive: Callable[..., Tensor], given: Mapping[str, Any], eps: Any, return_residual: bool
+) -> Decision:
+    """y, or (y, z), by two ops: autocast has one rule for all tensors of an op."""
+
+    def run(input: Tensor, gate: Tensor, branch: Tensor, *modulations: Tensor | None) -> Any:
+        z = gated_residual(input, gate, branch)
+        y = adaptive(z, *modulations, eps=eps)
+        return (y, z) if return_residual else y
+
+    return Decision(None, run, list(given.values()), list(given))
 
 
 # --- Arguments ------------------------------------------------------------------------------------
@@ -358,6 +387,9 @@ class _AdaptiveNorm:
     def _reference(self, x: Tensor, scale: Tensor, shift: Tensor | None, eps: Any) -> Tensor:
         if not (_is_plain(x, scale, shift) and (eps is None or eps >= 0)):
             self._check(x, scale, shift, eps)
+        kind = x.device.type
+        if kind in self.op.autocast and checks.autocasts(kind):  # as a kernel's inputs are cast
+            x = x.to(self.op.autocast[kind])
         return self._compute(x, scale, shift, eps).contiguous()
 
     def _gated_reference(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchweld import checks
-from torchweld.dispatch.call import call
+from torchweld.dispatch.call import decide
 from torchweld.dispatch.kernels import define
 from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
@@ -100,7 +100,7 @@ def layer_norm(
     Returns:
         A tensor of input's shape and dtype.
     """
-    return call(LAYER_NORM, input, normalized_shape, weight, bias, eps)
+    return decide(LAYER_NORM, input, normalized_shape, weight, bias, eps)
 
 
 def _layer_norm(
@@ -166,7 +166,7 @@ def rms_norm(
     Returns:
         A tensor of input's shape and dtype, contiguous, or channels_last if input is.
     """
-    return call(RMS_NORM, input, normalized_shape, weight, eps)
+    return decide(RMS_NORM, input, normalized_shape, weight, eps)
 
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:

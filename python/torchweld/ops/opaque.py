@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchweld import checks
+from torchweld import state
 from torchweld.dispatch.library import LIBRARY
 
 
@@ -25,6 +25,6 @@ def define_opaque(
 
     def call(*inputs: Any) -> Any:
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-        return run(*inputs) if checks.can_read(*tensors) else op(*inputs)
+        return run(*inputs) if state.can_read(*tensors) else op(*inputs)
 
     return call

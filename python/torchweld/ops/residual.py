@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchweld import checks
-from torchweld.dispatch.call import call
+from torchweld.dispatch.call import call, decide
 from torchweld.dispatch.kernels import define
 from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
@@ -47,7 +47,7 @@ def bias_dropout_add(
         A contiguous tensor of residual's shape, of the wider of the two dtypes. The backward needs
         only the seed and the bias.
     """
-    return call(BIAS_DROPOUT_ADD, *_add_inputs(input, bias, residual, p, training, seed, shard))
+    return decide(BIAS_DROPOUT_ADD, *_add_inputs(input, bias, residual, p, training, seed, shard))
 
 
 def _add_inputs(
@@ -184,9 +184,8 @@ def dropout_add_layer_norm(
     Returns:
         y; z, of the wider of input's and residual's dtypes.
     """
-    dropping = (p, eps, training, seed, shard)
-    z, y = ADD_LAYER_NORM.run(input, residual, (weight, bias), *dropping, normalized_shape, y_dtype)
-    return (y, z) if return_residual else y
+    how = (p, eps, training, seed, shard, normalized_shape, y_dtype)
+    return ADD_LAYER_NORM.decide(return_residual, input, residual, (weight, bias), *how)
 
 
 @short()
@@ -220,9 +219,8 @@ def dropout_add_rms_norm(
     Returns:
         y; z, of the wider of input's and residual's dtypes.
     """
-    dropping = (p, eps, training, seed, shard)
-    z, y = ADD_RMS_NORM.run(input, residual, (weight,), *dropping, normalized_shape, y_dtype)
-    return (y, z) if return_residual else y
+    how = (p, eps, training, seed, shard, normalized_shape, y_dtype)
+    return ADD_RMS_NORM.decide(return_residual, input, residual, (weight,), *how)
 
 
 class _AddNorm:
@@ -251,9 +249,7 @@ class _AddNorm:
             same_gradient={
                 "input": (
                     "grad_residual",
-                    lambda x, residual, *rest: (
-                        residual is not None and residual.dtype is x.dtype and rest[-4] is None
-                    ),
+                    lambda *inputs: self._is_shared(self.op.Args(*inputs)),
                 )
             },
             check=self._check,
@@ -271,15 +267,30 @@ class _AddNorm:
         )
         define(self.op)
 
-    def run(self, x: Tensor, residual: Tensor | None, parameters: Any, *rest: Any) -> Any:
-        """z and y of the public function's arguments."""
+    def decide(
+        self, returns_z: bool, x: Tensor, residual: Tensor | None, parameters: Any, *rest: Any
+    ) -> Any:
+        """What serves the public function's arguments."""
         inputs = self._inputs(x, residual, parameters, *rest)
         if residual is not None or self.op.draws(inputs):
-            return call(self.op, *inputs)
-        shape, eps, wide_y = inputs[2], rest[1], inputs[-1]
-        wide = x.float() if wide_y else x
-        learnt = map(norms.as_float32, parameters) if wide_y else parameters
-        return x, call(self.norm, wide, shape, *learnt, eps).to(wide.dtype)
+            return decide(self.op, *inputs, returned=("y", "z") if returns_z else "y")
+        args = self.op.Args(*inputs)
+        kind = x.device.type if isinstance(x, Tensor) else "meta"  # the check raises
+        autocast_widens = kind in self.norm.autocast and checks.autocasts(kind)
+        if not (args.wide_y or autocast_widens):
+            how = (args.normalized_shape, *parameters, args.eps)
+            return decide(self.norm, x, *how, returned=("y", "input") if returns_z else "y")
+        wide = x.float() if args.wide_y else x
+        learnt = map(norms.as_float32, parameters) if args.wide_y else parameters
+        y = call(self.norm, wide, args.normalized_shape, *learnt, args.eps).to(wide.dtype)
+        return (y, x) if returns_z else y
+
+    @staticmethod
+    def _is_shared(args: Any) -> bool:
+        """Whether both have the same gradient."""
+        if args.residual is None or args.seed is not None:
+            return False
+        return args.residual.dtype is args.input.dtype
 
     def _inputs_by_name(self, *, return_residual: bool = False, **given: Any) -> tuple[Any, ...]:
         parameters = tuple(given.pop(name) for name in self.parameters)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchweld import checks
 from torchweld.dispatch.autograd import exports_a_derivative
-from torchweld.dispatch.call import call
+from torchweld.dispatch.call import call, decide
 from torchweld.dispatch.kernels import define
 from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
@@ -54,7 +54,7 @@ def softmax_dropout(
     inputs = _inputs(input, mask, scale, causal, p, training, seed, shard)
     if isinstance(mask, Tensor) and mask.requires_grad and torch.is_grad_enabled():
         return _with_gradient_of_mask(*inputs)
-    return call(OP, *inputs)
+    return decide(OP, *inputs)
 
 
 def _inputs(
@@ -172,9 +172,9 @@ def _backward_reference(
     return y * (grad_y - (y * grad_y).sum(-1, keepdim=True)) * scale
 
 
-def _unsaved(scores: Tensor, mask: Any, scale: float, causal: bool, p: float, *rest: Any) -> Any:
+def _unsaved(*inputs: Any) -> tuple[str, ...]:
     """Save only the result if nothing is dropped: the product with the values saves it anyway."""
-    return ("input", "statistics", "mask") if rest[0] is None else ("y",)
+    return ("y",) if OP.draws(inputs) else ("input", "statistics", "mask")
 
 
 def _check(
@@ -197,7 +197,7 @@ def _check(
 
 def _fake(scores: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     kind = torch.float64 if scores.dtype == torch.float64 else torch.float32
-    statistics = [*scores.shape[:-1], 2] if rest[4] is not None else [0]
+    statistics = [*scores.shape[:-1], 2] if OP.draws((scores, *rest)) else [0]
     y = torch.empty_like(scores, memory_format=torch.contiguous_format)
     return y, scores.new_empty(statistics, dtype=kind)
 

@@ -249,14 +249,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         try:
             tasks = self._tasks()
             self._run(tasks)
-            self._make_ready(tasks)
+            self._keep_calls(tasks)
         finally:
             if self._kept is not None:
                 self._kept.drop_gradients()
         self._unscale()
         return loss
 
-    def _make_ready(self, tasks: list[Task]) -> None:
+    def _keep_calls(self, tasks: list[Task]) -> None:
         """Keep the calls that a step with the same batches repeats."""
         kept, rule = self._kept, self._rule
         if kept is None or kept.ready is not None or not self._is_undisturbed():
@@ -265,7 +265,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         ready: list[Any] = [None]
         if is_plain:
             work = zip(kept.work, tasks, strict=True)
-            ready = [rule.make_ready(task, bool(of[0].get("maximize"))) for of, task in work]
+            ready = [rule.keep_step(task, bool(of[0].get("maximize"))) for of, task in work]
         kept.ready = [] if None in ready else ready
         if kept.ready and self.max_grad_norm is not None:
             kept.sum_squares = find_sum(kept.list_gradients())

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from torchweld import state
-from torchweld.dispatch.warm.guards import INCOMPARABLE, is_plain, make_guards
+from torchweld.dispatch.warm.guards import INCOMPARABLE, make_guard
 from torchweld.ops.optimizer.batch import Batch
 from torchweld.optim._codecs import State
 from torchweld.optim._params import Group
@@ -60,7 +60,7 @@ class Kept:
         # The whole mapping: looking up a parameter would call its hash, a function in Python.
         self._states = [*states.values()]
         self._entries = [*_list_entries(states)]
-        self._guards = make_guards([*self._params, *(g for _, batch in work for g in batch.grads)])
+        self._matches = make_guard([*self._params, *(g for _, batch in work for g in batch.grads)])
 
     @classmethod
     def make(cls, groups: Sequence[Group], work: Work, states: Mapping[Any, State]) -> Kept | None:
@@ -69,15 +69,13 @@ class Kept:
             return None
         every = ({**group, "params": None, "lr": None}.values() for group in groups)
         constant = all(isinstance(value, _CONSTANTS) for values in every for value in values)
-        if state.has_modes() or not constant:
+        if not constant:
             return None
         for _, batch in work:
             if batch.splits or batch.rounding_offsets or not _are(batch.params, batch.wholes):
                 return None
-            if not (all(map(is_plain, batch.params)) and all(map(is_plain, batch.grads))):
-                return None
         kept = cls(groups, work, states)
-        return None if kept._guards is None else kept
+        return None if kept._matches is None else kept
 
     def refresh(
         self,
@@ -86,7 +84,7 @@ class Kept:
         learning_rate: Callable[[Group], Any],
     ) -> bool:
         """Give the batches this step's gradients and rates, if all else is unchanged."""
-        if len(groups) != len(self._groups) or state.has_modes():
+        if len(groups) != len(self._groups):
             return False
         for group, (kept, settings, params) in zip(groups, self._groups, strict=True):
             same = group is kept and _are(group["params"], params)
@@ -94,7 +92,7 @@ class Kept:
                 return False
         grads = [p.grad for p in self._params]
         try:
-            if not self._guards(*self._params, *grads):  # type: ignore[misc]
+            if not self._matches(*self._params, *grads):  # type: ignore[misc]
                 return False
         except INCOMPARABLE:
             return False

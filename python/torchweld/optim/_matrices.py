@@ -43,7 +43,7 @@ class Iteration(NamedTuple):
         return count_operations(rows, columns, len(self.coefficients), self.gram)
 
 
-class Region(NamedTuple):
+class MatrixPlace(NamedTuple):
     """One matrix in a parameter: its place in the stack, its rows and its columns."""
 
     place: tuple[int, ...]
@@ -87,13 +87,15 @@ def find_iteration(function: str, group: Group) -> Iteration:
     return Iteration(tuple(coefficients), algorithm == "gram", dtype, eps, group["adjust_lr_fn"])
 
 
-def find_regions(function: str, shape: Sequence[int], group: Group) -> list[Region]:
+def find_regions(function: str, shape: Sequence[int], group: Group) -> list[MatrixPlace]:
     """Find the matrices of a parameter of this shape: its last two dimensions, packed or not."""
     *stack, rows, columns = shape
     size = (rows, columns)[dim := group.get("split_dim", 0)]
     cuts = _cut(function, size, group.get("split_sizes"), group.get("heads"))
     packed: Any = [(cut, (0, columns)) if dim == 0 else ((0, rows), cut) for cut in cuts]
-    return [Region(place, *of_one) for place in product(*map(range, stack)) for of_one in packed]
+    return [
+        MatrixPlace(place, *of_one) for place in product(*map(range, stack)) for of_one in packed
+    ]
 
 
 def _cut(function: str, size: int, split_sizes: Any, heads: Any) -> list[tuple[int, int]]:

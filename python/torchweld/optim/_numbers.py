@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchweld import checks
+from torchweld import checks, state
 from torchweld.errors import ArgumentError
 
 _RATE = ("a finite number >= 0", lambda value: value >= 0)
@@ -70,7 +70,7 @@ def _read(function: str, name: str, value: Any, told: str) -> Any:
         return value
     if value.numel() != 1:
         raise ArgumentError(function, name, f"of {list(value.shape)}", f"one number{told}")
-    return value.item() if checks.can_read(value) else None
+    return value.item() if state.can_read(value) else None
 
 
 def _is_finite(value: Any) -> bool:

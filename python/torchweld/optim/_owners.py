@@ -22,7 +22,7 @@ from torchweld.ops.optimizer.passes import Part
 from torchweld.optim._matrices import (
     Iteration,
     Matrix,
-    Region,
+    MatrixPlace,
     find_iteration,
     find_regions,
     orthogonalize_all,
@@ -35,7 +35,7 @@ _BUCKET = 2**26
 Index = tuple[Any, Any]  # of rows and columns: slices, or tensors that broadcast
 
 
-class Piece(NamedTuple):
+class MatrixPiece(NamedTuple):
     """The piece of a matrix that a device holds."""
 
     place: tuple[int, ...]  # in the local stack
@@ -49,13 +49,13 @@ class Piece(NamedTuple):
         return self.shape[0] * self.shape[1]
 
 
-class Job(NamedTuple):
+class ShardedMatrix(NamedTuple):
     """A matrix of a sharded parameter, with the piece that each device of its group holds."""
 
     number: int  # of the part
-    region: Region
+    region: MatrixPlace
     iteration: Iteration
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MatrixPiece, ...]
 
     def count_elements(self) -> int:
         """Count the elements of the whole matrix."""
@@ -124,7 +124,7 @@ class Owners:
     ) -> None:
         group, coordinates = _find_group(mesh, along, dist.group.WORLD)
         tensors = [part.here for part, _ in parts]
-        jobs: list[Job] = []
+        jobs: list[ShardedMatrix] = []
         for number, (part, settings) in enumerate(parts):
             p = part.param
             held = _find_held(p.shape, mesh, p.placements, coordinates)  # type: ignore[attr-defined]
@@ -132,13 +132,13 @@ class Owners:
                 if 0 in region.shape:
                     continue
                 pieces = tuple(_find_piece(region, of_rank) for of_rank in held)
-                jobs.append(Job(number, region, iterations[id(settings)], pieces))
-        for bucket in divide_into_runs(jobs, Job.count_elements, _BUCKET):
+                jobs.append(ShardedMatrix(number, region, iterations[id(settings)], pieces))
+        for bucket in divide_into_runs(jobs, ShardedMatrix.count_elements, _BUCKET):
             self._exchange_bucket(bucket, _choose_owners(bucket, len(coordinates)), tensors, group)
 
     def _exchange_bucket(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[ShardedMatrix],
         owners: Sequence[int],
         tensors: Sequence[torch.Tensor],
         group: Any,
@@ -234,20 +234,20 @@ def _find_held(
     ]
 
 
-def _find_piece(region: Region, held: tuple[torch.Tensor, ...]) -> Piece:
+def _find_piece(region: MatrixPlace, held: tuple[torch.Tensor, ...]) -> MatrixPiece:
     """Find the piece of a matrix on a device that holds these indices."""
     *stack, rows, columns = held
     place: list[int] = []
     for wanted, of_dim in zip(region.place, stack, strict=True):
         positions = (of_dim == wanted).nonzero().flatten().tolist()
         if not positions:
-            return Piece((), (slice(0), slice(0)), (slice(0), slice(0)), (0, 0))
+            return MatrixPiece((), (slice(0), slice(0)), (slice(0), slice(0)), (0, 0))
         place.append(positions[0])
     here_rows, there_rows = _meet(rows, region.rows)
     here_columns, there_columns = _meet(columns, region.columns)
     shape = (len(here_rows), len(here_columns))
     here, there = _index(here_rows, here_columns), _index(there_rows, there_columns)
-    return Piece(tuple(place), here, there, shape)
+    return MatrixPiece(tuple(place), here, there, shape)
 
 
 def _meet(held: torch.Tensor, wanted: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -271,7 +271,7 @@ def _as_slice(positions: torch.Tensor) -> slice | None:
     return slice(first, last + 1) if last - first + 1 == len(positions) else None
 
 
-def _choose_owners(jobs: Sequence[Job], devices: int) -> list[int]:
+def _choose_owners(jobs: Sequence[ShardedMatrix], devices: int) -> list[int]:
     """Choose an owner for each matrix, equally on every device.
 
     A device that holds a whole matrix owns it. The other matrices are assigned by cost, the most

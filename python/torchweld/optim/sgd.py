@@ -9,13 +9,13 @@ import torch
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from torchweld import checks
 from torchweld.ops.optimizer.batch import Stepped, Task, Tensor, Tensors
 from torchweld.ops.optimizer.rule import Rule
 from torchweld.ops.optimizer.torchs import take_torchs_step
 from torchweld.optim._base import FusedOptimizer, Group, moments_of
 from torchweld.optim._codecs import STEP, Moments, State
 from torchweld.optim._options import StateOptions, takes
+from torchweld.state import can_read
 
 
 class SgdSettings(NamedTuple):
@@ -131,4 +131,4 @@ class SGD(SgdStep, torch.optim.SGD):
             return True
         # The first gradient is not dampened.
         step = state.get(STEP) if group["dampening"] != 0 else None
-        return step is not None and checks.can_read(step) and bool(step == 0)
+        return step is not None and can_read(step) and bool(step == 0)

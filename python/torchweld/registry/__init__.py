@@ -13,6 +13,8 @@ autograd function is built from them:
 * `input_dtype` is the dtype of the argument `input`, and `need_weight` whether the gradient of the
   argument `weight` is wanted;
 * `grad_input` in the backward's results is the gradient of the argument `input`, and is like it.
+
+Functions of many arguments read them by name: `op.Args(*inputs).weight`.
 """
 
 from torchweld.registry.backends import BACKENDS, EAGER, Backend

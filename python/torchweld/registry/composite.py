@@ -19,12 +19,10 @@ class Composite(Op):
     weight separately.
     """
 
-    # Takes the backend of the ops and the forward's arguments; returns the result.
-    fused: Callable[..., Any]
-    # Takes the same arguments; returns a function of the forward's arguments for calls like this
-    # one, where nothing is left to decide. None: `fused` serves them.
-    plan: Callable[..., Callable[..., Any] | None] = lambda *_: None
-    # Takes the same arguments as `fused`; says in words how it runs them, if that was measured.
+    # Takes the backend of the ops and the forward's arguments; returns what serves calls like this
+    # one, a function of the forward's arguments.
+    plan: Callable[..., Callable[..., Any]]
+    # Takes the same arguments; says in words how it runs them, if that was measured.
     detail: Callable[..., str] | None = None
     # For the docs: the components, with {} for the kernels, and the saved tensors.
     made_of: str = "torch's GEMMs; between them {}"

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from torchweld import state
 from torchweld.registry.backends import BACKENDS, EAGER
 from torchweld.registry.samples import take_rows
 from torchweld.registry.schema import Signature
 from torchweld.registry.sharding import Rows
+from torchweld.state import why_not_now
 
 OPS: dict[str, Op] = {}
 
@@ -39,6 +39,8 @@ class Differentiable:
             Signature, (self.forward, self.backward)
         )
         results, wanted = self.forward_signature.results, self.backward_signature.arguments
+        # The forward's arguments by name: op.Args(*inputs).
+        self.Args = self.forward_signature.Args
         # The forward's outputs that the public function returns, by name.
         self.public = [name for name in results if f"grad_{name}" in wanted]
         # Positions of the forward's tensors.
@@ -88,12 +90,12 @@ class Op(Differentiable):
     # Takes a backend and the known arguments of the forward by name. Says why the backend has no
     # kernel for them, if that depends on more than their dtype and device.
     refuses: Callable[[str, dict[str, Any]], str | None] | None = None
-    # Takes the forward's arguments and a number of rows; returns arguments like them with about so
-    # many rows, to judge kernels by in float64. None: the first rows of each argument.
-    sample: Callable[[Sequence[Any], int], Sequence[Any]] | None = None
-    # Takes the forward's arguments; returns what else than dtypes and widths decides which tile or
-    # path of a kernel serves them. It is part of a call's class, and a sample has the same.
-    regime: Callable[[Sequence[Any]], Any] | None = None
+    # Takes the forward's arguments, as Args, and a number of rows; returns arguments like them with
+    # about so many rows, to judge kernels by in float64. None: the first rows of each argument.
+    sample: Callable[[Any, int], Sequence[Any]] | None = None
+    # Takes the forward's arguments, as Args; returns what else than dtypes and widths decides which
+    # tile or path of a kernel serves them. It is part of a call's class, and a sample has the same.
+    regime: Callable[[Any], Any] | None = None
     # Takes that; makes a context in which kernels serve a sample as they serve the call, where the
     # sample alone would be too small for it.
     trial: Callable[[Any], AbstractContextManager[Any]] | None = None
@@ -143,9 +145,13 @@ class Op(Differentiable):
     def take_sample(self, inputs: Sequence[Any], rows: int) -> Sequence[Any]:
         """Cut the arguments to about `rows` rows."""
         if self.sample is not None:
-            return self.sample(inputs, rows)
+            return self.sample(self.Args(*inputs), rows)
         columns = max(self.sharding.columns(*inputs), 1)
         return take_rows(inputs, rows, columns, self.weights_at)
+
+    def find_regime(self, inputs: Sequence[Any]) -> Any:
+        """What decides which tile or path serves these inputs; None: nothing does."""
+        return None if self.regime is None else self.regime(self.Args(*inputs))
 
     def draws(self, inputs: Sequence[Any]) -> bool:
         """Whether the op drops elements of these inputs."""
@@ -184,16 +190,3 @@ class Op(Differentiable):
         names = self.forward_signature.arguments  # the doctor passes fewer inputs
         arguments = dict(zip(names, inputs, strict=False))
         return self.refuses(backend, arguments)
-
-
-def why_not_now() -> str | None:
-    """The current mode of torch that only eager serves; None if there is none."""
-    if state.is_transforming():
-        return "inside a torch.func transform, whose rules eager has"
-    if state.has_forward_ad():
-        return "inside forward-mode AD, whose rules eager has"
-    if state.is_tracing():
-        return "while torch.jit.trace records, which takes eager's ops"
-    if state.is_exporting() and torch.onnx.is_in_onnx_export():
-        return "inside torch.onnx.export, which knows eager's ops"
-    return None

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections import namedtuple
+from typing import Any
+
 import torch
 
 
@@ -13,3 +17,8 @@ class Signature:
         self.arguments = tuple(argument.name for argument in parsed.arguments)
         self.types = tuple(str(argument.type) for argument in parsed.arguments)
         self.results = tuple(result.name for result in parsed.returns)
+
+    @functools.cached_property
+    def Args(self) -> Any:  # noqa: N802 - a class
+        """A named tuple of the arguments."""
+        return namedtuple("Args", self.arguments)

@@ -1,18 +1,19 @@
 """The short way of a call: one look-up on the raw arguments, then a function that is ready.
 
-The first call of its kind takes the whole path: arguments are checked and prepared, a backend is
-chosen, autocast and autograd are asked. All of that is the same for a later call with tensors that
-differ only in their numbers, and often for one with another number of rows. So the first call
-caches which function ran, and where each argument came from. Only what can be told for sure is
-kept: each prepared argument is a raw one, a constant, made of raw ones by a function that the call
-names, or the seed of dropout; each result is what that function returned, or a raw argument. No
-tensor or other object of a call is kept.
+A public function decides: it checks and prepares its arguments, chooses a backend, asks autocast
+and autograd, and returns a Decision (call.py), a function with its arguments. All of that is the
+same for a later call with tensors that differ only in their numbers, and often for one with another
+number of rows. So the first call keeps the function. Each of its arguments is a raw one of the same
+name, a constant, made of raw ones by a function that the Decision has, or the seed of dropout; each
+result is what that function returned, or a raw argument. No tensor or other object of a call is
+kept.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,20 +22,20 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 
 from torchweld import state
-from torchweld.dispatch import choice, seeds
+from torchweld.dispatch import choice, proof, seeds
+from torchweld.dispatch.call import Decision
 from torchweld.dispatch.kernels import Casting, Kernel
 from torchweld.dispatch.warm.generate import compile_function
 from torchweld.dispatch.warm.guards import (
     INCOMPARABLE,
     PLAIN,
-    IsLike,
+    Guard,
     copy_constant,
     is_constant,
-    make_comparison,
+    make_guard,
 )
-from torchweld.dispatch.warm.recorder import RECORDER, Note
 from torchweld.dispatch.warm.sizes import Extents, find_varying, measure
-from torchweld.registry import OPS, Composite
+from torchweld.registry import OPS, Op
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,7 +47,7 @@ _SIZES, _ALIKE, _FORMS, _CALLS = 1024, 4, 16, 8
 class _Way(NamedTuple):
     """A cached call: which calls are like it, and the function that serves them."""
 
-    is_like: IsLike
+    matches: Guard
     run: Callable[..., Any]
 
 
@@ -62,6 +63,7 @@ class _Form(NamedTuple):
 class _Cache:
     """The calls of a public function."""
 
+    places: Mapping[str, int]  # of its arguments, by name
     shaped: type | None
     sources: Mapping[int, Collection[int]]
     seed_at: int | None
@@ -84,7 +86,7 @@ class _Cache:
             return None
         try:
             for form in self.forms.get(self.key_of(x), ()):
-                if len(form.calls) > 1 and form.way.is_like(*given):
+                if len(form.calls) > 1 and form.way.matches(*given):
                     self.keep(-1, form.way)
                     return form.way.run
         except INCOMPARABLE:
@@ -118,7 +120,7 @@ def list_generated(function: Callable[..., Any], given: Sequence[Any]) -> list[A
     kept = _caches[function].ways.get(choice.forced, {-1: ()})
     for way in (*kept.get(given[0].numel(), ()), *kept[-1]):
         with suppress(*INCOMPARABLE):
-            if way.is_like(*given):
+            if way.matches(*given):
                 served = [cell.cell_contents for cell in way.run.__closure__ or ()]
                 nodes = [getattr(each, "__self__", None) for each in served]
                 forwards = [getattr(node, "forward", None) for node in nodes]
@@ -141,7 +143,7 @@ def short(
     """Give a public function the short way; its first argument is a tensor.
 
     The function may do anything but depend on numbers in its tensors, or on anything of torch that
-    `make_comparison` does not compare.
+    `make_guard` does not compare.
 
     Args:
         small: the function has the arguments of the op with its name, and the op's reference is a
@@ -149,8 +151,8 @@ def short(
             long.
         shaped: the class of an argument that decides only by its attribute `form`.
         fixed: by argument, the dimensions with a part in decisions; its other sizes decide nothing,
-            but for what a Note says, nor do equal sizes of other tensors. None: the last one of the
-            first argument, which is the width of its rows.
+            but for what a Decision says, nor do equal sizes of other tensors. None: the last one of
+            the first argument, which is the width of its rows.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -168,7 +170,8 @@ def short(
         names = [parameter.name for parameter in parameters]
         own = {names[0]: (-1,)} if fixed is None else fixed
         sources = {names.index(name): dims for name, dims in own.items()}
-        cache = _Cache(shaped, sources, names.index("seed") if "seed" in names else None)
+        places = {name: at for at, name in enumerate(names)}
+        cache = _Cache(places, shaped, sources, names.index("seed") if "seed" in names else None)
         given = ", ".join(names)
         serve = _SERVE.format(
             given=given,
@@ -195,6 +198,7 @@ def short(
             "_profiler": torch.autograd.profiler,
             "_INCOMPARABLE": INCOMPARABLE,
             "_find": _find,
+            "_take": run_decision,
             "_ops": OPS,
             "_name": function.__name__,
         }
@@ -208,7 +212,7 @@ def short(
 _SOURCE = """
 def {name}({declared}):
     if _compiling() or _compiler._is_compiling_flag:
-        return _function({passed})
+        return _take(_function({passed}))
     if _profiler._is_profiler_enabled:
         with _profiler.record_function("torchweld::{name}"):
             return _serve({given})
@@ -224,8 +228,8 @@ def _whole({given}):
 _SERVE = """\
     try:{small}
         _kept, _size = _ways[_choice.forced], _numel({first})
-        for _is_like, _run in _kept.get(_size, ()):
-            if _is_like({given}):
+        for _matches, _run in _kept.get(_size, ()):
+            if _matches({given}):
                 break
         else:
             _run = None
@@ -256,70 +260,75 @@ _SMALL = """
             return _op.reference({given})"""
 
 
+def run_decision(decided: Any) -> Any:
+    """The results of a public function that decided, or computed them itself."""
+    return decided.run() if type(decided) is Decision else decided
+
+
 def _find(function: Callable[..., Any], cache: _Cache, given: Sequence[Any]) -> Any:
-    """Take the whole path, and keep what it came to."""
-    previous = RECORDER.notes, RECORDER.is_final
-    notes: list[Note] = []
-    RECORDER.notes, RECORDER.is_final = notes, True
-    try:
-        result = function(*given)
-        is_final = RECORDER.is_final
-    finally:
-        RECORDER.notes, RECORDER.is_final = previous
-    if is_final and len(notes) == 1 and _can_keep():
-        _keep(cache, notes[0], given, result)
+    """Take the whole path, and keep what it decided."""
+    left_open = proof.left_open
+    decision = function(*given)
+    if type(decision) is not Decision:
+        return decision
+    is_final = proof.left_open == left_open
+    result = decision.run()
+    if is_final and not state.is_watched():
+        _keep(cache, decision, given)
     return result
 
 
-def _keep(cache: _Cache, note: Note, given: Sequence[Any], result: Any) -> None:
-    """Keep a noted call, for calls with other sizes too if one like it had others."""
+def _keep(cache: _Cache, decision: Decision, given: Sequence[Any]) -> None:
+    """Keep a decision, for calls with other sizes too if one like it had others."""
     x = given[0]
     # What is no op's decides by alignment itself, as losses do: their targets may be a slice.
-    aligned = note.op is not None and choice.is_on_gpu(x)
+    aligned = decision.op is not None and choice.is_on_gpu(x)
     compare = functools.partial(
-        make_comparison, given, aligned=aligned, shaped=cache.shaped, seed_at=cache.seed_at
+        make_guard, given, aligned=aligned, shaped=cache.shaped, seed_at=cache.seed_at
     )
-    is_like = compare()
-    made = is_like and _make_run(note, given, result, cache.seed_at)
-    if not (is_like and made):
+    matches = compare()
+    made = matches and _make_run(decision, cache, given)
+    if not (matches and made):
         return
     run, recipe = made
     recipe = (_describe(given, cache.shaped, cache.seed_at), recipe)
-    way = _Way(is_like, run)
+    way = _Way(matches, run)
     calls: list[Extents] = [measure(given)]
     key = cache.key_of(x)
-    forms = list(cache.forms.get(key, ())) if _may_vary(note, x) else []
+    forms = list(cache.forms.get(key, ())) if _may_vary(decision, x) else []
     for at, form in enumerate(forms):
         if len(form.calls) >= _CALLS or not _is_equal(form.recipe, recipe):
             continue
         varying = find_varying([*form.calls, *calls], cache.sources)
-        if varying and (is_like := compare(varying=varying, conditions=_write_span(note))):
-            way, calls = _Way(is_like, run), [*form.calls, *calls]
+        if varying and (matches := compare(varying=varying, conditions=_write_span(decision))):
+            way, calls = _Way(matches, run), [*form.calls, *calls]
             del forms[at]
             break
     cache.keep(-1 if len(calls) > 1 else x.numel(), way)
-    if _may_vary(note, x):
+    if _may_vary(decision, x):
         cache.forms[key] = (_Form(way, recipe, calls), *forms)[:_FORMS]
 
 
-def _may_vary(note: Note, x: torch.Tensor) -> bool:
+def _may_vary(decision: Decision, x: torch.Tensor) -> bool:
     """Whether calls with other sizes may be served alike.
 
     On a GPU one answer holds for a kernel at all numbers of rows; GEMMs have tiles for each.
     """
-    return not choice.is_on_gpu(x) or isinstance(note.function, (Kernel, Casting))
+    return not choice.is_on_gpu(x) or isinstance(decision.function, (Kernel, Casting))
 
 
-def _write_span(note: Note) -> Sequence[str]:
-    """The code that asks whether a note holds for a number of elements."""
-    most = f"a0.numel() < {note.below}" if note.below < float("inf") else ""
-    return [*filter(None, (f"a0.numel() >= {note.least}" if note.least else "", most))]
+def _write_span(decision: Decision) -> Sequence[str]:
+    """The code that asks whether a decision holds for a number of elements."""
+    most = f"a0.numel() < {decision.below}" if decision.below < math.inf else ""
+    least = f"a0.numel() >= {decision.least}" if decision.least else ""
+    return [*filter(None, (least, most))]
 
 
 def _describe(given: Sequence[Any], shaped: type | None, seed_at: int | None) -> Any:
     """All of a call's arguments that is compared, but for the sizes of tensors."""
     first = {id(value): at for at, value in reversed([*enumerate(given)])}
     each: list[Any] = [torch.is_grad_enabled()]
+    constants: list[Any] = []
     for at, value in enumerate(given):
         if isinstance(value, torch.Tensor):
             each.append((first[id(value)], type(value), value.dtype, value.device))
@@ -329,10 +338,11 @@ def _describe(given: Sequence[Any], shaped: type | None, seed_at: int | None) ->
         elif at == seed_at and type(value) is int:
             each.append(int)
         else:
-            each.append((type(value), copy_constant(value)))
+            each.append(type(value))
+            constants.append(value)
     kind = given[0].device.type
     is_cast = torch.is_autocast_enabled(kind)
-    return (*each, torch.get_autocast_dtype(kind) if is_cast else None)
+    return *each, copy_constant(constants), torch.get_autocast_dtype(kind) if is_cast else None
 
 
 def _is_equal(one: Any, other: Any) -> bool:
@@ -343,66 +353,87 @@ def _is_equal(one: Any, other: Any) -> bool:
         return False
 
 
-def _can_keep() -> bool:
-    return (
-        not state.has_modes()
-        and not state.is_transforming()
-        and not state.is_tracing()
-        and not state.is_compiling()
-        and not state.has_forward_ad()
+def _make_run(
+    decision: Decision, cache: _Cache, given: Sequence[Any]
+) -> tuple[Callable[..., Any], Any] | None:
+    """A function of the raw arguments that does what was decided, and its recipe.
+
+    None if an input is neither a raw argument of its name, nor a constant, the seed of dropout, or
+    made of raw arguments by `arrange`.
+    """
+    op, inputs, seed_at = decision.op, decision.inputs, cache.seed_at
+    raw = {name: at for name, at in cache.places.items() if isinstance(given[at], torch.Tensor)}
+    casting = decision.function if isinstance(decision.function, Casting) else None
+    if isinstance(decision.function, (Kernel, Casting)):
+        function, first, taken_at, places = decision.function.make_ready(inputs)
+    else:
+        function, first, taken_at = decision.function, [], range(len(inputs))
+        results = op.public if op else ()
+        places = [f"r[{at}]" for at in range(len(results))] if len(results) > 1 else ["r"]
+    constants, arguments = [*first], [f"c{at}" for at in range(len(first))]
+    taken: dict[str, int] = {}
+    arranging, others = "", []  # others must be constants
+    if decision.arrange is not None:
+        for name, value in decision.given.items():
+            if value is None and name not in cache.places:
+                continue
+            if given[cache.places[name]] is not value:
+                return None
+            taken[name] = cache.places[name]
+        raw_ones = (f"a{taken[name]}" if name in taken else "None" for name in decision.given)
+        arranging = f"t = arrange({', '.join(raw_ones)})"
+    for at, (name, value) in enumerate(zip(decision.names, inputs, strict=True)):
+        is_tensor, is_arranged = isinstance(value, torch.Tensor), at < decision.arranged
+        is_raw = is_tensor and name in raw and given[raw[name]] is value
+        if at not in taken_at:  # a part of `first`
+            others.append(value)
+        elif is_arranged or is_raw:
+            if is_raw and not is_arranged:
+                taken[name] = raw[name]
+            arguments.append(f"t[{at}]" if is_arranged else f"a{raw[name]}")
+            if casting is not None and casting.changes(value):
+                arguments[-1] += f".to(c{len(constants)})"
+                constants.append(casting.dtype)
+        elif is_tensor and op is not None and at == op.seed_at:
+            arguments.append(_write_seed(op, given, seed_at))
+        else:
+            arguments.append(f"c{len(constants)}")
+            constants.append(value)
+            others.append(value)
+    if not is_constant(others):
+        return None
+    constants[len(first) :] = copy_constant(constants[len(first) :])
+    # A tensor that the op does not take may have decided an argument by its numbers.
+    if {*raw.values()} - {*taken.values(), seed_at}:
+        return None
+    code = (arranging, ", ".join(arguments), _write_results(decision, places, taken))
+    make = _write_run(len(given), *code, len(constants))
+    functions = _identify(function), _identify(decision.arrange)
+    return make(function, decision.arrange, *constants), (
+        *functions,
+        code,
+        tuple(constants),
+        decision[-2:],
     )
 
 
-def _make_run(
-    note: Note, given: Sequence[Any], result: Any, seed_at: int | None
-) -> tuple[Callable[..., Any], Any] | None:
-    """A function of the raw arguments that does what the noted call did, and its recipe."""
-    if isinstance(note.function, (Kernel, Casting)):
-        function, first, taken_at, places = note.function.make_ready(note.inputs)
-    else:
-        function, first, places = _plan(note), [], _list_places(note.result)
-        taken_at = range(len(note.inputs))
-    returned = _write_result(result, note.result, places, given)
-    # A tensor that the op does not take may have decided an argument by its numbers.
-    taken = {id(value) for value in (*note.inputs, *note.given)}
-    unknown = [at for at, value in enumerate(given) if is_tensor(value) and id(value) not in taken]
-    if returned is None or unknown not in ([], [seed_at]):
-        return None
-    arranged, arranging = 0, ""
-    if note.arrange is not None:
-        raw = [_find_same(value, given) for value in note.given]
-        if None in raw:
-            return None
-        arranged = len(note.inputs) - note.kept
-        arranging = f"t = arrange({', '.join(f'a{at}' for at in raw)})"
-    constants, arguments = [*first], [f"c{at}" for at in range(len(first))]
-    drawn_at = note.op and note.op.seed_at
-    seed = None if seed_at is None else given[seed_at]
-    for at, value in enumerate(note.inputs):
-        number = _find_same(value, given) if is_tensor(value) else None
-        if at not in taken_at:  # a part of `first`
-            if not is_constant(value):
-                return None
-        elif at < arranged or number is not None:
-            arguments.append(f"t[{at}]" if at < arranged else f"a{number}")
-            if isinstance(note.function, Casting) and note.function.changes(value):
-                arguments[-1] += f".to(c{len(constants)})"
-                constants.append(note.function.dtype)
-        elif is_tensor(value) and at == drawn_at:
-            on_cpu = "empty(1, dtype=int64).random_()"
-            drawn = on_cpu if note.inputs[0].is_cpu else "draw(a0)"
-            arguments.append(
-                drawn if seed is None else f"as_seed({note.op.name!r}, a{seed_at}, a0.device)"
-            )
-        elif is_constant(value):
-            arguments.append(f"c{len(constants)}")
-            constants.append(copy_constant(value))
-        else:
-            return None
-    code = (arranging, ", ".join(arguments), returned)
-    make = _write_run(len(given), *code, len(constants))
-    recipe = (_identify(function), _identify(note.arrange), code, tuple(constants), note[-2:])
-    return make(function, note.arrange, type(result), *constants), recipe
+def _write_seed(op: Op, given: Sequence[Any], seed_at: int | None) -> str:
+    """The code of a seed, which is drawn anew or given."""
+    if seed_at is not None and given[seed_at] is not None:
+        return f"as_seed({op.name!r}, a{seed_at}, a0.device)"
+    return "empty(1, dtype=int64).random_()" if given[0].is_cpu else "draw(a0)"
+
+
+def _write_results(decision: Decision, places: Sequence[str], taken: Mapping[str, int]) -> str:
+    """The code of what the public function returns; the function's results are at `places`."""
+    returned = decision.returned
+    if returned is None:
+        return places[0] if len(places) == 1 else f"({', '.join(places)},)"
+    by_name = {name: f"a{at}" for name, at in taken.items()}
+    by_name |= zip(decision.op.public if decision.op else (), places, strict=True)
+    if isinstance(returned, str):
+        return by_name[returned]
+    return f"({', '.join(by_name[name] for name in returned)},)"
 
 
 def _identify(function: Any) -> Any:
@@ -412,45 +443,6 @@ def _identify(function: Any) -> Any:
     return _identify(function.func), *map(_identify, function.args), *function.keywords.items()
 
 
-def _plan(note: Note) -> Callable[..., Any]:
-    """The function to cache for this call; a composite may supply its own."""
-    function = note.function
-    if not (isinstance(note.op, Composite) and isinstance(function, functools.partial)):
-        return function
-    return note.op.plan(*function.args, *note.inputs) or function
-
-
-def is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _find_same(value: Any, among: Sequence[Any]) -> int | None:
-    return next((at for at, one in enumerate(among) if one is value), None)
-
-
-def _list_places(result: Any) -> list[str]:
-    """Where each of a function's results is in `r`, all that it returns."""
-    return [f"r[{at}]" for at in range(len(result))] if isinstance(result, tuple) else ["r"]
-
-
-def _write_result(
-    result: Any, made: Any, places: Sequence[str], given: Sequence[Any]
-) -> str | None:
-    """The code of the public result; None unless it is what the noted call returned, or given."""
-    each = made if isinstance(made, tuple) else (made,)
-    items = []
-    for value in result if isinstance(result, tuple) else (result,):
-        if (at := _find_same(value, each)) is not None:
-            items.append(places[at])
-        elif is_tensor(value) and (at := _find_same(value, given)) is not None:
-            items.append(f"a{at}")
-        else:
-            return None
-    if not isinstance(result, tuple):
-        return items[0]
-    return f"kind({', '.join(items)})" if hasattr(result, "_fields") else f"({', '.join(items)},)"
-
-
 @functools.cache
 def _write_run(
     given: int, arranging: str, arguments: str, returned: str, constants: int
@@ -458,7 +450,7 @@ def _write_run(
     """Make a function that makes the ready functions of such calls."""
     kept = "".join(f", c{at}" for at in range(constants))
     lines = [
-        f"def make(function, arrange, kind{kept}):",
+        f"def make(function, arrange{kept}):",
         f"    def run({', '.join(f'a{at}' for at in range(given))}):",
         f"        {arranging}" if arranging else "",
         f"        r = function({arguments})",

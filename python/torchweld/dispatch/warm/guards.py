@@ -28,7 +28,7 @@ _CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
 _SINGLETONS = (None, True, False)
 # What a comparison raises for arguments that it cannot compare: NumPy arrays, proxies, lists.
 INCOMPARABLE = (KeyError, AttributeError, TypeError, RuntimeError, ValueError)
-IsLike = Callable[..., bool]
+Guard = Callable[..., bool]
 
 
 def is_constant(value: Any) -> bool:
@@ -62,43 +62,44 @@ def is_lazy(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_neg() or value._is_zerotensor())
 
 
-def make_guards(
-    tensors: Sequence[torch.Tensor], sizes: Any = None, strides: Any = None
-) -> IsLike | None:
-    """A function that compares tensors with these, or None on a torch without guards.
-
-    It compares types, dtypes, devices, sizes, strides and requires_grad, and torch's dispatch
-    state: transforms, tracing and autocast change it. Modes do not. `sizes` and `strides` have None
-    for those that may vary.
-    """
-    if guards is None:
-        return None
-    exact: dict[str, Any] = {
-        "dynamic_dims_sizes": sizes or [list(t.shape) for t in tensors],
-        "dynamic_dims_strides": strides or [list(t.stride()) for t in tensors],
-    }
-    check: IsLike = guards.TensorGuards(*tensors, **exact).check
-    return check
+def has_lazy(values: Sequence[Any]) -> bool:
+    """Whether any of the values is such a tensor."""
+    return any(map(is_lazy, values))
 
 
-def make_comparison(
+def are_comparable(values: Sequence[Any]) -> bool:
+    """Whether guards may recognise calls with these tensors, which then need no dispatcher."""
+    if state.is_watched():
+        return False
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return all(map(is_plain, tensors)) and not has_lazy(tensors)
+
+
+def make_guard(
     given: Sequence[Any],
     *,
-    aligned: bool,
+    aligned: bool = False,
     shaped: type | None = None,
     seed_at: int | None = None,
     varying: Varying | None = None,
     conditions: Sequence[str] = (),
-) -> IsLike | None:
+) -> Guard | None:
     """Make a function that says whether its arguments are like the given ones.
 
+    It compares types, dtypes, devices, sizes, strides and requires_grad of tensors, grad mode, and
+    torch's dispatch state: transforms, tracing and autocast. Other arguments are equal. With modes
+    no call is like another. It raises one of INCOMPARABLE for what it cannot compare.
+
     None if such a call cannot be recognised: an argument is a tensor subclass, or an object that is
-    not `shaped`; those are compared by their `form`. `aligned`: tensors must also be aligned, since
-    Triton specializes kernels on alignment. The number at `seed_at` may be any seed. `conditions`
+    not `shaped`; those are compared by their `form`. So on a torch without guards. `aligned`:
+    tensors must also be aligned, since Triton specializes kernels on alignment. The number at
+    `seed_at` may be any seed. Sizes and strides of `varying` that are None may differ. `conditions`
     are code on the arguments a0, a1, ...
     """
     places = {at: value for at, value in enumerate(given) if isinstance(value, torch.Tensor)}
-    if guards is None or state.has_modes() or not all(map(is_plain, places.values())):
+    if guards is None or not places or state.has_modes():
+        return None
+    if not all(map(is_plain, places.values())):
         return None
     if aligned and any(t.data_ptr() % ALIGNMENT for t in places.values()):
         return None
@@ -122,18 +123,22 @@ def make_comparison(
         else:
             return None
     tensors = {at: places[at] for at in first_at.values()}
-    compared: tuple[Any, ...] = ()
+    sizes, strides = (
+        [[*t.shape] for t in tensors.values()],
+        [[*t.stride()] for t in tensors.values()],
+    )
     if varying is not None:
         conditions = (*varying.conditions, *conditions)
-        compared = [[each[at] for at in tensors] for each in varying[:2]]  # type: ignore[assignment]
+        sizes, strides = ([each[at] for at in tensors] for each in varying[:2])  # type: ignore[assignment]
+    exact: dict[str, Any] = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
     kind = next(iter(places.values())).device.type
     autocast = torch.is_autocast_enabled(kind)
     elements: dict[str, type] = {}
     for i, value in enumerate(given):
         _add_elements(elements, f"a{i}", value)
     classes = [type(v) for v, kind in zip(given, kinds, strict=True) if kind in ("v", "o")]
-    return _write_comparison((*kinds,), aligned, (*elements,), (*conditions,))(
-        make_guards([*tensors.values()], *compared),
+    return _write_guard((*kinds,), aligned, (*elements,), (*conditions,))(
+        guards.TensorGuards(*tensors.values(), **exact).check,
         tuple(values),
         tuple(classes),
         (*elements.values(),),
@@ -151,13 +156,13 @@ def _add_elements(to: dict[str, type], name: str, value: Any) -> None:
 
 
 @functools.lru_cache(4096)
-def _write_comparison(
+def _write_guard(
     kinds: tuple[str, ...], aligned: bool, elements: tuple[str, ...], more: tuple[str, ...]
-) -> Callable[..., IsLike]:
-    """Make a function that makes comparisons of calls with such arguments.
+) -> Callable[..., Guard]:
+    """Make a function that makes guards of calls with such arguments.
 
-    `check` comes from `make_guards`; `elements` has the classes in sequences; `more` are conditions
-    in code.
+    `check` is torch's of the tensors; `elements` has the classes in sequences; `more` are
+    conditions in code.
     """
     names = [f"a{i}" for i in range(len(kinds))]
 
@@ -167,7 +172,9 @@ def _write_comparison(
     conditions = ["is_grad_enabled() is train"]
     for kind, singleton in (("n", None), ("y", True), ("f", False)):
         conditions += [f"{name} is {singleton}" for name in select(kind)]
-    conditions.append(f"check({', '.join(select('t'))})")
+    # An optimizer's guard has a thousand tensors, which need no names.
+    given = "*all" if {*kinds} == {"t"} and not (aligned or more) else ", ".join(names)
+    conditions.append(f"check({'*all' if given == '*all' else ', '.join(select('t'))})")
     again = zip(names, kinds, strict=True)
     conditions += [f"{name} is {first}" for name, first in again if first[0] == "a"]
     if aligned:
@@ -187,9 +194,7 @@ def _write_comparison(
     conditions.append("(autocast is None or get_autocast_dtype(autocast[0]) == autocast[1])")
     source = (
         "def make(check, values, classes, inner, train, autocast):\n"
-        f"    return lambda {', '.join(names)}: (\n        "
-        + "\n        and ".join(conditions)
-        + "\n    )\n"
+        f"    return lambda {given}: (\n        " + "\n        and ".join(conditions) + "\n    )\n"
     )
     scope = {
         "is_grad_enabled": torch.is_grad_enabled,
@@ -199,4 +204,4 @@ def _write_comparison(
         "forward_ad": state.forward_ad,
         "ALIGNMENT": ALIGNMENT,
     }
-    return compile_function("make", source, scope, "a comparison of calls")
+    return compile_function("make", source, scope, "a guard")

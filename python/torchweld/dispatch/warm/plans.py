@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchweld.dispatch.warm.generate import compile_function
-from torchweld.dispatch.warm.guards import IsLike, guards, is_lazy, make_comparison
+from torchweld.dispatch.warm.guards import Guard, guards, has_lazy, make_guard
 from torchweld.isolate import leave_dispatch_modes
 
 _ALLOCATIONS = {
@@ -284,21 +284,21 @@ class Planned:
     def __init__(self, find: Callable[[], Callable[..., Any]], overload: Any) -> None:
         self._find, self._overload = find, overload
         # By the elements of the first tensor; no plan where a call cannot be repeated.
-        self._plans: dict[int, tuple[tuple[IsLike, Plan | None], ...]] = {}
+        self._plans: dict[int, tuple[tuple[Guard, Plan | None], ...]] = {}
 
     def __call__(self, *inputs: Any) -> Any:
         size = _count_elements(inputs)
         plans = self._plans.get(size, ())
-        for is_like, plan in plans:
-            if is_like(*inputs):
+        for matches, plan in plans:
+            if matches(*inputs):
                 if plan is not None and _is_current(plan.device):
                     return plan.run(inputs)
                 break
         else:
             function = self._find()
             launching = getattr(function, "launching", None)
-            is_fit = launching and not any(map(is_lazy, inputs))
-            found = is_fit and make_comparison(inputs, aligned=True)
+            is_fit = launching and not has_lazy(inputs)
+            found = is_fit and make_guard(inputs, aligned=True)
             if found and len(plans) < _ALIKE and _recording.acquire(blocking=False):
                 try:
                     plan, result = _record(function, launching, inputs)

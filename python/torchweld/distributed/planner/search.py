@@ -86,10 +86,10 @@ class Plan:
 
 
 Ask = Callable[[Choice], float]
-Searcher = Callable[["Problem"], tuple[Choice, int]]
+Searcher = Callable[["SearchSpace"], tuple[Choice, int]]
 
 
-class Problem:
+class SearchSpace:
     """The choices of a model on a number of devices, and their cost.
 
     Attributes:
@@ -183,7 +183,7 @@ def make_config(c: Choice) -> dict[str, Any]:
 # --- Searchers ------------------------------------------------------------------------------------
 
 
-def enumerate_all(problem: Problem) -> Choice:
+def enumerate_all(problem: SearchSpace) -> Choice:
     """Find the fastest choice, by asking about each choice whose bound is below the best so far."""
     best, fastest = None, math.inf
     for bound, choice in sorted((problem.bound(c), c) for c in problem.list_choices()):
@@ -194,7 +194,7 @@ def enumerate_all(problem: Problem) -> Choice:
     return _check_found(best)
 
 
-def walk(problem: Problem, steps: int = 3000, seed: int = 0, heat: float = 0.05) -> Choice:
+def walk(problem: SearchSpace, steps: int = 3000, seed: int = 0, heat: float = 0.05) -> Choice:
     """Find a fast choice by a Markov chain that changes one or two fields at a time (MCMC)."""
     generator = random.Random(seed)
     names = [*problem.axes]
@@ -215,7 +215,7 @@ def walk(problem: Problem, steps: int = 3000, seed: int = 0, heat: float = 0.05)
     return _check_found(best)
 
 
-def reinforce(problem: Problem, steps: int = 3000, seed: int = 0, rate: float = 0.3) -> Choice:
+def reinforce(problem: SearchSpace, steps: int = 3000, seed: int = 0, rate: float = 0.3) -> Choice:
     """Find a fast choice by REINFORCE: a distribution for each field learns from samples."""
     generator = random.Random(seed)
     scores = {name: [0.0] * len(values) for name, values in problem.axes.items()}
@@ -321,7 +321,7 @@ def plan_for(
         links or Links(),
         batch,
     )
-    problem = Problem(costs, devices, axes)
+    problem = SearchSpace(costs, devices, axes)
     choice = SEARCHERS[searcher](problem)
     cost = problem.find_cost(choice)
     assert cost is not None

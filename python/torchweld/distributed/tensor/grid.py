@@ -56,7 +56,7 @@ def find_side(mode: str, size: int, depth: int = 1) -> int:
 
 
 @dataclass(frozen=True)
-class Grid:
+class MeshGrid:
     """The placements of a mode's blocks on a mesh.
 
     Attributes:
@@ -70,7 +70,7 @@ class Grid:
     inner: Placements
 
     @classmethod
-    def make(cls, mode: str, device: str, size: int, depth: int = 1) -> Grid:
+    def make(cls, mode: str, device: str, size: int, depth: int = 1) -> MeshGrid:
         """Make the grid of all processes."""
         q = find_side(mode, size, depth)
         if mode == "3d":
@@ -218,7 +218,7 @@ class GridParallel(Style):
         gathers: whether a linear layer's result is gathered, as logits are.
     """
 
-    def __init__(self, grid: Grid, is_first: bool = True, gathers: bool = False) -> None:
+    def __init__(self, grid: MeshGrid, is_first: bool = True, gathers: bool = False) -> None:
         super().__init__()
         self.grid, self.is_first, self.gathers = grid, is_first, gathers
 
@@ -312,7 +312,7 @@ def _is_linear(module: torch.nn.Module) -> bool:
     return isinstance(module, (torch.nn.Linear, nn.LinearAct))
 
 
-def plan_grid(model: torch.nn.Module, grid: Grid) -> dict[str, GridParallel]:
+def plan_grid(model: torch.nn.Module, grid: MeshGrid) -> dict[str, GridParallel]:
     """Choose the style of each module with parameters; raise an error for unknown ones."""
     styles: dict[str, GridParallel] = {}
     for name, module in model.named_modules():
@@ -339,12 +339,12 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.DropoutAddLayerNorm, nn.DropoutAddRMSNorm
 
 def parallelize_on_grid(model: Any, mode: str, device: str, size: int, depth: int) -> Any:
     """Shard a whole model on the grid of all processes."""
-    grid = Grid.make(mode, device, size, depth)
+    grid = MeshGrid.make(mode, device, size, depth)
     _check_heads(model, grid)
     return parallelize_module(model, grid.mesh, dict(plan_grid(model, grid)))
 
 
-def _check_heads(model: torch.nn.Module, grid: Grid) -> None:
+def _check_heads(model: torch.nn.Module, grid: MeshGrid) -> None:
     module: Any
     for name, module in model.named_modules():
         if hasattr(module, "head_width"):

@@ -14,7 +14,7 @@ from torchweld.dispatch.call import choose_automatically
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.fusion import probe
 from torchweld.fusion.patterns.activation import in_words
-from torchweld.fusion.straight import why_it_varies
+from torchweld.fusion.varies import why_it_varies
 from torchweld.fusion.view import View, recognise_activation
 from torchweld.fusion.weld import Left, Proposal, Tried, propose, read_parameters, why_not_change
 from torchweld.ops.experts import mlp
@@ -24,6 +24,8 @@ from torchweld.ops.experts.grouped import Form
 _FIRST, _LAST = ("gate_up_proj", "up_proj"), "down_proj"
 # Sizes of the smaller module of a trial: experts, hidden features, width, tokens.
 _EXPERTS, _HIDDEN, _WIDTH, _TOKENS = 3, 6, 8, 16
+# Other numbers of tokens.
+_FEWER, _MORE = 1, 4096
 # Candidates compute something else or the same up to a rounding to float32.
 _NEAR = 1e-5
 
@@ -120,6 +122,8 @@ def find_form(module: Any) -> Form | str:
                     continue
                 if not _keeps_dtype(small, form):
                     return "its result has the dtype of the router's weights"
+                if not _takes_others(own, function, small):
+                    return _OTHER_TOKENS
                 return form if _skips_others(own, function, small) else _OTHER_INDICES
     except Exception as error:
         return f"a smaller copy of it: {probe.read_refusal(error)}"
@@ -191,7 +195,7 @@ def _call_own(module: Any, *inputs: torch.Tensor) -> Any:
     return getattr(forward, "__wrapped__", forward)(module, *inputs)
 
 
-def _run(function: Any, module: Any, experts: int) -> list[torch.Tensor]:
+def _run(function: Any, module: Any, experts: int, tokens: int = _TOKENS) -> list[torch.Tensor]:
     """Results and gradients of all floating inputs, in training and in evaluation.
 
     Inputs are large enough for limits to matter.
@@ -200,14 +204,25 @@ def _run(function: Any, module: Any, experts: int) -> list[torch.Tensor]:
     for training, size in itertools.product((True, False), (4.0, 1e6)):
         vars(module)["training"] = training
         generator = torch.Generator().manual_seed(1)
-        x = size * torch.randn(_TOKENS, _WIDTH, generator=generator, dtype=torch.float64)
-        weights = torch.rand(_TOKENS, 2, generator=generator, dtype=torch.float64)
-        indices = torch.rand(_TOKENS, experts, generator=generator).argsort(-1)[:, :2]
+        x = size * torch.randn(tokens, _WIDTH, generator=generator, dtype=torch.float64)
+        weights = torch.rand(tokens, 2, generator=generator, dtype=torch.float64)
+        indices = torch.rand(tokens, experts, generator=generator).argsort(-1)[:, :2]
         leaves = [t.requires_grad_() for t in (x, weights)]
         y = function(leaves[0], indices, leaves[1])
         heads = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
         results += [y, *torch.autograd.grad(y, [*leaves, *module._parameters.values()], heads)]
     return results
+
+
+_OTHER_TOKENS = "it computes something else for other numbers of tokens"
+
+
+def _takes_others(own: Any, function: Any, module: Any) -> bool:
+    """Whether both compute the same of fewer and of more tokens."""
+    return all(
+        _is_near(*(_run(each, module, _EXPERTS, tokens) for each in (function, own)))
+        for tokens in (_FEWER, _MORE)
+    )
 
 
 _OTHER_INDICES = "it does not skip indices from the number of experts on"

@@ -10,7 +10,7 @@ import torch
 
 from torchweld import checks
 from torchweld.dispatch.autograd import derive_from_reference
-from torchweld.dispatch.call import call_arranged
+from torchweld.dispatch.call import decide_arranged
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.dispatch.kernels import define
 from torchweld.dispatch.warm.cache import short
@@ -28,7 +28,7 @@ from torchweld.ops.attention.samples import (
 from torchweld.random import Shard, draw_seed, split_shard
 from torchweld.registry import Op, Rows
 from torchweld.sparse import BlockBias, BlockLayout
-from torchweld.sparse.lists import count_of, words_of
+from torchweld.sparse.lists import Lists, count_of, words_of
 
 
 @short(shaped=BlockLayout, fixed={"q": (-1, -3), "k": (-1, -3)})
@@ -88,14 +88,13 @@ def block_sparse_attention(
     """
     settings = (scale, causal, key_padding_mask, alibi_slopes, bias, sinks, softcap)
     arranged = _prepare(q, k, v, layout, *settings, dropout_p, training, seed, shard)
-    y, lse = call_arranged(OP, *arranged)
-    return (y, lse) if return_lse else y
+    return decide_arranged(OP, *arranged, returned=("y", "lse") if return_lse else "y")
 
 
 def _inputs(*given: Any, **named: Any) -> Sequence[Any]:
     """The op's arguments, made of the public function's."""
     arrange, raw, *rest = _prepare(*given, **named)
-    return (*arrange(*raw), *rest)
+    return (*arrange(*raw.values()), *rest)
 
 
 def _prepare(
@@ -148,7 +147,8 @@ def _prepare(
     if bias is not None and is_dtensor(bias) and not is_dtensor(q):
         raise ArgumentError(name, "bias", "a DTensor", "a plain tensor, as q is")
     arrange = partial(_arrange, narrow, group, row)
-    given = (q, k, v, layout, sinks, bias, key_padding_mask, alibi_slopes)
+    given = {"q": q, "k": k, "v": v, "layout": layout, "sinks": sinks, "bias": bias}
+    given |= {"key_padding_mask": key_padding_mask, "alibi_slopes": alibi_slopes}
     own = (row, layout.block, group, float(scale), causal, float(softcap))
     return (arrange, given, *own, p, seed, whole, offset)
 
@@ -226,24 +226,24 @@ def _count_heads(shape: torch.Size) -> int:
 
 def _reference(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     _check(*arguments)  # torch accepts more than kernels do
-    kind = arguments[0].device.type
+    args = OP.Args(*arguments)
+    kind = args.q.device.type
     if not checks.autocasts(kind):  # torch has no autocast of meta tensors
-        return attention(*arguments)
+        return attention(args)
     with torch.autocast(kind, enabled=False):  # already cast
-        return attention(*arguments)
+        return attention(args)
 
 
-def _backward_reference(grad_y: Any, grad_lse: Any, *arguments: Any) -> tuple[Any, ...]:
-    y, lse = arguments[-7:-5]
-    grad_y = torch.zeros_like(y) if grad_y is None else grad_y
-    grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse
-    return derive_from_reference(OP)(grad_y, grad_lse, *arguments)
+def _backward_reference(*arguments: Any) -> tuple[Any, ...]:
+    args = OP.backward_signature.Args(*arguments)
+    grad_y = torch.zeros_like(args.y) if args.grad_y is None else args.grad_y
+    grad_lse = torch.zeros_like(args.lse) if args.grad_lse is None else args.grad_lse
+    return derive_from_reference(OP)(*args._replace(grad_y=grad_y, grad_lse=grad_lse))
 
 
 def _check(*arguments: Any) -> None:
-    q, k, v, sinks, bias, *lists, key_padding_mask, alibi_slopes = arguments[:12]
-    bias_row, block, group, _, causal, _, _, seed, whole, offset = arguments[12:]
-    name = OP.name
+    name, args = OP.name, OP.Args(*arguments)
+    q, k, v = args.q, args.k, args.v
     checks.dense(name, "q", q, OP.dtypes)
     if not 1 <= q.ndim <= 4:
         accepted = "[batch, heads, queries, head_dim]; batch and heads may be left out"
@@ -261,32 +261,30 @@ def _check(*arguments: Any) -> None:
     if v.ndim != k.ndim or v.shape[:-1] != k.shape[:-1]:
         accepted = f"one that fits k, {list(k.shape)}: any width after the same sizes"
         raise ArgumentError(name, "v", f"of shape {list(v.shape)}", accepted)
-    if not isinstance(causal, int):  # kernels also take 0 and 1
-        checks.flag(name, "causal", causal)
+    if not isinstance(args.causal, int):  # kernels also take 0 and 1
+        checks.flag(name, "causal", args.causal)
     shape = add_dims(q).shape
-    _check_heads(shape, add_dims(k).shape[1], group, whole, offset)
+    _check_heads(shape, add_dims(k).shape[1], args.group, args.whole, args.offset)
     beside = [q.dtype] if q.dtype == torch.float32 else [q.dtype, torch.float32]
-    if sinks is not None:
-        checks.dense(name, "sinks", sinks, beside, "q")
-        checks.like(name, "sinks", sinks, q, "q")
-        checks.shaped(name, "sinks", sinks, [shape[1], 1, 1], "[heads]: with two dimensions of one")
-    if key_padding_mask is not None:
-        checks.dense(name, "key_padding_mask", key_padding_mask, [torch.bool])
-        checks.like(name, "key_padding_mask", key_padding_mask, q, "q")
+    if args.sinks is not None:
+        how: dict[str, Any] = {"meaning": "[heads]: with two dimensions of one"}
+        how["shape"] = [shape[1], 1, 1]
+        checks.companion(name, "sinks", args.sinks, beside, q, "q", **how)
+    if args.key_padding_mask is not None:
         padding = [shape[0], 1, 1, add_dims(k).shape[2]]
-        meaning = "[batch, keys]: with two dimensions of one"
-        checks.shaped(name, "key_padding_mask", key_padding_mask, padding, meaning)
-    if alibi_slopes is not None:
-        checks.dense(name, "alibi_slopes", alibi_slopes, beside, "q")
-        checks.like(name, "alibi_slopes", alibi_slopes, q, "q")
-        batch = [shape[0]] if alibi_slopes.ndim == 4 else []
-        meaning = "[heads] or [batch, heads]: with two dimensions of one"
-        checks.shaped(name, "alibi_slopes", alibi_slopes, [*batch, shape[1], 1, 1], meaning)
-    if bias is not None:
-        _check_bias(q, k, bias, bias_row)
-    _check_shard(q, seed, whole, offset)
-    if lists[0] is not None:
-        _check_lists(q, k, lists, block)
+        how = {"shape": padding, "meaning": "[batch, keys]: with two dimensions of one"}
+        mask = args.key_padding_mask
+        checks.companion(name, "key_padding_mask", mask, [torch.bool], q, "q", **how)
+    if (slopes := args.alibi_slopes) is not None:
+        batch = [shape[0]] if slopes.ndim == 4 else []
+        how = {"meaning": "[heads] or [batch, heads]: with two dimensions of one"}
+        how["shape"] = [*batch, shape[1], 1, 1]
+        checks.companion(name, "alibi_slopes", slopes, beside, q, "q", **how)
+    if args.bias is not None:
+        _check_bias(q, k, args.bias, args.bias_row)
+    _check_shard(q, args.seed, args.whole, args.offset)
+    if args.rows is not None:
+        _check_lists(args)
 
 
 def _check_bias(q: Any, k: Any, bias: Any, row: int) -> None:
@@ -338,14 +336,14 @@ def _check_heads(
         raise ArgumentError(OP.name, "k", f"of {key_heads} heads", accepted)
 
 
-def _check_lists(q: Any, k: Any, lists: Sequence[Any], block: Any) -> None:
-    name, shape = OP.name, add_dims(q).shape
-    rows, row_entries, columns, column_entries, masks = lists
-    count = [count_of(n, block) for n in (shape[2], add_dims(k).shape[2])]
-    for value in lists:
+def _check_lists(args: Any) -> None:
+    name, shape, block = OP.name, add_dims(args.q).shape, args.block
+    count = [count_of(n, block) for n in (shape[2], add_dims(args.k).shape[2])]
+    for field in Lists._fields:
+        value = getattr(args, field)
         checks.dense(name, "layout", value, [torch.int32])
-        checks.like(name, "layout", value, q, "q")
-    for lines, n in ((rows, count[0]), (columns, count[1])):
+        checks.like(name, "layout", value, args.q, "q")
+    for lines, n in ((args.rows, count[0]), (args.columns, count[1])):
         fits = (
             lines.ndim == 4 and lines.shape[0] in (1, shape[0]) and lines.shape[1] in (1, shape[1])
         )
@@ -353,10 +351,10 @@ def _check_lists(q: Any, k: Any, lists: Sequence[Any], block: Any) -> None:
             actual = f"one of {list(lines.shape[:3])}, batch, heads and blocks"
             accepted = f"one of {shape[0]} or 1, {shape[1]} or 1, and {n}"
             raise ArgumentError(name, "layout", actual, accepted)
-    for entries in (row_entries, column_entries):
+    for entries in (args.row_entries, args.column_entries):
         checks.shaped(name, "layout", entries, [entries.shape[0], 2], "entries [blocks, 2]")
-    bits = [masks.shape[0], block * words_of(block)]
-    checks.shaped(name, "layout", masks, bits, "masks [masks, words]")
+    bits = [args.masks.shape[0], block * words_of(block)]
+    checks.shaped(name, "layout", args.masks, bits, "masks [masks, words]")
 
 
 def _refuses(backend: str, arguments: Mapping[str, Any]) -> str | None:

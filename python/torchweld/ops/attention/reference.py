@@ -128,19 +128,18 @@ def softmax(z: Tensor, seen: Tensor | None, sinks: Tensor | None) -> tuple[Tenso
     return weights, lse.squeeze(-1)
 
 
-def attention(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Compute the results of the op's forward pass from its arguments."""
-    q, k, v, sinks, bias, rows, row_entries, _, _, masks, padding, slopes = arguments[:12]
-    bias_row, block, group, scale, causal, softcap, p, seed, whole, offset = arguments[12:]
-    shape, q = q.shape[:-1], add_dims(q)
-    k, v = (repeat_for_heads(x, q.shape[1], group, offset) for x in (k, v))
-    seen = visible(q, k, rows, row_entries, masks, padding, block, causal)
+def attention(args: Any) -> tuple[Tensor, Tensor]:
+    """Compute the results of the op's forward pass from its arguments, by name."""
+    shape, q, offset = args.q.shape[:-1], add_dims(args.q), args.offset
+    k, v = (repeat_for_heads(x, q.shape[1], args.group, offset) for x in (args.k, args.v))
+    lists = (args.rows, args.row_entries, args.masks)
+    seen = visible(q, k, *lists, args.key_padding_mask, args.block, args.causal)
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
-    z = scores(q, k, slopes, scale, softcap, offset).to(kind)
-    if bias is not None:
-        z = z + expand_bias(bias, bias_row, *z.shape[-2:]).to(kind)
-    weights, lse = softmax(z, seen, None if sinks is None else sinks.to(kind))
-    y = drop_weights(weights, p, seed, whole, offset).to(v.dtype) @ v
+    z = scores(q, k, args.alibi_slopes, args.scale, args.softcap, offset).to(kind)
+    if args.bias is not None:
+        z = z + expand_bias(args.bias, args.bias_row, *z.shape[-2:]).to(kind)
+    weights, lse = softmax(z, seen, None if args.sinks is None else args.sinks.to(kind))
+    y = drop_weights(weights, args.p, args.seed, args.whole, offset).to(v.dtype) @ v
     return y.reshape(*shape, y.shape[-1]).contiguous(), lse.reshape(shape).contiguous()
 
 

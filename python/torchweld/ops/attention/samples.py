@@ -60,7 +60,7 @@ STAND_IN = (
 
 def flops(*arguments: Any) -> tuple[int, int]:
     """Count the operations: two products per pair of query and key forward, five backward."""
-    q, k, v, _, _, rows, row_entries, columns = arguments[:8]
+    q, k, v, _, _, rows, row_entries, columns, *_ = arguments
     queries, keys = add_dims(q).shape[2], add_dims(k).shape[2]
     pairs = add_dims(q).shape[0] * add_dims(q).shape[1] * queries * keys
     if rows is not None:
@@ -74,12 +74,11 @@ def flops(*arguments: Any) -> tuple[int, int]:
 _SAMPLED_TOKENS, _WINDOW = 1021, 509
 
 
-def has_long_lines(inputs: Sequence[Any]) -> bool:
+def has_long_lines(args: Any) -> bool:
     """Whether the kernels for the gradients of keys may divide lines of queries into pieces."""
-    q, group = inputs[0], inputs[14]
     if BACKENDS["triton"].why_missing() is not None:
         return False
-    return bool(group * add_dims(q).shape[2] > _find_tiles().LEAST_TOKENS)
+    return bool(args.group * add_dims(args.q).shape[2] > _find_tiles().LEAST_TOKENS)
 
 
 @contextmanager
@@ -100,23 +99,27 @@ def _find_tiles() -> Any:
     return importlib.import_module("torchweld.triton_kernels.attention_tiles")
 
 
-def take_sample(inputs: Sequence[Any], rows: int) -> list[Any]:
+def take_sample(args: Any, rows: int) -> Sequence[Any]:
     """So few tokens that float64 scores fit, and the layout's blocks of these tokens.
 
     The reference keeps all scores, so the number of rows does not matter. A long sequence gives two
     windows, its start and its end, of the first and the last key head. Where windows would need
     another bias or other heads' keys, they are the first tokens of the first key head.
     """
-    q, k, bias, group = inputs[0], inputs[1], inputs[4], inputs[14]
-    is_whole = q.ndim == 4 and add_dims(k).shape[1] * group == add_dims(q).shape[1] > 0
-    if is_whole and bias is None and min(q.shape[2], k.shape[2]) > _SAMPLED_TOKENS:
-        return _sample_windows(inputs)
-    return _sample_first(inputs)
+    q, k = args.q, args.k
+    is_whole = q.ndim == 4 and add_dims(k).shape[1] * args.group == add_dims(q).shape[1] > 0
+    if is_whole and args.bias is None and min(q.shape[2], k.shape[2]) > _SAMPLED_TOKENS:
+        return _sample_windows(args)
+    return _sample_first(args)
 
 
-def _sample_windows(inputs: Sequence[Any]) -> list[Any]:
+def _take_lists(args: Any) -> Lists:
+    return Lists(*[getattr(args, field) for field in Lists._fields])
+
+
+def _sample_windows(args: Any) -> Sequence[Any]:
     """Two windows of the first and the last sequence and key head, as sequences of their own."""
-    q, k, v, sinks, bias, *lists, padding_mask, slopes, row, block, group = inputs[:15]
+    q, k, block, group = args.q, args.k, args.block, args.group
     key_heads = sorted({0, k.shape[1] - 1})
     heads = [head * group + i for head in key_heads for i in range(group)]
     places = [(0, 0, 0), (q.shape[0] - 1, *(_last_window(x.shape[2], block) for x in (q, k)))]
@@ -125,19 +128,22 @@ def _sample_windows(inputs: Sequence[Any]) -> list[Any]:
         parts = [x[place[0], of, place[at] :][:, :_WINDOW] for place in places]
         return torch.stack(parts).detach().requires_grad_(x.requires_grad)
 
-    q, k, v = take(q, heads, 1), take(k, key_heads, 2), take(v, key_heads, 2)
-    if lists[0] is not None:
+    made: dict[str, Any] = {"q": take(q, heads, 1)}
+    made |= {"k": take(k, key_heads, 2), "v": take(args.v, key_heads, 2)}
+    if args.rows is not None:
         count = count_of(_WINDOW, block)
         firsts = [(b, first // block, other // block) for b, first, other in places]
-        lists = list(_cut(Lists(*lists), heads, firsts, count, count))
-    if padding_mask is not None:
-        rows = [padding_mask[b, :, :, first : first + _WINDOW] for b, _, first in places]
-        padding_mask = torch.stack(rows)
-    sinks = None if sinks is None else sinks[heads]
-    if slopes is not None:
-        slopes = slopes[..., heads, :, :]
+        made |= _cut(_take_lists(args), heads, firsts, count, count)._asdict()
+    if (mask := args.key_padding_mask) is not None:
+        rows = [mask[b, :, :, first : first + _WINDOW] for b, _, first in places]
+        made["key_padding_mask"] = torch.stack(rows)
+    if args.sinks is not None:
+        made["sinks"] = args.sinks[heads]
+    if args.alibi_slopes is not None:
+        slopes = args.alibi_slopes[..., heads, :, :]
         slopes = slopes[[place[0] for place in places]] if slopes.ndim == 4 else slopes
-    return [q, k, v, sinks, bias, *lists, padding_mask, slopes, row, *inputs[13:]]
+        made["alibi_slopes"] = slopes
+    return args._replace(**made)  # type: ignore[no-any-return]
 
 
 def _last_window(tokens: int, block: int) -> int:
@@ -145,26 +151,30 @@ def _last_window(tokens: int, block: int) -> int:
     return (tokens - _WINDOW) // block * block
 
 
-def _sample_first(inputs: Sequence[Any]) -> list[Any]:
+def _sample_first(args: Any) -> Sequence[Any]:
     """The first tokens of the first sequence and key head."""
-    q, k, v, sinks, bias, *lists, padding_mask, slopes, row, block, group = inputs[:15]
-    heads = min(group, add_dims(q).shape[1])
+    q, k, row = args.q, args.k, args.bias_row
+    heads = min(args.group, add_dims(q).shape[1])
     # Otherwise k has the heads of all ranks.
-    shares_keys = add_dims(k).shape[1] * group == add_dims(q).shape[1]
+    shares_keys = add_dims(k).shape[1] * args.group == add_dims(q).shape[1]
     q = _first(q, 1, heads, _SAMPLED_TOKENS)
     key_heads = 1 if shares_keys else add_dims(k).shape[1]
-    k, v = (_first(x, 1, key_heads, _SAMPLED_TOKENS) for x in (k, v))
-    if lists[0] is not None:
-        counts = [count_of(x.shape[-2] if x.ndim > 1 else 1, block) for x in (q, k)]
-        lists = list(_cut(Lists(*lists), list(range(heads)), [(0, 0, 0)], *counts))
-    if padding_mask is not None:
-        padding_mask = padding_mask[:1, ..., :_SAMPLED_TOKENS]
-    sinks = None if sinks is None else sinks[:heads]
-    slopes = None if slopes is None else _first(slopes, 1, heads, 1)
-    if bias is not None:
+    k, v = (_first(x, 1, key_heads, _SAMPLED_TOKENS) for x in (k, args.v))
+    made: dict[str, Any] = {"q": q, "k": k, "v": v}
+    if args.rows is not None:
+        counts = [count_of(x.shape[-2] if x.ndim > 1 else 1, args.block) for x in (q, k)]
+        made |= _cut(_take_lists(args), list(range(heads)), [(0, 0, 0)], *counts)._asdict()
+    if args.key_padding_mask is not None:
+        made["key_padding_mask"] = args.key_padding_mask[:1, ..., :_SAMPLED_TOKENS]
+    if args.sinks is not None:
+        made["sinks"] = args.sinks[:heads]
+    if args.alibi_slopes is not None:
+        made["alibi_slopes"] = _first(args.alibi_slopes, 1, heads, 1)
+    if args.bias is not None:
         last = (count_distances(add_dims(q).shape[2], add_dims(k).shape[2], row),) if row else ()
-        bias = _first(bias, 1, heads, *(last and (1,)), *(last or (_SAMPLED_TOKENS,) * 2))
-    return [q, k, v, sinks, bias, *lists, padding_mask, slopes, row, *inputs[13:]]
+        sizes = (*(last and (1,)), *(last or (_SAMPLED_TOKENS,) * 2))
+        made["bias"] = _first(args.bias, 1, heads, *sizes)
+    return args._replace(**made)  # type: ignore[no-any-return]
 
 
 def _first(x: Tensor, *counts: int) -> Tensor:

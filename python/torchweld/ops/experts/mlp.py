@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
-from torchweld import checks
+from torchweld import checks, state
 from torchweld.dispatch.autograd import (
     derive_from_reference,
     find_apply,
@@ -21,9 +21,10 @@ from torchweld.dispatch.autograd import (
     make_unaliased,
     take_left_over,
 )
-from torchweld.dispatch.call import call
+from torchweld.dispatch.call import call, decide
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.dispatch.warm.cache import short
+from torchweld.dispatch.warm.guards import are_comparable
 from torchweld.errors import ArgumentError
 from torchweld.names import ActivationName, Approximation
 from torchweld.ops import activation as activations
@@ -110,12 +111,13 @@ def experts_mlp(
     def run(*tensors: torch.Tensor | None) -> torch.Tensor:
         return call(OP, *tensors, *form, *more)  # type: ignore[no-any-return]
 
-    return run_on_devices(run, tensors) if any(map(is_dtensor, tensors)) else run(*tensors)
+    if any(map(is_dtensor, tensors)):
+        return run_on_devices(run, tensors)
+    return decide(OP, *tensors, *form, *more)  # type: ignore[no-any-return]
 
 
 # --- The node -------------------------------------------------------------------------------------
 
-_TENSORS = 7
 Passes = tuple[Callable[..., Any], Callable[..., Any]]
 
 
@@ -157,26 +159,30 @@ _PASSES = {
 }
 # Those of calls whose numbers Python may read.
 _READY = _PASSES | {"cpu": (grouped.run_forward, grouped.backward)}
-# Positions of the arguments that get a gradient, in the order of `grouped.Needs`.
-_DIFFERENTIABLE = (0, 1, 2, 4, 5, 6)
 
 
-def _fused(backend: str, *inputs: Any) -> torch.Tensor:
+def _plan(backend: str, *inputs: Any) -> Callable[..., torch.Tensor]:
     _check(*inputs)
-    x = inputs[0]
-    kind = gemm.find_dtype(x)
-    at = (0, 1, 2, 5, 6)
-    given = [t if t is None or i not in at else t.to(kind) for i, t in enumerate(inputs[:_TENSORS])]
-    passes = _PASSES[backend]
-    made: torch.Tensor = _Experts.apply(passes, *given, *inputs[_TENSORS:])  # type: ignore[no-untyped-call]
+    args = OP.Args(*inputs)
+    dtype = gemm.find_dtype(args.input)
+    cast = [t for name in _CAST if (t := getattr(args, name)) is not None]
+    is_cast = any(t.dtype is not dtype for t in cast)
+    if is_cast or not are_comparable(inputs):
+        return partial(_run_cast, _PASSES[backend])
+    return partial(_apply, _READY[backend])
+
+
+# What autocast casts.
+_CAST = ("input", *Factors._fields)
+
+
+def _run_cast(passes: Passes, *inputs: Any) -> torch.Tensor:
+    args = OP.Args(*inputs)
+    x, dtype = args.input, gemm.find_dtype(args.input)
+    factors = {name: getattr(args, name) for name in _CAST}
+    cast = {name: None if t is None else t.to(dtype) for name, t in factors.items()}
+    made: torch.Tensor = _Experts.apply(passes, *args._replace(**cast))  # type: ignore[no-untyped-call]
     return made.to(x.dtype)
-
-
-def _plan(backend: str, *inputs: Any) -> Callable[..., torch.Tensor] | None:
-    """What `_fused` does for calls like this one, if it casts nothing."""
-    kind = gemm.find_dtype(inputs[0])
-    is_cast = any(inputs[at] is not None and inputs[at].dtype is not kind for at in (0, 1, 2, 5, 6))
-    return None if is_cast else partial(_apply, _READY[backend])
 
 
 # --- The reference --------------------------------------------------------------------------------
@@ -184,8 +190,10 @@ def _plan(backend: str, *inputs: Any) -> Callable[..., torch.Tensor] | None:
 
 def _reference(*inputs: Any) -> torch.Tensor:
     _check(*inputs)
-    x, gate_up, down, indices, weights, *biases = inputs[:_TENSORS]
-    form, factors = Form(*inputs[_TENSORS:-1]), Factors(gate_up, down, *biases)
+    args = OP.Args(*inputs)
+    x, indices, weights, experts = args.input, args.indices, args.weights, args.gate_up.shape[0]
+    form = Form(*[getattr(args, name) for name in Form._fields])
+    factors = Factors(*[getattr(args, name) for name in Factors._fields])
     flat, top = x.reshape(x.shape[:-1].numel(), x.shape[-1]), indices.shape[-1]
     kind = grouped.accumulate_type(x.dtype)
     ids, scales = indices.reshape(-1), weights.reshape(-1)
@@ -198,8 +206,8 @@ def _reference(*inputs: Any) -> torch.Tensor:
         made = _run_expert(form, factors, at, given).to(kind)
         return made if form.weights_first else made * scale[:, None].to(kind)
 
-    if checks.can_read(indices):
-        rows = grouped.sort(indices, gate_up.shape[0])
+    if state.can_read(indices):
+        rows = grouped.sort(indices, experts)
         spans = list(zip(rows.bounds, rows.bounds[1:], strict=False))
         present = [at for at, (first, end) in enumerate(spans) if end > first] or [0]
         places = [rows.order[slice(*spans[at])] for at in present]
@@ -211,7 +219,7 @@ def _reference(*inputs: Any) -> torch.Tensor:
         zero = torch.zeros((), dtype=kind, device=x.device)
         results = sum(  # type: ignore[assignment]
             torch.where((ids == at)[:, None], run(at, tokens, scales), zero)
-            for at in range(gate_up.shape[0])
+            for at in range(experts)
         )
     y = results.new_zeros((flat.shape[0], results.shape[-1])).index_add(0, tokens, results)
     return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
@@ -235,10 +243,12 @@ def _run_expert(form: Form, factors: Factors, at: int, rows: torch.Tensor) -> to
 # --- Checks ---------------------------------------------------------------------------------------
 
 
+_FLAGS = ("gated", "interleaved", "transposed", "weights_first", "recompute")
+
+
 def _check(*inputs: Any) -> None:
     name, given = OP.name, dict(zip(OP.forward_signature.arguments, inputs, strict=True))
-    for flag in ("gated", "interleaved", "transposed", "weights_first", "recompute"):
-        checks.flag(name, flag, given[flag])
+    checks.flags(name, **{flag: given[flag] for flag in _FLAGS})
     x, limit, up_offset = given["input"], given["limit"], given["up_offset"]
     if limit is not None and not (isinstance(limit, checks.NUMBER) and limit > 0):
         raise ArgumentError(name, "limit", repr(limit), "a number > 0 or None")
@@ -258,14 +268,12 @@ def _check(*inputs: Any) -> None:
 
 def _check_routing(x: torch.Tensor, indices: Any, weights: Any) -> None:
     name = OP.name
-    checks.dense(name, "indices", indices, (torch.int64, torch.int32))
-    checks.like(name, "indices", indices, x, "input")
+    checks.companion(name, "indices", indices, (torch.int64, torch.int32), x, "input")
     if indices.ndim != x.ndim or indices.shape[:-1] != x.shape[:-1] or indices.shape[-1] == 0:
         accepted = f"{[*x.shape[:-1], 'K']}, to go with input"
         raise ArgumentError(name, "indices", f"of shape {list(indices.shape)}", accepted)
-    checks.dense(name, "weights", weights, OP.dtypes)
-    checks.like(name, "weights", weights, x, "input")
-    checks.shaped(name, "weights", weights, indices.shape, "one an index")
+    how: dict[str, Any] = {"shape": indices.shape, "meaning": "one an index"}
+    checks.companion(name, "weights", weights, OP.dtypes, x, "input", **how)
 
 
 def _check_factors(
@@ -274,8 +282,7 @@ def _check_factors(
     name, x = OP.name, input
     dtypes = OP.dtypes if checks.autocasts(x.device.type) else (x.dtype,)
     for of, factor in (("gate_up", gate_up), ("down", down)):
-        checks.dense(name, of, factor, dtypes, "input")
-        checks.like(name, of, factor, x, "input")
+        checks.companion(name, of, factor, dtypes, x, "input")
     width, doubled = x.shape[-1], "2 * " if gated else ""
     out, at = (2, 1) if transposed else (1, 2)
     shape = f"[E, {width}, {doubled}hidden]" if transposed else f"[E, {doubled}hidden, {width}]"
@@ -289,9 +296,8 @@ def _check_factors(
         raise ArgumentError(name, "down", f"of shape {list(down.shape)}", accepted)
     for of, size in (("gate_up_bias", gate_up.shape[out]), ("down_bias", down.shape[out])):
         if (bias := others[of]) is not None:
-            checks.dense(name, of, bias, dtypes, "input")
-            checks.like(name, of, bias, x, "input")
-            checks.shaped(name, of, bias, (experts, size), "a row an expert")
+            how: dict[str, Any] = {"shape": (experts, size), "meaning": "a row an expert"}
+            checks.companion(name, of, bias, dtypes, x, "input", **how)
 
 
 # --- The declaration ------------------------------------------------------------------------------
@@ -317,29 +323,31 @@ def _has_many_rows(rows: int, experts: int) -> bool:
     return kernels.has_many_rows(rows, experts)  # type: ignore[no-any-return]
 
 
-def _find_regime(inputs: Sequence[Any]) -> bool:
-    return _has_many_rows(inputs[3].numel(), inputs[1].shape[0])
+def _find_regime(args: Any) -> bool:
+    return _has_many_rows(args.indices.numel(), args.gate_up.shape[0])
 
 
-def _take_sample(inputs: Sequence[Any], rows: int) -> tuple[Any, ...]:
+def _take_sample(args: Any, rows: int) -> tuple[Any, ...]:
     """The first tokens and experts: float64 copies of all experts might not fit the memory.
 
     They are so many that the same tiles serve.
     """
-    x, gate_up, down, indices, weights, gate_up_bias, down_bias, *how = inputs
-    top, count, tokens = indices.shape[-1], gate_up.shape[0], indices.shape[:-1].numel()
+    indices, count = args.indices, args.gate_up.shape[0]
+    top, tokens = indices.shape[-1], indices.shape[:-1].numel()
     tokens, few = min(tokens, rows), min(_FEW, count)
-    if _find_regime(inputs):
+    if _find_regime(args):
         while few > 1 and not _has_many_rows(tokens * top, few):
             few -= 1
     else:
         while tokens > 1 and _has_many_rows(tokens * top, few):
             tokens -= 1
-    x, indices, weights = (t.flatten(0, -2)[:tokens] for t in (x, indices, weights))
-    is_known = (indices >= 0) & (indices < count)
-    indices = torch.where(is_known, indices % few, indices)
-    factors = [None if t is None else t[:few] for t in (gate_up, down, gate_up_bias, down_bias)]
-    return (x, *factors[:2], indices, weights, *factors[2:], *how)
+    of_tokens = ("input", "indices", "weights")
+    made = {name: getattr(args, name).flatten(0, -2)[:tokens] for name in of_tokens}
+    is_known = (made["indices"] >= 0) & (made["indices"] < count)
+    made["indices"] = torch.where(is_known, made["indices"] % few, made["indices"])
+    factors = {name: getattr(args, name) for name in Factors._fields}
+    made |= {name: None if t is None else t[:few] for name, t in factors.items()}
+    return args._replace(**made)  # type: ignore[no-any-return]
 
 
 def _route(leading: tuple[int, ...], top: int, experts: int, skipped: bool = False) -> Made:
@@ -417,7 +425,6 @@ OP = Composite(
     + ", ".join(f"Tensor {name}" for name in _RESULTS[1:])
     + ")",
     reference=_reference,
-    fused=_fused,
     plan=_plan,
     check=_check,
     fake=lambda x, gate_up, down, indices, weights, gate_up_bias, down_bias, *how: (
@@ -438,3 +445,6 @@ OP = Composite(
     eager_rounds=True,
 )
 _derive = derive_from_reference(OP)
+# Tensors are the first arguments. Some get a gradient, in the order of `grouped.Needs`.
+_TENSORS = len(OP.tensors_at)
+_DIFFERENTIABLE = tuple(map(OP.forward_signature.arguments.index, OP.differentiable))

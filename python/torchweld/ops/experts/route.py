@@ -12,12 +12,12 @@ from torchweld import checks, state
 from torchweld.dispatch import choice
 from torchweld.dispatch.autograd import find_apply, wants_gradient
 from torchweld.dispatch.bare import BareOp
+from torchweld.dispatch.call import Decision
 from torchweld.dispatch.warm.cache import short
 from torchweld.dispatch.warm.guards import is_lazy
-from torchweld.dispatch.warm.recorder import run_final
 from torchweld.errors import ArgumentError
 from torchweld.registry import EAGER, Op
-from torchweld.registry.op import why_not_now
+from torchweld.state import why_not_now
 
 _NAME = "route"
 _SCORES = ("softmax", "sigmoid")
@@ -81,12 +81,13 @@ def route(
     how = (k, scores, groups, top_groups, best_of_group, renormalize, float(scale))
     backend = _find_backend(input, k, groups)
     run = partial(_compute_routes, how) if backend is None else _plan(backend, input, how)
-    return Routes(*run_final(run, input, choice_bias, token_mask))
+    names = ("input", "choice_bias", "token_mask")
+    return Decision(None, run, (input, choice_bias, token_mask), names)  # type: ignore[return-value]
 
 
-def _compute_routes(how: tuple[Any, ...], logits: torch.Tensor, *rest: Any) -> tuple[Any, ...]:
+def _compute_routes(how: tuple[Any, ...], logits: torch.Tensor, *rest: Any) -> Routes:
     with torch.autocast(logits.device.type, enabled=False):
-        return _compute(logits, *rest, *how)[:4]
+        return Routes(*_compute(logits, *rest, *how)[:4])
 
 
 def _compute(
@@ -190,9 +191,19 @@ _FORWARD = BareOp(
 )
 
 
-def _differentiate(*inputs: Any) -> torch.Tensor:
+def _differentiate(
+    grad_weights: torch.Tensor,
+    grad_balance_loss: torch.Tensor,
+    grad_z_loss: torch.Tensor,
+    logits: torch.Tensor,
+    choice_bias: torch.Tensor | None,
+    token_mask: torch.Tensor | None,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    *how: Any,
+) -> torch.Tensor:
     """The gradient of the logits in eager torch, differentiable if they are."""
-    grads, (logits, choice_bias, token_mask), how = inputs[:3], inputs[3:6], inputs[8:]
+    grads = (grad_weights, grad_balance_loss, grad_z_loss)
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         leaf = logits if again else logits.detach().requires_grad_()
@@ -230,7 +241,7 @@ class _Route(torch.autograd.Function):
     def backward(ctx: Any, _: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         backward = _BACKWARD.run if ctx.run is None else ctx.run.backward
         is_compiling = torch.compiler.is_compiling()
-        if not is_compiling and (torch.is_grad_enabled() or not checks.can_read(*grads)):
+        if not is_compiling and (torch.is_grad_enabled() or not state.can_read(*grads)):
             backward = _differentiate
         made = backward(*grads, *ctx.saved_tensors, *ctx.how)
         return None, made, *[None] * (2 + len(ctx.how))
@@ -258,7 +269,7 @@ def _fits_triton(logits: torch.Tensor, k: int, groups: int) -> bool:
 
 
 def _plan(backend: str, logits: torch.Tensor, how: tuple[Any, ...]) -> Callable[..., Any]:
-    is_direct = backend == "cpu" and checks.can_read(logits) and not state.has_modes()
+    is_direct = backend == "cpu" and state.can_read(logits) and not state.has_modes()
     run = _Run(_FORWARD.direct, _BACKWARD.direct) if is_direct and not is_lazy(logits) else None
     return partial(_run_kernel, run, wants_gradient(logits), how)
 
@@ -270,7 +281,7 @@ def _run_kernel(
     logits: torch.Tensor,
     choice_bias: torch.Tensor | None,
     token_mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
+) -> Routes:
     is_flat = logits.ndim == 2
     mask = None if token_mask is None else token_mask.reshape(-1)
     bias = None if choice_bias is None else choice_bias.detach()
@@ -285,7 +296,7 @@ def _run_kernel(
     if not is_flat:
         shape = (*logits.shape[:-1], how[0])
         indices, weights = indices.view(shape), weights.view(shape)
-    return (indices, weights, *losses)
+    return Routes(indices, weights, *losses)
 
 
 def _check(

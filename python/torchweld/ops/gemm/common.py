@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from torchweld import checks, state
 from torchweld.dispatch.bare import BareOp
-from torchweld.dispatch.call import call, run_checkpointed, run_on
-from torchweld.dispatch.warm.guards import is_lazy
+from torchweld.dispatch.call import call, decide, run_checkpointed, run_on
+from torchweld.dispatch.warm.guards import are_comparable
 from torchweld.errors import ArgumentError
 from torchweld.ops.activation import BIAS_ACT
 from torchweld.ops.gemm import gemm
@@ -21,14 +21,16 @@ from torchweld.registry import Composite, Op, activation
 from torchweld.registry import weight as weight_spec
 
 
-def run_recomputed(recompute: bool, op: Composite, *inputs: Any) -> torch.Tensor:
-    """The op's result; with `recompute`, only its inputs are saved for the backward pass."""
+def decide_recomputed(recompute: bool, op: Composite, *inputs: Any) -> Any:
+    """As `decide`; with `recompute`, only its inputs are saved for the backward pass."""
     if recompute and gemm.wants_gradient(*inputs):
         return run_checkpointed(call, op, *inputs)
-    return call(op, *inputs)
+    return decide(op, *inputs)
 
 
 # --- The layer in two steps -----------------------------------------------------------------------
+# Calls that guards can compare are planned: all is decided, and nothing asks for the dispatcher.
+# Others (modes, transforms, graphs, subclasses of tensors) ask at each step.
 
 # Modes that keep results and return them again later.
 _CHECKPOINTS = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
@@ -48,47 +50,75 @@ _bias_act_ = _IN_PLACE.overload("cpu")
 _GEMMS_SHARE = 0.75
 
 
-def run_in_two_steps(
-    backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kind: str
-) -> torch.Tensor:
-    """activation(linear(x, weight, bias)): the GEMM, then bias_act on this backend."""
-    z, bias = run_gemm(backend, x, weight, bias, kind[0])
-    return act(backend, z, bias, *kind)
-
-
 def plan_in_two_steps(
     backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kind: str
-) -> Callable[..., torch.Tensor] | None:
-    """What `run_in_two_steps` does for calls like this one; None unless it is two calls only."""
+) -> Callable[..., torch.Tensor]:
+    """What serves activation(linear(x, weight, bias)): the GEMM, then bias_act on this backend."""
     dtype, in_gemm = gemm.find_dtype(x), kind[0] == "relu"
-    trains = gemm.wants_gradient(x, weight, bias)
     is_cast = bias is not None and bias.dtype not in (dtype, torch.float32)
-    is_split = bias is not None and backend == "cpu" and trains
-    if is_lazy(bias) or (dtype.itemsize == 2 and (is_cast or is_split)):
-        return None
+    if not are_comparable((x, weight, bias)) or (dtype.itemsize == 2 and is_cast):
+        return partial(_run_each, backend, kind)
+    linear = gemm.find_linear(x, weight, bias)
+    trains = gemm.wants_gradient(x, weight, bias)
     if backend == "cpu" and not trains:
-        return partial(_run_in_place, gemm.find_linear(dtype), in_gemm, kind)
+        return partial(_run_in_place, linear, in_gemm, kind)
+    is_split = bias is not None and not in_gemm and backend == "cpu" and dtype.itemsize == 2
     needs_z = gemm.wants_gradient(x, weight, bias if in_gemm else None)
     z = x.new_empty(0, dtype=dtype).requires_grad_(needs_z)
-    function, first, how = plan_act(BIAS_ACT, backend, z, None if in_gemm else bias, *kind)
-    linear = gemm.find_linear(dtype)
-    return partial(_run_planned, linear, function, tuple(first), tuple(how), in_gemm)
+    act = plan_act(BIAS_ACT, backend, z, None if in_gemm else bias, *kind)
+    if is_split:
+        return partial(_run_split, dtype, linear, *act)
+    return partial(_run_with_bias if in_gemm else _run_before_bias, linear, *act)
 
 
-def _run_planned(
-    linear: Callable[..., torch.Tensor],
-    function: Callable[..., torch.Tensor],
-    first: tuple[Any, ...],
-    how: tuple[str, ...],
-    in_gemm: bool,
+def _run_each(
+    backend: str,
+    kind: tuple[str, ...],
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     *_: Any,
 ) -> torch.Tensor:
-    if in_gemm:
-        return function(*first, linear(x, weight, bias), None, *how)
-    return function(*first, linear(x, weight), bias, *how)
+    z, bias = run_gemm(backend, x, weight, bias, kind[0])
+    return act(backend, z, bias, *kind)
+
+
+def _run_with_bias(
+    linear: Callable[..., torch.Tensor],
+    act: Callable[..., torch.Tensor],
+    how: tuple[str, ...],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *_: Any,
+) -> torch.Tensor:
+    return act(linear(x, weight, bias), None, *how)
+
+
+def _run_before_bias(
+    linear: Callable[..., torch.Tensor],
+    act: Callable[..., torch.Tensor],
+    how: tuple[str, ...],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *_: Any,
+) -> torch.Tensor:
+    return act(linear(x, weight), bias, *how)
+
+
+def _run_split(
+    dtype: torch.dtype,
+    linear: Callable[..., torch.Tensor],
+    act: Callable[..., torch.Tensor],
+    how: tuple[str, ...],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    *_: Any,
+) -> torch.Tensor:
+    most, rest = _split(bias, dtype)
+    return act(linear(x, weight, most), rest, *how)
 
 
 def _run_in_place(
@@ -109,10 +139,10 @@ def _run_in_place(
 
 def plan_act(
     op: Op, backend: str, z: Any, other: Any, *kind: str
-) -> tuple[Callable[..., torch.Tensor], list[Any], Sequence[str]]:
-    """What does what `op` does for two tensors like these, and its arguments before and after."""
+) -> tuple[Callable[..., torch.Tensor], tuple[str, ...]]:
+    """What does what `op` does for two tensors like these, and its last arguments."""
     function, first, taken_at, _ = op.kernels[backend].make_ready((z, other, *kind))
-    return function, first, kind if 2 in taken_at else ()
+    return partial(function, *first), kind if 2 in taken_at else ()
 
 
 def run_gemm(
@@ -135,8 +165,14 @@ def run_gemm(
     splits = dtype.itemsize == 2 and backend == "cpu" and gemm.wants_gradient(x, weight, bias)
     if bias is None or not splits:
         return gemm.linear(x, weight), bias
+    most, rest = _split(bias, dtype)
+    return gemm.linear(x, weight, most), rest
+
+
+def _split(bias: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The GEMM's share of a bias, and the rest of it, which gets the gradient."""
     most = (_GEMMS_SHARE * clamp_to_finite(bias)).to(dtype)
-    return gemm.linear(x, weight, most), bias - most
+    return most, bias - most
 
 
 def act(

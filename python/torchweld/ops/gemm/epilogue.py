@@ -1,6 +1,6 @@
 """A linear layer and its activation in one kernel: a GEMM with bias and activation at its end.
 
-- triton: our kernel, for every activation, if a trial found it faster than two steps.
+- triton: our kernel, for every activation, if `torchweld tune` found it faster than two steps.
 - cpu: oneDNN's 16-bit GEMM, if no gradient is needed.
 """
 
@@ -21,13 +21,12 @@ from torchweld.dispatch.autograd import (
     find_apply,
 )
 from torchweld.dispatch.bare import BareOp
-from torchweld.dispatch.engine.judge import name_results
-from torchweld.dispatch.engine.question import Results
+from torchweld.dispatch.proof import Results, name_results
 from torchweld.isolate import leave_dispatch_modes
 from torchweld.ops import activation as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import fused_choice, gemm
-from torchweld.ops.gemm.fused_choice import Contest, Kind
+from torchweld.ops.gemm.fused_choice import Forms, Kind
 from torchweld.registry import Differentiable
 
 _SOURCE = "triton_kernels/linear_act.py"
@@ -37,7 +36,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 MADE_OF = (
     "torch's GEMMs; after the first {}. On the GPU one kernel replaces the first GEMM and that"
-    " pass if a trial measured it faster"
+    " pass where it is faster"
 )
 
 # With fewer products a GEMM takes microseconds, no longer than its launch.
@@ -88,31 +87,20 @@ _backward = BareOp(
 ).step("triton")
 
 
-def linear_and_act(
-    backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kind: str
-) -> torch.Tensor:
-    """activation(linear(x, weight, bias)), in one kernel if that is faster, else in two steps."""
-    if kind[0] == "identity":
-        return gemm.linear(x, weight, bias)
-    arguments = (x, weight, bias)
-    if backend == "triton" and (tile := choose_tile_for(*arguments, *kind)) is not None:
-        return _in_one_kernel(*arguments, *kind, tile)
-    if backend == "cpu" and _onednn_activates(*arguments, *kind):
-        return _run_onednn(*arguments, *kind)
-    return layers.run_in_two_steps(backend, *arguments, *kind)
-
-
 def plan(
     backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kind: str
-) -> Callable[..., torch.Tensor] | None:
-    """What `linear_and_act` does for calls like this one, where nothing is left to decide."""
+) -> Callable[..., torch.Tensor]:
+    """What serves activation(linear(x, weight, bias)): one kernel if it is faster, or two steps.
+
+    It is a function of the three tensors.
+    """
+    arguments = (x, weight, bias)
     if kind[0] == "identity":
         return _run_gemm
-    arguments = (x, weight, bias)
     if backend == "triton" and (tile := choose_tile_for(*arguments, *kind)) is not None:
-        return lambda x, weight, bias, *_: _in_one_kernel(x, weight, bias, *kind, tile)
+        return partial(_run_in_one_kernel, (*kind, tile))
     if backend == "cpu" and _onednn_activates(*arguments, *kind):
-        return None  # not for all sizes
+        return partial(_run_onednn, kind)
     return layers.plan_in_two_steps(backend, *arguments, *kind)
 
 
@@ -123,7 +111,11 @@ def _run_gemm(
 
 
 def _run_onednn(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kind: str
+    kind: tuple[str, ...],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *_: Any,
 ) -> torch.Tensor:
     algorithm = kind[1] if kind[0] == "gelu" else ""
     return gemm.onednn(x, weight, bias, _ONEDNN[kind[0]], algorithm)
@@ -148,7 +140,7 @@ def _onednn_keeps_nan(dtype: torch.dtype, *kind: str) -> bool:
     """Whether oneDNN's activation maps NaN to NaN; torch 2.10's float16 sigmoid returns 0."""
     with leave_dispatch_modes():
         x, weight = torch.full((2, 8), torch.nan, dtype=dtype), torch.ones(3, 8, dtype=dtype)
-        return bool(_run_onednn(x, weight, None, *kind).isnan().all())
+        return bool(_run_onednn(kind, x, weight, None).isnan().all())
 
 
 # --- One kernel and its nodes ---------------------------------------------------------------------
@@ -156,8 +148,12 @@ def _onednn_keeps_nan(dtype: torch.dtype, *kind: str) -> bool:
 # run separately, then the activation's.
 
 
-def _in_one_kernel(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any
+def _run_in_one_kernel(
+    how: tuple[Any, ...],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *_: Any,
 ) -> torch.Tensor:
     *kind, tile = how
     dtype = gemm.find_dtype(x)
@@ -240,11 +236,11 @@ def choose_tile_for(
     if why_not(x, weight, bias) is not None:
         return None
     arguments = (x, weight, bias)
-    # A trial runs outside of the caller's autocast, and without gradients.
+    # A check runs outside of the caller's autocast, and without gradients.
     dtype, save_z = gemm.find_dtype(x), gemm.wants_gradient(x, weight, bias)
     tiles = partial(list_tiles, x, weight)
-    contest = partial(_make_contest, dtype, save_z, *arguments, *kind)
-    return fused_choice.choose_tile(x, _kind(*arguments, *kind), tiles, contest)
+    forms = partial(_make_forms, dtype, save_z, *arguments, *kind)
+    return fused_choice.choose_tile(x, _kind(*arguments, *kind), tiles, forms)
 
 
 def explain(
@@ -292,21 +288,21 @@ def _kind(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *kin
     )
 
 
-def _make_contest(
+def _make_forms(
     dtype: torch.dtype,
     save_z: bool,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     *how: str,
-) -> Contest:
+) -> Forms:
     """One kernel with each of its tiles against two steps."""
     x, weight = x.detach().to(dtype), weight.detach().to(dtype)
     bias = None if bias is None else bias.detach().to(dtype)
     names = ("y", "z") if save_z else ("y",)
 
     def unfused(x: torch.Tensor) -> torch.Tensor:
-        return layers.run_in_two_steps("triton", x, weight, bias, *how)
+        return layers.plan_in_two_steps("triton", x, weight, bias, *how)(x, weight, bias)
 
     def fused(tile: int, x: torch.Tensor) -> Results:
         return name_results(_kernel(x, weight, bias, *how, tile, save_z), *names)
@@ -318,7 +314,7 @@ def _make_contest(
         z = linear_in_float64(x, weight, bias)
         return name_results((activations.ACTIVATIONS[how].function(z), z), *names)  # type: ignore[index]
 
-    return Contest(
+    return Forms(
         tensors=[x],
         unfused=unfused,
         fused={t: partial(fused, t) for t in list_tiles(x, weight)},
@@ -343,4 +339,4 @@ _FEATURES = 2048
 def list_tiles(x: torch.Tensor, weight: torch.Tensor) -> Sequence[int]:
     """The tiles worth timing."""
     dtype = gemm.find_dtype(x)
-    return list(fused_choice.kernels().contenders(x.to(dtype), weight.to(dtype)))
+    return list(fused_choice.kernels().candidates(x.to(dtype), weight.to(dtype)))

@@ -1,6 +1,6 @@
-"""Asks the engine which fused GEMM, if any, serves a class of shapes.
+"""Which fused GEMM, if any, serves a class of shapes: candidates, and the sample to check them.
 
-The contenders are the fused GEMM with each of its tiles. The baseline is the unfused form: torch's
+The candidates are the fused GEMM with each of its tiles. The fallback is the unfused form: torch's
 GEMM and a pass of bias_act.
 """
 
@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweld.dispatch.engine import asking
-from torchweld.dispatch.engine.judge import ROWS, some_rows
-from torchweld.dispatch.engine.question import Answer, Question, Results
-from torchweld.dispatch.warm.recorder import leave_open
+from torchweld.dispatch import proof
+from torchweld.dispatch.proof import ROWS, Question, Results, some_rows
+from torchweld.dispatch.store import Answer
 from torchweld.registry.constant import assume_constant_result
 
 # Everything that a timing depends on besides the number of rows, as names and values.
@@ -27,8 +26,8 @@ UNFUSED = "unfused"
 _PRODUCTS, _LEAST_ROWS = 2**34, 61
 
 
-class Contest(NamedTuple):
-    """The contenders for a class of shapes, as functions of tensors with the same rows.
+class Forms(NamedTuple):
+    """The fused and the unfused forms, as functions of tensors with the same rows.
 
     `exact` computes the fused GEMMs' results in float64, and `trusted` with torch's own GEMMs. Both
     return results by name, as the fused GEMMs do.
@@ -46,17 +45,15 @@ def choose_tile(
     x: torch.Tensor,
     kind: Kind,
     list_tiles: Callable[[], Sequence[int]],
-    make_contest: Callable[[], Contest],
+    make_forms: Callable[[], Forms],
 ) -> int | None:
     """The tile for a class of shapes, stored or found now; None: the unfused form."""
     if torch.compiler.is_compiling():
         return _choose_while_compiling(x.device, kind)
     kind, size = _with_precision(kind), _count_rows(x).bit_length()
     call_class = (x.device, kind, size)
-    make = partial(_make_question, x.device, kind, size, list_tiles, make_contest)
-    name, is_settled = asking.pick(call_class, make)
-    if not is_settled:
-        leave_open()
+    make = partial(_make_question, x.device, kind, size, list_tiles, make_forms)
+    name, _ = proof.pick(call_class, make)
     return _read_tile(name)
 
 
@@ -89,7 +86,7 @@ def _speed(ratio: float | None, of: str) -> str:
 
 def _find_answer(x: torch.Tensor, kind: Kind) -> Answer | None:
     size = _count_rows(x).bit_length()
-    return asking.engine_for(x.device).find(dict(_with_precision(kind)), size)
+    return proof.checker_for(x.device).find(dict(_with_precision(kind)), size)
 
 
 def _with_precision(kind: Kind) -> Kind:
@@ -100,7 +97,7 @@ def _with_precision(kind: Kind) -> Kind:
 def _choose_while_compiling(device: torch.device, kind: Kind) -> int | None:
     """The tile of all answers so far, if they agree, as a constant of the compiled graph."""
     fields = dict(_with_precision(kind))
-    return _read_tile(asking.engine_for(device).agreed(UNFUSED, **fields))
+    return _read_tile(proof.checker_for(device).agreed(UNFUSED, **fields))
 
 
 def _make_question(
@@ -108,30 +105,30 @@ def _make_question(
     kind: Kind,
     size: int,
     list_tiles: Callable[[], Sequence[int]],
-    make_contest: Callable[[], Contest],
+    make_forms: Callable[[], Forms],
 ) -> Question:
-    contest = functools.cache(make_contest)
+    forms = functools.cache(make_forms)
 
     @functools.cache
     def draw_sample() -> list[torch.Tensor]:
-        rows = max(_LEAST_ROWS, min(ROWS, _PRODUCTS // max(contest().products_a_row, 1)))
-        return [some_rows(t, rows) for t in contest().tensors]
+        rows = max(_LEAST_ROWS, min(ROWS, _PRODUCTS // max(forms().products_a_row, 1)))
+        return [some_rows(t, rows) for t in forms().tensors]
 
     def prepare(name: str) -> Callable[[], Any]:
         tile = _read_tile(name)
-        call = contest().unfused if tile is None else contest().fused[tile]
-        return torch.no_grad()(partial(call, *contest().tensors))
+        call = forms().unfused if tile is None else forms().fused[tile]
+        return torch.no_grad()(partial(call, *forms().tensors))
 
     tiles = list_tiles()
     return Question(
         kind=dict(kind),
         size=size,
         device=device,
-        baseline=UNFUSED,
-        contenders=[str(tile) for tile in tiles],
-        run=torch.no_grad()(lambda name: contest().fused[int(name)](*draw_sample())),
-        trusted=torch.no_grad()(lambda: contest().trusted(*draw_sample())),
-        exact=torch.no_grad()(lambda: contest().exact(*draw_sample())),
+        fallback=UNFUSED,
+        candidates=[str(tile) for tile in tiles],
+        run=torch.no_grad()(lambda name: forms().fused[int(name)](*draw_sample())),
+        trusted=torch.no_grad()(lambda: forms().trusted(*draw_sample())),
+        exact=torch.no_grad()(lambda: forms().exact(*draw_sample())),
         prepare=None if list(tiles) == [kernels().BY_RULE] else prepare,
     )
 

@@ -15,12 +15,12 @@ import torch
 from torchweld.dispatch.autograd import derive_from_reference
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import run_on
-from torchweld.dispatch.engine.judge import name_results
-from torchweld.dispatch.engine.question import Results
+from torchweld.dispatch.proof import Results, name_results
+from torchweld.dispatch.warm.guards import are_comparable
 from torchweld.ops import activation as activations
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import epilogue, fused_choice, gemm
-from torchweld.ops.gemm.fused_choice import Contest, Kind
+from torchweld.ops.gemm.fused_choice import Forms, Kind
 
 
 def _fake(x: torch.Tensor, gate_weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
@@ -40,52 +40,43 @@ _kernel = BareOp(
 ).step("triton")
 
 
-def linear_and_gate(
-    backend: str, x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, *how: str
-) -> torch.Tensor:
-    """activation(linear(x, gate_weight)) * linear(x, up_weight)."""
-    arguments = (x, gate_weight, up_weight)
-    if backend == "triton" and _is_in_one_kernel(*arguments, *how):
-        return _run_in_one_kernel(*arguments, *how)
-    return _run_in_steps(backend, *arguments, *how)
-
-
 def plan(
     backend: str, x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, *how: str
-) -> Callable[..., torch.Tensor] | None:
-    """What `linear_and_gate` does for calls like this one, where nothing is left to decide."""
-    if backend == "triton" and _is_in_one_kernel(x, gate_weight, up_weight, *how):
-        return lambda x, gate_weight, up_weight: _run_in_one_kernel(x, gate_weight, up_weight, *how)
+) -> Callable[..., torch.Tensor]:
+    """What serves activation(linear(x, gate_weight)) * linear(x, up_weight)."""
+    arguments = (x, gate_weight, up_weight)
+    if backend == "triton" and _is_in_one_kernel(*arguments, *how):
+        return partial(_run_in_one_kernel, how)
+    return _plan_in_steps(backend, *arguments, *how)
+
+
+def _plan_in_steps(
+    backend: str, x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, *how: str
+) -> Callable[..., torch.Tensor]:
+    linear = gemm.find_linear(x, gate_weight, up_weight)
+    if not are_comparable((x, gate_weight, up_weight)):
+        return partial(_run_in_steps, linear, partial(run_on, activations.GATED_ACT, backend), how)
     gate, up = (
         x.new_empty(0, dtype=gemm.find_dtype(x)).requires_grad_(gemm.wants_gradient(x, weight))
         for weight in (gate_weight, up_weight)
     )
-    function, first, rest = layers.plan_act(activations.GATED_ACT, backend, gate, up, *how)
-    linear = gemm.find_linear(gate.dtype)
-    return partial(_run_planned, linear, function, tuple(first), tuple(rest))
+    act = layers.plan_act(activations.GATED_ACT, backend, gate, up, *how)
+    return partial(_run_in_steps, linear, *act)
 
 
-def _run_planned(
+def _run_in_steps(
     linear: Callable[..., torch.Tensor],
     function: Callable[..., torch.Tensor],
-    first: tuple[Any, ...],
     rest: tuple[str, ...],
     x: torch.Tensor,
     gate: torch.Tensor,
     up: torch.Tensor,
 ) -> torch.Tensor:
-    return function(*first, linear(x, gate), linear(x, up), *rest)
-
-
-def _run_in_steps(
-    backend: str, x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, *how: str
-) -> torch.Tensor:
-    gate, up = gemm.linear(x, gate_weight), gemm.linear(x, up_weight)
-    return run_on(activations.GATED_ACT, backend, gate, up, *how)  # type: ignore[no-any-return]
+    return function(linear(x, gate), linear(x, up), *rest)
 
 
 def _run_in_one_kernel(
-    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, *how: str
+    how: tuple[str, ...], x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor
 ) -> torch.Tensor:
     dtype = gemm.find_dtype(x)
     x, gate_weight, up_weight = (t.to(dtype) for t in (x, gate_weight, up_weight))
@@ -123,10 +114,10 @@ def _is_in_one_kernel(
     if _why_not(*arguments) is not None:
         return False
     kind, by_rule = _kind(*arguments, *how), [fused_choice.kernels().BY_RULE]
-    # A trial runs outside of the caller's autocast, and without gradients.
+    # A check runs outside of the caller's autocast, and without gradients.
     kept = gemm.find_dtype(x), gemm.wants_gradient(*arguments)
-    contest = partial(_make_contest, *kept, *arguments, *how)
-    return fused_choice.choose_tile(x, kind, lambda: by_rule, contest) is not None
+    forms = partial(_make_forms, *kept, *arguments, *how)
+    return fused_choice.choose_tile(x, kind, lambda: by_rule, forms) is not None
 
 
 def explain(
@@ -169,14 +160,14 @@ def _kind(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, *
     )
 
 
-def _make_contest(
+def _make_forms(
     dtype: torch.dtype,
     save: bool,
     x: torch.Tensor,
     gate_weight: torch.Tensor,
     up_weight: torch.Tensor,
     *how: str,
-) -> Contest:
+) -> Forms:
     """One kernel against three steps."""
     x, gate_weight, up_weight = (t.detach().to(dtype) for t in (x, gate_weight, up_weight))
     weights = gate_weight, up_weight
@@ -186,7 +177,7 @@ def _make_contest(
         return name_results(_kernel(x, *weights, *how, save), *names)
 
     def unfused(x: torch.Tensor) -> torch.Tensor:
-        return _run_in_steps("triton", x, *weights, *how)
+        return _plan_in_steps("triton", x, *weights, *how)(x, *weights)
 
     def trusted(x: torch.Tensor) -> Results:
         return name_results((unfused(x), *(gemm.linear(x, w) for w in weights)), *names)
@@ -196,7 +187,7 @@ def _make_contest(
         activated = activations.ACTIVATIONS[how].function(gate)  # type: ignore[index]
         return name_results((activated * up, gate, up), *names)
 
-    return Contest(
+    return Forms(
         tensors=[x],
         unfused=unfused,
         fused={fused_choice.kernels().BY_RULE: fused},

@@ -48,28 +48,24 @@ def gated_mlp(
     Returns:
         A tensor [*, out_features].
     """
-    return layers.run_recomputed(
+    return layers.decide_recomputed(
         recompute, OP, input, gate_weight, up_weight, down_weight, activation, approximate
     )
 
 
-def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
+def _plan(backend: str, x: Tensor, *rest: Any) -> Callable[..., Tensor]:
     gate_weight, up_weight, down_weight, *kind = rest
     if not checks.all_dense(x, gate_weight, up_weight, down_weight):
         _check(x, *rest)
-    hidden = gated_epilogue.linear_and_gate(backend, x, gate_weight, up_weight, *kind)
-    return gemm.linear(hidden, down_weight)
-
-
-def _plan(backend: str, x: Tensor, *rest: Any) -> Callable[..., Tensor] | None:
-    gate_weight, up_weight, _, *kind = rest
     first = gated_epilogue.plan(backend, x, gate_weight, up_weight, *kind)
-    return first and partial(_run_planned, first)
+    return partial(_run, first, gemm.find_linear(x, down_weight, gate_weight, up_weight))
 
 
-def _run_planned(first: Callable[..., Tensor], x: Tensor, *rest: Any) -> Tensor:
+def _run(
+    first: Callable[..., Tensor], second: Callable[..., Tensor], x: Tensor, *rest: Any
+) -> Tensor:
     gate_weight, up_weight, down_weight, *_ = rest
-    return gemm.linear(first(x, gate_weight, up_weight), down_weight)
+    return second(first(x, gate_weight, up_weight), down_weight)
 
 
 def _reference(x: Tensor, *rest: Any) -> Tensor:
@@ -106,7 +102,6 @@ OP = Composite(
     " down_weight, str activation, str approximate) -> (Tensor grad_input, Tensor grad_gate_weight,"
     " Tensor grad_up_weight, Tensor grad_down_weight)",
     reference=_reference,
-    fused=_fused,
     plan=_plan,
     check=_check,
     fake=lambda x, gate, up, down, *_: (x.new_empty((*x.shape[:-1], down.shape[0])),),

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from torchweld import state
 from torchweld.dispatch.autograd import (
     exports_a_derivative,
     find_apply,
@@ -20,7 +22,7 @@ from torchweld.dispatch.autograd import (
     wants_gradient,
 )
 from torchweld.dispatch.bare import BareOp
-from torchweld.dispatch.warm.guards import PLAIN
+from torchweld.dispatch.warm.guards import PLAIN, are_comparable, is_plain
 from torchweld.ops.gemm import product
 from torchweld.registry.processor import has_units
 
@@ -38,6 +40,8 @@ CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """torch.nn.functional.linear, or what computes the same in less time."""
+    if not torch.compiler.is_compiling() and product.is_small(x, weight):
+        return torch.nn.functional.linear(x, weight, bias)
     if is_converted(x, weight, bias):
         dtype = find_dtype(x)
         x, weight = x.to(dtype), weight.to(dtype)
@@ -55,9 +59,33 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return onednn(x, weight, bias)
 
 
-def find_linear(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-    """The layer for planned calls of a dtype: `linear` decides in 16 bits only."""
-    return linear if dtype.itemsize == 2 else torch.nn.functional.linear
+def find_linear(
+    x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor | None
+) -> Callable[..., torch.Tensor]:
+    """The layer for calls like one with these tensors, which guards can compare.
+
+    Only in 16 bits more than torch's serves. Where that is by float32 GEMMs, nothing but sizes is
+    left to decide. A tensor of the others may be what x is computed from.
+    """
+    dtype, given = find_dtype(x), [t for t in (x, weight, *others) if t is not None]
+    if not are_comparable(given):
+        return linear
+    if dtype.itemsize != 2:
+        return torch.nn.functional.linear
+    is_cast = any(t.dtype is not dtype for t in given)
+    if is_cast or not (product.is_converted(x, dtype) and product.may_run()):
+        return linear
+    return partial(_run_converted, wants_gradient(*given))
+
+
+def _run_converted(
+    trains: bool, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The layer by float32 GEMMs, or torch's where the sizes do not pay."""
+    columns, terms = weight.shape
+    if not product.pays(x.shape[:-1].numel(), columns, terms, weight.stride(1)):
+        return torch.nn.functional.linear(x, weight, bias)
+    return (_apply_converted if trains else _convert)(x, weight, bias)  # type: ignore[no-any-return]
 
 
 def onednn(
@@ -132,27 +160,29 @@ def why_not_fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 # --- Autograd -------------------------------------------------------------------------------------
 
 
+def _differentiate(ctx: Any, *grads: Any) -> Any:
+    grad, (x, weight) = grads[0], ctx.saved_tensors
+    to_x, to_weight, to_bias, *_ = goes_on = list_reached(ctx)
+    gradients: list[Any] = [None] * len(goes_on)
+    if grad is None:
+        return tuple(gradients)
+    rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
+    if to_x:
+        gradients[0] = product.multiply(grad, weight)
+    if to_weight:
+        gradients[1] = weight_gradient(rows, x.reshape(rows.shape[0], x.shape[-1]))
+    if to_bias:
+        gradients[2] = rows.sum(0)
+    return tuple(gradients)
+
+
 class LinearNode(torch.autograd.Function):
     """The backward of a linear layer that saved x and weight; a schedule can run it in parts.
 
     A subclass's first arguments are x, weight and bias; its first result is the layer's.
     """
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        grad, (x, weight) = grads[0], ctx.saved_tensors
-        to_x, to_weight, to_bias, *_ = goes_on = list_reached(ctx)
-        gradients: list[Any] = [None] * len(goes_on)
-        if grad is None:
-            return tuple(gradients)
-        rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
-        if to_x:
-            gradients[0] = product.multiply(grad, weight)
-        if to_weight:
-            gradients[1] = weight_gradient(rows, x.reshape(rows.shape[0], x.shape[-1]))
-        if to_bias:
-            gradients[2] = rows.sum(0)
-        return tuple(gradients)
+    backward = staticmethod(_differentiate)
 
 
 class ComputedNode(LinearNode):
@@ -191,6 +221,23 @@ class _Converted(LinearNode):
         to_x, to_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if to_weight else None, weight if to_x else None)
         return make_unaliased(_convert(x, weight, bias))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = grads[0]
+        if torch.is_grad_enabled() or state.is_watched() or not is_plain(grad):
+            return _differentiate(ctx, grad)
+        x, weight = ctx.saved_tensors
+        to_x, to_weight, to_bias = list_reached(ctx)
+        rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
+        return (
+            product.multiply_plain(grad, weight) if to_x else None,
+            product.multiply_plain(rows.t(), x.reshape(rows.shape[0], -1)) if to_weight else None,
+            rows.sum(0) if to_bias else None,
+        )
+
+
+_apply_converted = find_apply(_Converted)
 
 
 def _convert(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def linear_act(
     Returns:
         A tensor [*, out_features].
     """
-    return layers.run_recomputed(recompute, OP, input, weight, bias, activation, approximate)
+    return layers.decide_recomputed(recompute, OP, input, weight, bias, activation, approximate)
 
 
 @short()
@@ -67,7 +68,7 @@ def linear_gelu(
     Returns:
         A tensor [*, out_features].
     """
-    return layers.run_recomputed(recompute, OP, input, weight, bias, "gelu", approximate)
+    return layers.decide_recomputed(recompute, OP, input, weight, bias, "gelu", approximate)
 
 
 def linear_as_torch(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -77,10 +78,12 @@ def linear_as_torch(input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     return linear(input, weight, bias)
 
 
-def _fused(backend: str, x: Tensor, weight: Tensor, bias: Tensor | None, *kind: str) -> Tensor:
+def _plan(
+    backend: str, x: Tensor, weight: Tensor, bias: Tensor | None, *kind: str
+) -> Callable[..., Tensor]:
     if not layers.fits(x, weight, bias):
         _check_all(x, weight, bias, *kind)
-    return epilogue.linear_and_act(backend, x, weight, bias, *kind)
+    return epilogue.plan(backend, x, weight, bias, *kind)
 
 
 def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, *kind: str) -> Tensor:
@@ -108,8 +111,7 @@ OP = Composite(
     backward="(Tensor grad_y, Tensor input, Tensor weight, Tensor? bias, str activation,"
     " str approximate) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
     reference=_reference,
-    fused=_fused,
-    plan=epilogue.plan,
+    plan=_plan,
     check=_check_all,
     fake=lambda x, weight, *_: (x.new_empty((*x.shape[:-1], weight.shape[0])),),
     sharding=ROWS,

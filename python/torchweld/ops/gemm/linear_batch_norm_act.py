@@ -12,9 +12,9 @@ from torch.nn.functional import linear
 
 from torchweld import checks
 from torchweld.dispatch.bare import BareOp
-from torchweld.dispatch.call import call, run_checkpointed, run_on
+from torchweld.dispatch.call import call, decide, run_checkpointed, run_on
 from torchweld.dispatch.warm.cache import short
-from torchweld.dispatch.warm.guards import is_lazy
+from torchweld.dispatch.warm.guards import are_comparable
 from torchweld.names import ActivationName, Approximation
 from torchweld.ops import batch_norm as batch_norms
 from torchweld.ops import column_statistics
@@ -72,14 +72,15 @@ def linear_batch_norm_act(
     """
     how = (training, momentum, eps, process_group, activation, approximate)
 
+    running, affine = (running_mean, running_var), (bn_weight, bn_bias)
+    if not (recompute and gemm.wants_gradient(input, weight, bias, *affine)):
+        return decide(OP, input, weight, bias, *running, *affine, *how)  # type: ignore[no-any-return]
+
     # Running statistics are not passed as arguments: a checkpoint checks its arguments for changes.
     def run(input: Tensor, weight: Tensor, bias: Tensor | None, *affine: Tensor | None) -> Tensor:
-        return call(OP, input, weight, bias, running_mean, running_var, *affine, *how)
+        return call(OP, input, weight, bias, *running, *affine, *how)
 
-    learnt = (weight, bias, bn_weight, bn_bias)
-    if recompute and gemm.wants_gradient(input, *learnt):
-        return run_checkpointed(run, input, *learnt)
-    return run(input, *learnt)
+    return run_checkpointed(run, input, weight, bias, *affine)
 
 
 # normalize_act in place: no new pages, and half the lines in the caches.
@@ -91,28 +92,36 @@ _IN_PLACE = BareOp(
 _normalize_act_ = _IN_PLACE.overload("cpu")
 
 
-def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
+def _plan(backend: str, x: Tensor, *rest: Any) -> Callable[..., Tensor]:
     weight, bias, *columns, training, momentum, eps, group, activation, approximate = rest
-    kind = (activation, approximate)
     running_mean, running_var, bn_weight, bn_bias = columns
+    kind, width = (activation, approximate), weight.shape[:1]
     column_statistics.check_numbers(OP, training, momentum, eps)
     if not layers.fits(x, weight, bias) or not checks.all_dense(x, *columns):
         _check(x, *rest)
+    dtype = gemm.find_dtype(x)
     if checks.autocasts(x.device.type):
-        dtype = gemm.find_dtype(x)
         kinds = {t.dtype for t in columns if t is not None}
         if dtype.itemsize == 2 and not kinds <= {float32, dtype}:
-            return _reference(x, *rest)  # columns of the other 16 bits
-    if not training:
-        if not batch_norms.are_running(x, weight.shape[:1], running_mean, running_var):
+            return _reference  # columns of the other 16 bits
+    is_plain, z = are_comparable((x, *rest)), x
+    if is_plain:
+        needs_z = gemm.wants_gradient(x, weight, None if training else bias)
+        z = x.new_empty(0, dtype=dtype).requires_grad_(needs_z)
+    if training:
+        if not batch_norms.is_training(x, width, columns, group):
             _check(x, *rest)
-        return _evaluate(backend, x, weight, bias, columns, eps, *kind)
-    z = gemm.linear(x, weight)
-    if not batch_norms.is_training(z, columns, group):
+        columns[3] = _add_nothing(bias, bn_weight, bn_bias)
+        how = (momentum, eps, group, *kind)
+        return partial(_train, batch_norms.plan_training(backend, z, columns, *how))
+    if not batch_norms.are_running(x, width, running_mean, running_var):
         _check(x, *rest)
-    columns = [running_mean, running_var, bn_weight, _add_nothing(bias, bn_weight, bn_bias)]
-    how = (momentum, eps, group, *kind)
-    return batch_norms.normalize_training(backend, z, columns, *how, offset=bias)
+    trains = gemm.wants_gradient(x, weight, bias, bn_weight, bn_bias)
+    if is_plain and backend == "cpu" and not trains:
+        return partial(_evaluate_in_place, (eps, *kind))
+    if is_plain and (trains or bias is None):
+        return partial(_differentiate, batch_norms.plan_evaluation(backend, z, columns, eps, *kind))
+    return partial(_evaluate, backend)
 
 
 def _add_nothing(
@@ -126,24 +135,6 @@ def _add_nothing(
     return alike * 0 if bn_bias is None else bn_bias.add(alike, alpha=0)
 
 
-def _plan(backend: str, x: Tensor, *rest: Any) -> Callable[..., Tensor] | None:
-    weight, bias, mean, var, bn_weight, bn_bias, training, *how = rest
-    if checks.autocasts(x.device.type) or any(map(is_lazy, rest)):
-        return None
-    trains = gemm.wants_gradient(x, weight, bias, bn_weight, bn_bias)
-    if backend == "cpu" and not training and not trains:
-        _, eps, _, *kind = how
-        return partial(_evaluate_in_place, (eps, *kind))
-    needs_z = gemm.wants_gradient(x, weight, None if training else bias)
-    z = x.new_empty(0).requires_grad_(needs_z)
-    if training:
-        bn_bias = _add_nothing(bias, bn_weight, bn_bias)
-    inner = batch_norms.plan(backend, z, mean, var, bn_weight, bn_bias, training, *how)
-    if inner is None or not (training or trains or bias is None):
-        return None
-    return partial(_train if training else _differentiate, inner)
-
-
 def _evaluate_in_place(how: tuple[Any, ...], x: Tensor, *rest: Any) -> Tensor:
     weight, bias, mean, var, bn_weight, bn_bias, *_ = rest
     z = gemm.linear(x, weight)
@@ -154,9 +145,9 @@ def _evaluate_in_place(how: tuple[Any, ...], x: Tensor, *rest: Any) -> Tensor:
 
 
 def _train(inner: Callable[..., Tensor], x: Tensor, *rest: Any) -> Tensor:
-    weight, bias, mean, var, bn_weight, bn_bias, *_ = rest
+    weight, bias, mean, var, bn_weight, bn_bias, *how = rest
     columns = (mean, var, bn_weight, _add_nothing(bias, bn_weight, bn_bias))
-    return inner(gemm.linear(x, weight), *columns, offset=bias)
+    return inner(gemm.linear(x, weight), *columns, *how, offset=bias)
 
 
 def _differentiate(inner: Callable[..., Tensor], x: Tensor, *rest: Any) -> Tensor:
@@ -164,15 +155,13 @@ def _differentiate(inner: Callable[..., Tensor], x: Tensor, *rest: Any) -> Tenso
     return inner(gemm.linear(x, weight, bias), *columns[:4])
 
 
-def _evaluate(
-    backend: str, x: Tensor, weight: Tensor, bias: Tensor | None, columns: Any, *how: Any
-) -> Tensor:
-    mean, var, bn_weight, bn_bias = columns
+def _evaluate(backend: str, x: Tensor, *rest: Any) -> Tensor:
+    weight, bias, mean, var, bn_weight, bn_bias, _, _, eps, _, *kind = rest
     trained = gemm.wants_gradient(x, weight, bias, bn_weight, bn_bias)
     z = gemm.linear(x, weight, bias if trained else None)
     if bias is not None and not trained:  # subtracted from the mean instead of added to z
         mean, var = batch_norms.wide(mean) - bias, batch_norms.wide(var)
-    arguments = (z, mean, var, bn_weight, bn_bias, *how)
+    arguments = (z, mean, var, bn_weight, bn_bias, eps, *kind)
     if backend == "cpu" and not trained and layers.may_overwrite(z):
         _normalize_act_(*arguments)
         return z
@@ -185,7 +174,7 @@ def _reference(x: Tensor, *rest: Any) -> Tensor:
     if not layers.fits(x, weight, bias):
         _check(x, *rest)
     z = linear(x, weight, bias)
-    wrong = training and not batch_norms.is_training(z, columns, group)
+    wrong = training and not batch_norms.is_training(z, z.shape[-1:], columns, group)
     if wrong or batch_norms.unlike(z, *columns):
         _check(x, *rest)
     return batch_norms.reference(OP, z, *rest[2:])
@@ -216,7 +205,6 @@ OP = Composite(
     " str approximate) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias,"
     " Tensor grad_bn_weight, Tensor grad_bn_bias)",
     reference=_reference,
-    fused=_fused,
     plan=_plan,
     check=_check,
     fake=lambda x, weight, *_: (x.new_empty((*x.shape[:-1], weight.shape[0])),),

@@ -51,28 +51,24 @@ def mlp(
     """
     factors = (up_weight, up_bias, down_weight, down_bias)
     how = (activation, approximate, recompute)
-    return layers.run_recomputed(recompute, OP, input, *factors, *how)
+    return layers.decide_recomputed(recompute, OP, input, *factors, *how)
 
 
-def _fused(backend: str, x: Tensor, *rest: Any) -> Tensor:
-    up_weight, up_bias, down_weight, down_bias, *kind, recompute = rest
+def _plan(backend: str, x: Tensor, *rest: Any) -> Callable[..., Tensor]:
+    up_weight, up_bias, _, _, *kind, recompute = rest
     if not _fits(x, *rest):
         _check(x, *rest)
     if recompute and backend == "cpu" and kind[0] != "identity":
-        return _run_lean(x, *rest)
-    hidden = epilogue.linear_and_act(backend, x, up_weight, up_bias, *kind)
-    return gemm.linear(hidden, down_weight, down_bias)
+        return _run_lean
+    first = epilogue.plan(backend, x, up_weight, up_bias, *kind)
+    return partial(_run, first, gemm.find_linear(x, *rest[2:4], *rest[:2]))
 
 
-def _plan(backend: str, x: Tensor, *rest: Any) -> Callable[..., Tensor] | None:
-    up_weight, up_bias, _, _, *kind, recompute = rest
-    first = None if recompute else epilogue.plan(backend, x, up_weight, up_bias, *kind)
-    return first and partial(_run_planned, first)
-
-
-def _run_planned(first: Callable[..., Tensor], x: Tensor, *rest: Any) -> Tensor:
+def _run(
+    first: Callable[..., Tensor], second: Callable[..., Tensor], x: Tensor, *rest: Any
+) -> Tensor:
     up_weight, up_bias, down_weight, down_bias, *_ = rest
-    return gemm.linear(first(x, up_weight, up_bias), down_weight, down_bias)
+    return second(first(x, up_weight, up_bias), down_weight, down_bias)
 
 
 def _run_lean(x: Tensor, *rest: Any) -> Tensor:
@@ -127,7 +123,6 @@ OP = Composite(
     " Tensor? down_bias, str activation, str approximate, bool recompute) -> (Tensor grad_input,"
     " Tensor grad_up_weight, Tensor grad_up_bias, Tensor grad_down_weight, Tensor grad_down_bias)",
     reference=_reference,
-    fused=_fused,
     plan=_plan,
     check=_check,
     fake=lambda x, up_weight, up_bias, down_weight, *_: (

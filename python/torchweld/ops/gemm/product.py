@@ -12,6 +12,7 @@ products, so that at 256 a product takes 1 + 2 * 16 / 256 of the GEMM's time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,9 +33,9 @@ PRODUCT = BareOp(
     f"({_ARGUMENTS}) -> Tensor",
     lambda left, right, *_: left.new_empty((*left.shape[:-1], right.shape[-1])),
 ).overload("cpu")
-# torch is as fast with fewer products, and with fewer rows of a left factor if a column of the
-# right one is contiguous.
-_SMALLEST, _FEW_ROWS = 2**15, 4
+# torch is as fast with fewer products, whose calls and buffers take longer than the GEMM, and with
+# fewer rows of a left factor if a column of the right one is contiguous.
+_SMALLEST, _FEW_ROWS = 2**18, 4
 
 
 def multiply(
@@ -89,6 +90,22 @@ class _Product(torch.autograd.Function):
         )
 
 
+def find_multiply(x: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """What multiplies matrices like x by others, in calls that guards have compared."""
+    is_converting = is_converted(x, x.dtype) and may_run()
+    return multiply_plain if is_converting else torch.matmul
+
+
+def multiply_plain(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left @ right of 16-bit CPU tensors that need no gradient; only sizes are left to decide."""
+    rows, (terms, columns) = left.shape[:-1].numel(), right.shape
+    if not pays(rows, columns, terms, right.stride(0)):
+        return left @ right
+    if left.ndim == 2:
+        return PRODUCT(left, right, None, 1.0, 1.0)  # type: ignore[no-any-return]
+    return _multiply(left, right)
+
+
 def multiply_into(
     out: torch.Tensor,
     left: torch.Tensor,
@@ -119,10 +136,12 @@ def is_converted(x: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def serves(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether such factors are converted."""
-    dtype = left.dtype
+    dtype, compiles = left.dtype, torch.compiler.is_compiling()
+    if not compiles and left.numel() * right.shape[-1] < _SMALLEST:
+        return False
     if dtype.itemsize != 2 or not left.is_cpu or right.dtype is not dtype or has_units(dtype):
         return False
-    if torch.compiler.is_compiling():  # sizes must not become guards
+    if compiles:  # sizes must not become guards
         return may_run()
     terms, columns = right.shape[-2:]
     # Not by the batch: the bits of a matrix must not depend on how many others there are.
@@ -135,6 +154,11 @@ def serves(left: torch.Tensor, right: torch.Tensor) -> bool:
         and (right.ndim == 2 or left.shape[:-2] == right.shape[:-2])
         and may_run(left, right)
     )
+
+
+def is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a layer has so few products that no form of it gains."""
+    return x.numel() * weight.shape[:1].numel() < _SMALLEST
 
 
 def pays(rows: int, columns: int, terms: int, stride: int) -> bool:

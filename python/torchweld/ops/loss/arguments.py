@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweld import checks
+from torchweld import checks, state
 from torchweld.dispatch.dtensor import (
     as_dtensor,
     is_dtensor,
@@ -34,6 +34,24 @@ def check_tensor(
 ) -> None:
     """Check for a dense tensor of one of these dtypes, whole on this device."""
     checks.dense(function, name, value, dtypes, beside)
+    _refuse_dtensor(function, name, value)
+
+
+def check_companion(
+    function: str,
+    name: str,
+    value: Any,
+    like: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...] = FLOATS,
+    beside: str = "",
+    **shape: Any,
+) -> None:
+    """Check for such a tensor on the device of the input; `shape` is that of checks.companion."""
+    _refuse_dtensor(function, name, value)
+    checks.companion(function, name, value, dtypes, like, "input", beside=beside, **shape)
+
+
+def _refuse_dtensor(function: str, name: str, value: Any) -> None:
     if is_dtensor(value):
         accepted = "a plain tensor: gather it with full_tensor()"
         raise ArgumentError(function, name, "a DTensor", accepted)
@@ -48,7 +66,8 @@ def check_number(
 ) -> None:
     """Check for a number that fits, by default a positive finite one."""
     is_number = isinstance(value, checks.NUMBER) and not isinstance(value, bool)
-    checks.fits(function, name, value, is_number and fits(value), accepted)
+    if not (is_number and fits(value)):
+        raise ArgumentError(function, name, repr(value), accepted)
 
 
 def check_choice(function: str, name: str, value: Any, accepted: tuple[Any, ...]) -> None:
@@ -119,7 +138,7 @@ def mark_ignored(
 
     On a GPU a target that is not a class makes its row NaN instead, without waiting for the GPU.
     """
-    if checks.can_read(target):
+    if state.can_read(target):
         return _mark_ignored(target, classes, ignore_index, function)
     marked = torch.ops.torchweld.mark_ignored.default(target, classes, ignore_index, function)
     return marked  # type: ignore[no-any-return]
@@ -166,7 +185,7 @@ def check_settings(
         check_number(function, "softcap", softcap)
     share = 1.0
     if isinstance(temperature, torch.Tensor):
-        _check_companion(function, "temperature", temperature, like)
+        check_companion(function, "temperature", temperature, like)
         if temperature.shape != leading:
             accepted = f"a number, or a tensor of the rows' shape, {list(leading)}"
             actual = f"of shape {list(temperature.shape)}"
@@ -176,8 +195,8 @@ def check_settings(
         check_number(function, "temperature", temperature)
         share = float(temperature)
     if weight is not None:
-        _check_companion(function, "weight", weight, like)
-        checks.shaped(function, "weight", weight, (classes,), "one weight a class")
+        how: dict[str, Any] = {"shape": (classes,), "meaning": "one weight a class"}
+        check_companion(function, "weight", weight, like, **how)
         _refuse_gradient(function, "weight", weight)
     # A number is folded into scale and cap: cap * tanh(scale * z / cap) / T.
     factors = (scale / share, 0.0 if softcap is None else softcap / share)
@@ -199,9 +218,8 @@ def check_terms(
     check_number(function, "label_smoothing", label_smoothing, "0 to 1", lambda x: 0 <= x <= 1)
     check_number(function, "z_loss", z_loss, "a finite number", lambda x: abs(x) < math.inf)
     if token_weights is not None:
-        _check_companion(function, "token_weights", token_weights, like)
-        leading = settings.leading
-        checks.shaped(function, "token_weights", token_weights, leading, "one weight a row")
+        how: dict[str, Any] = {"shape": settings.leading, "meaning": "one weight a row"}
+        check_companion(function, "token_weights", token_weights, like, **how)
     return Settings(*settings[:-3], reduction, float(label_smoothing), float(z_loss))
 
 
@@ -214,8 +232,8 @@ def check_target(
 ) -> int | None:
     """Check for a class of each row, or for probabilities of this shape; returns `several`."""
     if isinstance(target, torch.Tensor) and target.is_floating_point():
-        _check_companion(function, "target", target, like)
-        checks.shaped(function, "target", target, shape, "one probability a class")
+        how: dict[str, Any] = {"shape": shape, "meaning": "one probability a class"}
+        check_companion(function, "target", target, like, **how)
         return None
     check_indices(function, "target", target, like.device)
     checks.shaped(function, "target", target, leading, "one class a row")
@@ -242,11 +260,6 @@ def read_rows(
         sum_of_weights = weight.sum()
     scaling = (settings.scale, settings.softcap)
     return target, How(sum_of_weights, weight, q, inverse, *scaling, classes, kind)
-
-
-def _check_companion(function: str, name: str, value: Any, like: torch.Tensor) -> None:
-    check_tensor(function, name, value)
-    checks.like(function, name, value, like, "input")
 
 
 def _refuse_gradient(function: str, name: str, value: torch.Tensor) -> None:

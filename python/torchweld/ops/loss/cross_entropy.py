@@ -10,8 +10,8 @@ import torch
 
 from torchweld import checks
 from torchweld.dispatch import choice
+from torchweld.dispatch.call import Decision
 from torchweld.dispatch.warm.cache import short
-from torchweld.dispatch.warm.recorder import run_final
 from torchweld.errors import ArgumentError
 from torchweld.names import Reduction
 from torchweld.ops.loss import arguments, fused, nodes, results, small
@@ -19,6 +19,7 @@ from torchweld.ops.loss.arguments import Settings
 from torchweld.registry import why_not_now
 
 _NAME = "cross_entropy"
+_TENSORS = ("input", "target", "weight", "temperature", "token_weights")
 # With fewer logits plain torch is as fast as the general path, and torch's loss as one op of ours.
 _SMALL, _PLAIN = 2**14, 2**16
 
@@ -91,24 +92,33 @@ def cross_entropy(
     settings = arguments.check_settings(_NAME, input, input.dtype, leading, classes, **how)
     terms = (token_weights, reduction, label_smoothing, z_loss)
     settings = arguments.check_terms(settings, input, *terms)
-    trains = torch.is_grad_enabled()
-    refuses = (several is None and trains and target.requires_grad) or why_not_now() is not None
-    takes_eager = refuses or _takes_eager(input)
-    whole: small.Run = partial(
-        _compute, settings._replace(leading=()), takes_eager, return_lse, inplace
-    )
     given = (input, target, weight, temperature, token_weights)
     asked = [x for x in (*scaling.values(), token_weights) if x is not None]
     is_plain = not (asked or settings.z_loss or return_lse or inplace)
-    few = _PLAIN if input.dtype.itemsize < 8 else 2**63  # torch's takes less time in float64
-    span = small.find_span(few if is_plain else _SMALL, settings, input)
-    if is_plain and small.may_serve(few, settings, *given):
-        whole = small.cross_entropy(settings, trains and input.requires_grad, whole)
-    elif not (refuses or return_lse or inplace) and fused.may_serve(
-        settings, token_weights, input, target, weight, temperature
-    ):
-        whole = _fuse(settings, input)
-    return run_final(whole, *given, **span)
+    few = _SMALL
+    if is_plain:  # in float64 torch's takes less time
+        few = _PLAIN if input.dtype.itemsize < 8 else 2**63
+    run = _find_way(settings, few if is_plain else 0, return_lse, inplace, *given)
+    span = small.find_span(settings, input, few)
+    return Decision(None, run, given, _TENSORS, **span)
+
+
+def _find_way(
+    settings: Settings, few: int, returns_lse: bool, inplace: bool, *given: Any
+) -> small.Run:
+    """What serves a call: torch's op of few logits, one op of ours, or several; or eager torch."""
+    input, target, weight, temperature, token_weights = given
+    trains = torch.is_grad_enabled()
+    soft_trains = settings.several is None and trains and target.requires_grad
+    refuses = soft_trains or why_not_now() is not None
+    how = (refuses or _takes_eager(input), returns_lse, inplace)
+    in_several = partial(_compute, settings._replace(leading=()), *how)
+    if few and small.may_serve(few, settings, *given):
+        return small.cross_entropy(settings, trains and input.requires_grad, in_several)
+    terms = (token_weights, input, target, weight, temperature)
+    if not (refuses or returns_lse or inplace) and fused.may_serve(settings, *terms):
+        return _fuse(settings, input)
+    return in_several
 
 
 def _fuse(settings: Settings, input: torch.Tensor) -> small.Run:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweld import checks
+from torchweld import state
 from torchweld.dispatch import choice
 from torchweld.dispatch.autograd import differentiate, find_apply, make_views, wants_gradient
-from torchweld.dispatch.warm.guards import is_lazy
+from torchweld.dispatch.warm.guards import has_lazy
 from torchweld.ops.gemm import product
 from torchweld.ops.gemm.gemm import find_linear
 from torchweld.ops.loss import arguments, nodes, results, rows
@@ -110,7 +110,8 @@ class _Call(NamedTuple):
     settings: Settings  # without the sizes of the rows
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    linear: Callable[..., torch.Tensor]
+    linear: Any  # of a layer: its logits
+    product: Callable[..., torch.Tensor]  # of two matrices, for gradients
     numbers: tuple[Any, ...]
     dtype: torch.dtype  # of the loss
     layer: tuple[Any, ...]  # the fields of a Layer after its tensors
@@ -139,8 +140,8 @@ class _Call(NamedTuple):
         needs, plan = self.needs, self.plan
         if plan is None:
             return (
-                product.multiply(of_logits, layer.weight) if needs.input else None,
-                product.multiply(of_logits.t(), x) if needs.weight else None,
+                self.product(of_logits, layer.weight) if needs.input else None,
+                self.product(of_logits.t(), x) if needs.weight else None,
                 of_logits.sum(0) if needs.bias else None,
             )
         gemms = Gemms(layer, plan, logits=of_logits)
@@ -175,7 +176,7 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call = ctx.call
         x, weight, bias, target, *terms, logits, statistics, count = ctx.saved_tensors
-        if torch.is_grad_enabled() or not checks.can_read(grad):
+        if torch.is_grad_enabled() or not state.can_read(grad):
             layer = Layer(x, weight, bias, *call.layer)
             made = _differentiate_eagerly(call, layer, grad, target, *terms)
             return (None, *made, None, None, None, None, None)
@@ -213,9 +214,9 @@ def may_serve(settings: Settings, token_weights: torch.Tensor | None, *tensors: 
     x = tensors[0]
     if settings.several != 1 or settings.classes == 0:
         return False
-    if wants_gradient(token_weights) or not checks.can_read(*tensors, token_weights):
+    if wants_gradient(token_weights) or not state.can_read(*tensors, token_weights):
         return False
-    if any(map(is_lazy, (*tensors, token_weights))):  # kernels read numbers
+    if has_lazy((*tensors, token_weights)):  # kernels read numbers
         return False
     if choice.forced is None and choice.is_on_gpu(x):
         return settings.kind == torch.float32
@@ -234,11 +235,13 @@ def make_run(
 
     A layer without a weight has given logits. Without a plan any number of rows is of the kind.
     """
+    forward, backward = FORWARD.find_for_all(layer.input, BACKWARD)
     call = _Call(
         settings._replace(leading=()),
-        FORWARD.find_for_all(layer.input),
-        BACKWARD.find_for_all(layer.input),
-        find_linear(layer.input.dtype),
+        forward,
+        backward,
+        find_linear(layer.input, layer.weight, layer.bias) if layer.weight is not None else None,
+        product.find_multiply(layer.input),
         (
             settings.scale,
             settings.softcap,
@@ -252,7 +255,7 @@ def make_run(
         plan,
     )
     is_shaped = settings.reduction == "none" and len(settings.leading) != 1
-    checks_itself = FORWARD.find(layer.input) is FORWARD.overload("cpu")
+    checks_itself = forward in (FORWARD.direct, FORWARD.overload("cpu"))
     return partial(_run, call, wants_gradient(*layer[:3]), is_shaped, checks_itself)
 
 

@@ -1,47 +1,32 @@
-"""linear_cross_entropy and linear_logprobs: the logits exist only in chunks."""
+"""linear_cross_entropy and linear_logprobs: the logits exist only in chunks.
+
+This file checks the arguments. `find_way` of ways.py decides whether logits are kept, or computed
+again in chunks of rows, and `find_rows` of chunks.py how many rows a chunk has.
+"""
 
 from __future__ import annotations
 
-import math
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from torchweld import checks, state
-from torchweld.dispatch import choice
+from torchweld import checks
+from torchweld.dispatch.call import Decision
 from torchweld.dispatch.warm.cache import short
-from torchweld.dispatch.warm.recorder import leave_open, run_final
 from torchweld.errors import ArgumentError
 from torchweld.names import Accumulation, Reduction
-from torchweld.ops.loss import (
-    arguments,
-    chunks,
-    cross_entropy,
-    fused,
-    nodes,
-    results,
-    rows,
-    sharded,
-    small,
-)
-from torchweld.ops.loss.arguments import Classes, Place, Settings
-from torchweld.ops.loss.chunks import Layer, Needs, Plan
-from torchweld.ops.loss.results import RowResults, Wanted
-from torchweld.ops.loss.rows import How
+from torchweld.ops.loss import arguments, chunks, cross_entropy
+from torchweld.ops.loss.arguments import Classes, Place
+from torchweld.ops.loss.chunks import Needs
+from torchweld.ops.loss.results import Wanted
+from torchweld.ops.loss.ways import Kind, find_span, find_way, make_layer
 from torchweld.registry import why_not_now
 
 _CROSS_ENTROPY, _LOGPROBS = "linear_cross_entropy", "linear_logprobs"
 _ACCUMULATE = ("float32", "parameter", "grad")
+_LAYER = ("input", "linear_weight", "linear_bias")
 _SCALING = ("logit_scale", "softcap", "temperature")
-# With fewer logits torch's own ops are faster.
-_FEW = 2**18
-# With fewer, a CPU keeps the logits: chunks gain nothing.
-_KEPT = 2**20
-# On a GPU so many bytes of logits are kept, since two passes take the host less than chunks.
-_FEW_BYTES = 2**26
-# Up to so many, rows are not padded: a GEMM for unaligned matrices takes less than a second one.
-_UNPADDED = 2**20
 
 
 @short()
@@ -121,23 +106,17 @@ def linear_cross_entropy(
     if soft and ignore_index is not None:
         raise ArgumentError(_CROSS_ENTROPY, "ignore_index", ignore_index, "None with probabilities")
     place, parts = arguments.find_place(_CROSS_ENTROPY, input, linear_weight, linear_bias)
-    target = place.take_target(target)
-    weight, temperature, token_weights = (
-        place.take_whole("weight", weight),
-        place.take_rows("temperature", temperature),
-        place.take_rows("token_weights", token_weights),
-    )
+    if place.mesh is not None:
+        target = place.take_target(target)
+        weight = place.take_whole("weight", weight)
+        temperature = place.take_rows("temperature", temperature)
+        token_weights = place.take_rows("token_weights", token_weights)
     scaling |= {"weight": weight, "temperature": temperature}
     kind = _prepare(_CROSS_ENTROPY, place, parts, chunking, target, ignored, **scaling)
     kind = _prepare_loss(kind, parts, token_weights, return_lse, **terms)
     given = (*parts, target, weight, temperature, token_weights)
-    whole: small.Run = partial(_compute_loss, _plan_loss(kind, parts, token_weights))
-    if kind.is_plain and small.may_serve(_FEW, kind.settings, *given):
-        again = partial(_compute_any, kind._replace(settings=kind.settings._replace(leading=())))
-        whole = small.linear_cross_entropy(kind.settings, any(kind.needs), given[0].dtype, again)
-    elif (run := _fuse(kind, parts, token_weights, target, weight, temperature)) is not None:
-        whole = run
-    return place.wrap(run_final(whole, *given, **_find_span(kind, parts, kind.is_plain)))
+    names = (*_LAYER, "target", "weight", "temperature", "token_weights")
+    return _finish(kind, names, given)
 
 
 @short()
@@ -204,41 +183,22 @@ def linear_logprobs(
     scaling["temperature"] = temperature
     kind = _prepare(_LOGPROBS, place, parts, chunking, target, ignore_index, **scaling)
     wanted = Wanted(entropy=return_entropy, argmax=return_argmax)
-    kind = kind._replace(wanted=wanted, returns_lse=return_lse)
-    whole: small.Run = partial(_compute_logprobs, _add_plans(kind, _make_layer(kind, *parts)))
-    given = (*parts, target, temperature)
     is_plain = kind.is_plain and not (any(wanted) or return_lse)
-    if is_plain and small.may_serve(_FEW, kind.settings, *given):
-        again = partial(
-            _compute_any_logprobs, kind._replace(settings=kind.settings._replace(leading=()))
-        )
-        whole = small.linear_logprobs(kind.settings, given[0].dtype, again)
-    elif not any(wanted) and (run := _fuse(kind, parts, None, target, temperature)) is not None:
-        whole = partial(_negate, run)
-    return place.wrap(run_final(whole, *given, **_find_span(kind, parts, is_plain)))
+    kind = kind._replace(wanted=wanted, returns_lse=return_lse, is_plain=is_plain)
+    return _finish(kind, (*_LAYER, "target", "temperature"), (*parts, target, temperature))  # type: ignore[no-any-return]
+
+
+def _finish(kind: Kind, names: Sequence[str], given: Sequence[Any]) -> Any:
+    """The decision, with the sizes for which it holds; results where it holds only once."""
+    decision = Decision(None, find_way(kind, *given), given, names)
+    if kind.place.mesh is not None:
+        return kind.place.wrap(decision.run())
+    if kind.into_grad:  # no guard sees whether a weight is a leaf
+        return decision.run()
+    return decision._replace(**find_span(kind, given[0]))
 
 
 # --- What a kind of call is -------------------------------------------------------------------
-
-
-class _Kind(NamedTuple):
-    """What is decided once for all calls of a kind, from everything but numbers in tensors."""
-
-    settings: Settings
-    place: Place
-    casts_to: torch.dtype | None  # autocast's dtype
-    dtype: torch.dtype | None  # of a loss; None: as it is computed
-    chunking: tuple[Any, ...]  # the fields of a Layer after its tensors
-    into_grad: bool
-    needs: Needs
-    takes_eager: bool  # plain torch serves, with all logits
-    is_free: bool  # no option says how the logits are computed
-    is_plain: bool  # nor asks for more than torch's own ops compute
-    plans: tuple[Plan, Plan] | None = None  # of both passes; None: numbers cannot be read
-    plan: Plan | None = None  # for gradients that are computed with the loss
-    keeps_gradients: bool = False
-    returns_lse: bool = False
-    wanted: Wanted = Wanted()
 
 
 def _prepare(
@@ -249,12 +209,12 @@ def _prepare(
     target: Any,
     ignored: Any,
     **options: Any,
-) -> _Kind:
+) -> Kind:
     """Check arguments that both functions have, and decide how such calls are computed.
 
     `given` are the arguments about chunks.
     """
-    casts_to, chunking = _check_layer(function, parts, place.classes, *given)
+    casts_to, dtype, chunking = _check_layer(function, parts, place.classes, *given)
     input, shared, own = parts[0], place.classes, parts[1].shape[0]
     leading, classes = tuple(input.shape[:-1]), own if shared is None else shared.whole
     check = _check_picked if function == _LOGPROBS else arguments.check_target
@@ -266,11 +226,11 @@ def _prepare(
     logits_dtype, memory, accumulate, batch_invariant = given
     is_free = logits_dtype is None and memory is None and not batch_invariant
     is_free = is_free and accumulate != "grad"
-    kind = _Kind(
+    kind = Kind(
         settings,
         place,
         casts_to,
-        None if checks.autocasts(input.device.type) else input.dtype,
+        dtype,
         chunking,
         into_grad=accumulate == "grad",
         needs=Needs(*[trains and x is not None and x.requires_grad for x in parts]),
@@ -278,186 +238,17 @@ def _prepare(
         is_free=is_free,
         is_plain=place.mesh is None and is_free and all(options[name] is None for name in _SCALING),
     )
-    chunks.check_memory(function, _make_layer(kind, *parts), kind.needs)
-    if kind.into_grad:
-        leave_open()  # no guard sees whether a weight is a leaf
+    chunks.check_memory(function, make_layer(kind, *parts), kind.needs)
     return kind
 
 
 def _prepare_loss(
-    kind: _Kind, parts: Any, token_weights: torch.Tensor | None, returns_lse: bool, **terms: Any
-) -> _Kind:
+    kind: Kind, parts: Any, token_weights: torch.Tensor | None, returns_lse: bool, **terms: Any
+) -> Kind:
     """Check the other arguments of a loss."""
     settings = arguments.check_terms(kind.settings, parts[0], token_weights, **terms)
     is_plain = kind.is_plain and not (returns_lse or settings.z_loss) and token_weights is None
     return kind._replace(settings=settings, returns_lse=returns_lse, is_plain=is_plain)
-
-
-def _plan_loss(kind: _Kind, parts: Any, token_weights: torch.Tensor | None) -> _Kind:
-    """Add the plans of a loss of so many rows."""
-    layer, shared, plan = _make_layer(kind, *parts), kind.place.classes, None
-    if not _keeps_gradients(kind, layer, token_weights):
-        return _add_plans(kind, layer)
-    if shared is not None:
-        plan = chunks.make_plan(layer, kind.needs, partial(sharded.run_both, shared))
-    elif checks.can_read(*layer[:3], token_weights):
-        plan = chunks.make_plan(layer, kind.needs, rows.BOTH_IN_PLACE.find(layer.input))
-    return kind._replace(keeps_gradients=True, plan=plan)
-
-
-def _add_plans(kind: _Kind, layer: Layer) -> _Kind:
-    """Add the plans of calls whose backward pass computes the logits again."""
-    if kind.takes_eager or not checks.can_read(*layer[:3]):
-        return kind
-    forward, backward = (op.find(layer.input) for op in (rows.FORWARD, rows.BACKWARD_IN_PLACE))
-    plan = chunks.make_plan(layer, chunks.NO_GRADIENT, forward)
-    return kind._replace(plans=(plan, chunks.make_plan(layer, kind.needs, backward)))
-
-
-def _fuse(
-    kind: _Kind, parts: Any, token_weights: torch.Tensor | None, *others: Any
-) -> small.Run | None:
-    """What serves losses of few logits on a GPU, which are kept until the backward pass."""
-    settings = kind.settings
-    if kind.takes_eager or kind.place.classes is not None or kind.returns_lse or not kind.is_free:
-        return None
-    is_whole = kind.place.mesh is None  # the kernels exchange nothing
-    if not (is_whole and fused.may_serve(settings, token_weights, *parts, *others)):
-        return None
-    layer, count = _make_layer(kind, *parts), math.prod(settings.leading)
-    size, plan = layer.logits_dtype.itemsize, None
-    if parts[0].is_cpu and not choice.is_on_gpu(parts[0]):
-        if count * settings.classes >= _KEPT:
-            return None
-    else:
-        plan = chunks.make_plan(layer, kind.needs, fused.FORWARD.find(layer.input))
-        if plan.each < count or count * plan.stride * size > _FEW_BYTES:
-            return None
-        if plan.stride == settings.classes or count * plan.stride * size <= _UNPADDED:
-            plan = None
-    run = fused.make_run(settings, kind.dtype or settings.kind, layer, kind.needs, plan)
-    if kind.casts_to is None and parts[0].ndim == 2:
-        return run
-    return partial(_run_layer, run, kind.casts_to)
-
-
-def _run_layer(run: small.Run, casts_to: torch.dtype | None, *given: Any) -> torch.Tensor:
-    return run(*_flatten(casts_to, *given[:3]), *given[3:])
-
-
-def _find_span(kind: _Kind, parts: Any, is_plain: bool) -> dict[str, int]:
-    """The numbers of input's elements for which torch's ops, one op or chunks serve."""
-    few, kept = (small.find_span(most, kind.settings, parts[0]) for most in (_FEW, _KEPT))
-    if not is_plain:
-        return kept
-    return few if "below" in few else few | kept
-
-
-def _negate(run: small.Run, *given: Any) -> torch.Tensor:
-    """Log-probabilities of classes [*], or [*, 1], by their losses."""
-    *layer, target, temperature = given
-    losses: torch.Tensor = run(*layer, target, None, temperature, None)
-    return -losses.view(target.shape)
-
-
-def _keeps_gradients(kind: _Kind, layer: Layer, token_weights: torch.Tensor | None) -> bool:
-    """Whether the gradients are computed with the loss: one number multiplies them later.
-
-    In float16 that number is a loss scale, without which they would vanish. An exported graph
-    needs no gradients, and the op that computes both does not exchange results of shared classes.
-    """
-    if kind.settings.reduction == "none" or kind.returns_lse or kind.into_grad:
-        return False
-    if not any(kind.needs) or state.is_exporting() or kind.takes_eager:
-        return False
-    if kind.place.classes is not None and torch.compiler.is_compiling():
-        return False
-    trains = token_weights is not None and token_weights.requires_grad
-    return not trains and layer.input.dtype != torch.float16
-
-
-# --- The calls of a kind ----------------------------------------------------------------------
-
-
-def _make_layer(
-    kind: _Kind, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> Layer:
-    return Layer(*_flatten(kind.casts_to, input, weight, bias), *kind.chunking)
-
-
-def _flatten(
-    casts_to: torch.dtype | None,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The tensors of a layer of rows in one dimension, in autocast's dtype if it casts."""
-    if casts_to is not None:
-        input, weight = input.to(casts_to), weight.to(casts_to)
-        bias = None if bias is None else bias.to(casts_to)
-    return input.reshape(math.prod(input.shape[:-1]), input.shape[-1]), weight, bias
-
-
-def _compute_any(kind: _Kind, *given: Any) -> Any:
-    """The loss of any number of rows."""
-    kind = _fit(kind, given[0])
-    return _compute_loss(_plan_loss(kind, given[:3], given[-1]), *given)
-
-
-def _compute_any_logprobs(kind: _Kind, *given: Any) -> Any:
-    kind = _fit(kind, given[0])
-    return _compute_logprobs(_add_plans(kind, _make_layer(kind, *given[:3])), *given)
-
-
-def _fit(kind: _Kind, input: torch.Tensor) -> _Kind:
-    return kind._replace(settings=kind.settings._replace(leading=tuple(input.shape[:-1])))
-
-
-def _compute_loss(kind: _Kind, *given: Any) -> Any:
-    *parts, target, weight, temperature, token_weights = given
-    settings, place = kind.settings, kind.place
-    averages = settings.reduction == "mean"
-    layer, begun = _make_layer(kind, *parts), None
-    if kind.plan is not None and settings.several is not None and place.classes is None:
-        with torch.no_grad():  # the node that takes it has the derivative
-            begun = chunks.begin(kind.plan, layer, target.reshape(-1, 1), settings.ignored)
-    target, how = arguments.read_rows(settings, target, weight, temperature)
-    factors, count = results.make_factors(settings, target, how, token_weights)
-    count = place.add_up(count) if averages else count
-    target, how = place.take_classes(target, how)
-    if kind.keeps_gradients:
-        factors = factors.divide(count) if averages else factors
-        rest = (factors, kind.needs, kind.plan, place.classes, begun)
-        made = place.add_up(nodes.find_total(layer, target, how, *rest))
-        made = torch.where(count == 0, torch.nan, made) if averages else made
-        return made.to(kind.dtype or made.dtype)
-    found = _find(kind, layer, target, how, factors.find_wanted())
-    made = results.reduce(settings, factors, found, count, place.add_up)
-    made = made.to(kind.dtype or made.dtype)
-    return (made, found.lse.reshape(settings.leading)) if kind.returns_lse else made
-
-
-def _compute_logprobs(kind: _Kind, *given: Any) -> Any:
-    *parts, target, temperature = given
-    layer = _make_layer(kind, *parts)
-    marked, how = arguments.read_rows(kind.settings, target, None, temperature)
-    marked, how = kind.place.take_classes(marked, how)
-    found = _find(kind, layer, marked, how, kind.wanted)
-    asked = (kind.wanted.entropy, kind.returns_lse, kind.wanted.argmax)
-    each = zip(asked, (found.entropy, found.lse, found.argmax), strict=True)
-    more = [result.reshape(kind.settings.leading) for wanted, result in each if wanted]
-    made = found.log_probabilities.reshape(target.shape)
-    return (made, *more) if more else made
-
-
-def _find(kind: _Kind, layer: Layer, target: torch.Tensor, how: How, wanted: Wanted) -> RowResults:
-    shared = kind.place.classes
-    if not kind.takes_eager:
-        return nodes.find(layer, target, how, wanted, kind.into_grad, shared, kind.plans)
-    if shared is not None:
-        accepted = "one that no transform sees: devices share its classes"
-        raise ArgumentError(_CROSS_ENTROPY, "linear_weight", why_not_now(), accepted)
-    return nodes.find_by_reference(layer, target, how, wanted)
 
 
 # --- Arguments --------------------------------------------------------------------------------
@@ -471,8 +262,8 @@ def _check_layer(
     memory: int | None,
     accumulate: str,
     batch_invariant: bool,
-) -> tuple[torch.dtype | None, tuple[Any, ...]]:
-    """The dtype that autocast casts to, if it does, and the fields of a Layer after its tensors."""
+) -> tuple[torch.dtype | None, torch.dtype | None, tuple[Any, ...]]:
+    """The dtype that autocast casts to, a loss's, and the fields of a Layer after its tensors."""
     input, weight, bias = parts
     arguments.check_tensor(function, "input", input)
     if input.ndim == 0:
@@ -480,15 +271,13 @@ def _check_layer(
     device = input.device.type
     autocasts = checks.autocasts(device)
     dtypes: tuple[torch.dtype, ...] = arguments.FLOATS if autocasts else (input.dtype,)
-    arguments.check_tensor(function, "linear_weight", weight, dtypes, "input")
-    checks.like(function, "linear_weight", weight, input, "input")
+    arguments.check_companion(function, "linear_weight", weight, input, dtypes, "input")
     if weight.ndim != 2 or weight.shape[1] != input.shape[-1]:
         accepted = f"[V, {input.shape[-1]}], to go with input"
         raise ArgumentError(function, "linear_weight", f"of shape {list(weight.shape)}", accepted)
     if bias is not None:
-        arguments.check_tensor(function, "linear_bias", bias, dtypes, "input")
-        checks.like(function, "linear_bias", bias, input, "input")
-        checks.shaped(function, "linear_bias", bias, weight.shape[:1], "one a class")
+        how: dict[str, Any] = {"shape": weight.shape[:1], "meaning": "one a class"}
+        arguments.check_companion(function, "linear_bias", bias, input, dtypes, "input", **how)
     casts_to = None
     if autocasts and input.dtype != torch.float64:
         casts_to = torch.get_autocast_dtype(device)
@@ -512,7 +301,8 @@ def _check_layer(
         raise ArgumentError(function, "accumulate", "'grad'", accepted)
     widest = weight.shape[0] if shared is None else shared.most
     sums = accumulate == "float32"
-    return casts_to, (memory, logits_dtype or dtype, sums, batch_invariant, widest)
+    chunking = (memory, logits_dtype or dtype, sums, batch_invariant, widest)
+    return casts_to, None if autocasts else input.dtype, chunking
 
 
 def _check_picked(

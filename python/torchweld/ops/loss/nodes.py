@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchweld import checks, state
+from torchweld import state
 from torchweld.dispatch.autograd import differentiate, exports_a_derivative, make_views
 from torchweld.dispatch.library import define_differentiable
 from torchweld.errors import ArgumentError
@@ -174,18 +174,18 @@ class _Rows(torch.autograd.Function):
         coefficients = results.make_coefficients(grads, target, how, statistics)
         if linear_weight is None:
             given = (target, statistics, *coefficients, *how[1:6])
-            if not (ctx.in_place and checks.can_read(x, *grads) and x.is_contiguous()):
+            if not (ctx.in_place and state.can_read(x, *grads) and x.is_contiguous()):
                 return (rows.BACKWARD.run(x, *given), None, None, *after)
             rows.BACKWARD_IN_PLACE.run(x, *given)
             # Other nodes that saved the logits must notice that they changed.
             torch.autograd.graph.increment_version(x)
             return (x.detach(), None, None, *after)
-        may_add = ctx.in_place and needs.weight and checks.can_read(linear_weight, *grads)
+        may_add = ctx.in_place and needs.weight and state.can_read(linear_weight, *grads)
         rest = (layer, target, how, statistics, *coefficients)
         if may_add and linear_weight.grad is not None:
             plan = chunks.make_plan(layer, needs, rows.BACKWARD_IN_PLACE.find(x), adds=True)
             return (*chunks.run_backward(plan, *rest, linear_weight.grad), *after)
-        if ctx.plans is not None and checks.can_read(*grads):
+        if ctx.plans is not None and state.can_read(*grads):
             return (*chunks.run_backward(ctx.plans[1], *rest), *after)
         arguments = (*layer, target, *how[1:6], statistics, *coefficients, *needs)
         made = zip(_run_backward(*arguments), needs, strict=True)
@@ -250,7 +250,7 @@ class _Total(torch.autograd.Function):
             return (*differentiate([total], layer[:3], [grad]), *after)
         kept = ctx.kept
         keeps_graph = state.retains_graph()
-        if keeps_graph or not checks.can_read(grad, *kept):
+        if keeps_graph or not state.can_read(grad, *kept):
             return (*_scale(kept, grad), *after)
         # Nobody else holds the gradients, so scale them in place and return them.
         ctx.kept = None

@@ -6,7 +6,7 @@ Where one of them refuses a call, `whole` serves it: it names the argument.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,8 @@ import torch
 from torchweld import checks, state
 from torchweld.dispatch import choice
 from torchweld.dispatch.warm.guards import PLAIN
-from torchweld.dispatch.warm.recorder import RECORDER
 from torchweld.ops.gemm import gemm
 from torchweld.ops.loss.arguments import FLOATS, Settings
-from torchweld.registry import why_not_now
 
 _REFUSALS = (RuntimeError, IndexError)
 # What torch's cross_entropy calls, and its numbers of reductions.
@@ -29,20 +27,25 @@ _LISTED = 64
 Run = Callable[..., Any]
 
 
-def find_span(few: int, settings: Settings, x: torch.Tensor) -> dict[str, int]:
-    """The numbers of x's elements, all of its rows', on one side of so few logits."""
-    if RECORDER.notes is None:  # a graph's sizes may be unknown
-        return {}
+def find_span(settings: Settings, x: torch.Tensor, *limits: int) -> dict[str, Any]:
+    """The numbers of x's elements, all of its rows', on one side of each limit of logits."""
+    span: dict[str, Any] = {}
+    if state.is_watched():  # a graph's sizes may be unknown
+        return span
     rows = math.prod(settings.leading)
-    limit = -(-few // max(settings.classes, 1)) * (x.numel() // max(rows, 1))
-    return {"below" if rows * settings.classes < few else "least": limit}
+    for few in limits:  # the lowest first
+        limit = -(-few // max(settings.classes, 1)) * (x.numel() // max(rows, 1))
+        if rows * settings.classes < few:
+            return span | {"below": limit}
+        span = {"least": limit}
+    return span
 
 
 def may_serve(few: int, settings: Settings, *tensors: Any) -> bool:
     """Whether torch's ops may serve: few logits on a CPU, and all tensors of one dtype."""
-    if choice.forced is not None or state.is_compiling() or state.has_modes():
+    if choice.forced is not None or settings.several is None:
         return False
-    if why_not_now() is not None or checks.autocasts("cpu") or settings.several is None:
+    if state.is_watched() or checks.autocasts("cpu"):
         return False
     given = [t for t in tensors if t is not None]
     if any(type(t) not in PLAIN or not t.is_cpu for t in given):
@@ -84,10 +87,10 @@ def _compute(
     return whole(input, target, weight, *others)
 
 
-def linear_cross_entropy(settings: Settings, trains: bool, dtype: torch.dtype, whole: Run) -> Run:
+def linear_cross_entropy(settings: Settings, trains: bool, layer: Sequence[Any], whole: Run) -> Run:
     """torch's loss of a linear layer's logits."""
     find, is_flat = cross_entropy(settings, trains, _refuse), len(settings.leading) == 1
-    return partial(_compute_layer, gemm.find_linear(dtype), find, is_flat, settings.classes, whole)
+    return partial(_compute_layer, gemm.find_linear(*layer), find, is_flat, settings.classes, whole)
 
 
 def _refuse(*_: Any) -> None:
@@ -107,10 +110,10 @@ def _compute_layer(
     return made.view(target.shape) if made.ndim else made
 
 
-def linear_logprobs(settings: Settings, dtype: torch.dtype, whole: Run) -> Run:
+def linear_logprobs(settings: Settings, layer: Sequence[Any], whole: Run) -> Run:
     """The log-probabilities of classes [*], or [*, K]."""
     return (
-        partial(_find_logprobs, gemm.find_linear(dtype), whole) if settings.ignored < 0 else whole
+        partial(_find_logprobs, gemm.find_linear(*layer), whole) if settings.ignored < 0 else whole
     )
 
 

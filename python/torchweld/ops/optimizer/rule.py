@@ -13,7 +13,7 @@ import torch
 from torchweld.dispatch import choice
 from torchweld.dispatch.bare import BareOp, find_agreed
 from torchweld.dispatch.warm.direct import make_direct
-from torchweld.ops.optimizer import question
+from torchweld.ops.optimizer import proof
 from torchweld.ops.optimizer.batch import (
     Batch,
     Task,
@@ -27,7 +27,6 @@ from torchweld.ops.optimizer.reference import number_of, read, sound, sound_only
 from torchweld.ops.quantize_8bit import absmax_reference
 
 BACKENDS = ("cpu", "cuda")
-_GRADS, _LR, _FACTOR, _FOUND_INF = 1, 10, 12, 13  # of the arguments of an op
 Updates = Iterator[tuple[torch.Tensor, torch.Tensor, Tensors]]
 
 RULES: dict[str, Rule] = {}
@@ -215,7 +214,7 @@ class Rule:
             return False
         return True
 
-    def make_ready(self, task: Task, ascends: bool) -> Ready | None:
+    def keep_step(self, task: Task, ascends: bool) -> KeptStep | None:
         """The step as one call of a CPU kernel; None if it takes more than that."""
         batch = task.batch
         p = batch.params[0]
@@ -229,12 +228,12 @@ class Rule:
             or (overload := self._op.kernel(p)) is None
         ):
             return None
-        return Ready(make_direct(overload, overload), task, ascends)
+        return KeptStep(overload, task, ascends)
 
     def _kernel(self, op: BareOp, task: Task) -> Any:
         p = task.batch.params[0]
         if choice.forced is None and choice.is_tried(p):
-            return op.overload(question.choose_on_gpu(self, task))
+            return op.overload(proof.choose_on_gpu(self, task))
         return op.kernel(p)
 
     def _updates(self, task: Task) -> Updates:
@@ -263,34 +262,40 @@ class Rule:
             write(task, i, *update, self.signed, self.has_companion)
 
 
-class Ready:
+class KeptStep:
     """A step that is one call of a kernel, for later steps with other gradients and rates."""
 
-    def __init__(self, kernel: Callable[..., None], task: Task, ascends: bool) -> None:
+    def __init__(self, overload: Any, task: Task, ascends: bool) -> None:
         batch = task.batch
-        self._kernel, self._batch, self._rate = kernel, batch, batch.lr
+        self._kernel = make_direct(overload, overload)
+        self._batch, self._rate = batch, batch.lr
         self._written = batch.list_written()
         self._ascends = ascends
         factor = -torch.ones((), dtype=torch.float32, device="cpu") if ascends else None
         others = None, factor, None, task.average_rate, None, task.settings_of_each, ()
         self._arguments: list[Any] = [*batch.lists(), task.lr, *others, *task.settings]
-        self._arguments[_GRADS] = None  # each step has its own, and lets them go
+        names = [argument.name for argument in overload._schema.arguments]
+        # Where in the arguments are those that change.
+        wanted = ("grads", "found_inf", "grad_factor", "lr")
+        self._grads, self._found_inf, self._factor, self._lr = map(names.index, wanted)
+        self._arguments[self._grads] = None  # each step has its own, and lets them go
 
     def __call__(
         self, factor: torch.Tensor | None = None, found_inf: torch.Tensor | None = None
     ) -> None:
         """Step with a factor of the gradients; if `found_inf` is not 0, nothing changes."""
-        batch, arguments, usual = self._batch, self._arguments, self._arguments[_FACTOR]
-        arguments[_GRADS], arguments[_FOUND_INF] = batch.grads, found_inf
+        batch, arguments, usual = self._batch, self._arguments, self._arguments[self._factor]
+        arguments[self._grads], arguments[self._found_inf] = batch.grads, found_inf
         if factor is not None:
-            arguments[_FACTOR] = -factor if self._ascends else factor
+            arguments[self._factor] = -factor if self._ascends else factor
         if batch.lr != self._rate:
-            self._rate, arguments[_LR] = batch.lr, make_rate(batch.lr)
+            self._rate, arguments[self._lr] = batch.lr, make_rate(batch.lr)
         torch.autograd.graph.increment_version(self._written)
         try:
             self._kernel(*arguments)
         finally:
-            arguments[_GRADS], arguments[_FOUND_INF], arguments[_FACTOR] = None, None, usual
+            arguments[self._grads], arguments[self._found_inf] = None, None
+            arguments[self._factor] = usual
 
 
 def _is_adapted(task: Task) -> bool:

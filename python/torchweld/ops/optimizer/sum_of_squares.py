@@ -36,7 +36,7 @@ def find_sum(grads: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]]
     first = grads[0]
     if any(g.dtype != first.dtype or not g.is_cpu or is_foreign_to_kernels(g) for g in grads):
         return None
-    return _OP.find_for_all(first) if has_kernel_dtype(first) else None
+    return _OP.find_for_all(first)[0] if has_kernel_dtype(first) else None
 
 
 def sum_of_squares(grads: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torchweld.ops.rotary.reference import gather
 def prepare(*given: Any, **named: Any) -> tuple[Any, ...]:
     """The op's arguments, made of the public function's."""
     arrange, raw, *rest = plan(*given, **named)
-    return (*arrange(*raw), *rest)
+    return (*arrange(*raw.values()), *rest)
 
 
 def plan(
@@ -79,7 +79,8 @@ def plan(
     eps = float(norm_eps) if isinstance(norm_eps, checks.NUMBER) else norm_eps
     layout = (int(rotary_dim), interleaved, proportional)
     norm = (eps, norm_plus_one, norm_rounding, heads)
-    given = (x, k, cos, sin, position_ids, cu_seqlens, norm_weight, k_norm_weight)
+    given = {"x": x, "k": k, "cos": cos, "sin": sin, "position_ids": position_ids}
+    given |= {"cu_seqlens": cu_seqlens, "norm_weight": norm_weight, "k_norm_weight": k_norm_weight}
     return (partial(_arrange, seq_dim, heads_of), given, *layout, *norm)
 
 

@@ -39,24 +39,23 @@ def _reference(x: Tensor, key: Tensor | None, *rest: Any) -> tuple[Tensor, Tenso
     return run(x, weight), x.flatten()[:0] if key is None else run(key, key_weight)
 
 
-def _backward_reference(
-    grad_y: Tensor, grad_k_y: Tensor, x: Tensor | None, key: Tensor | None, *rest: Any
-) -> tuple[Tensor | None, ...]:
-    *arguments, _, _, _, _ = rest
-    cos, sin, positions, weight, key_weight, *layout, eps, _, _, _ = arguments
-    if eps is None:
+def _backward_reference(*arguments: Any) -> tuple[Tensor | None, ...]:
+    args = OP.backward_signature.Args(*arguments)
+    grad_y, grad_k_y = args.grad_y, args.grad_k_y
+    if args.norm_eps is None:
         wide = torch.promote_types(grad_y.dtype, torch.float32)
-        angles = [gather(table, positions).to(wide) for table in (cos, sin)]
+        angles = [gather(table, args.positions).to(wide) for table in (args.cos, args.sin)]
+        layout = (args.rotary_dim, args.interleaved, args.proportional)
 
         def back(grad: Tensor) -> Tensor:
             return laid_out_like(turn(grad.to(wide), angles[0], angles[1], layout, True), grad)
 
         has_key = grad_k_y.ndim == grad_y.ndim and grad_k_y.shape[-1] == grad_y.shape[-1]
         return back(grad_y), back(grad_k_y) if has_key else None, None, None
-    assert x is not None
-    x, key, weight, key_weight = tensors = make_views((x, key, weight, key_weight))
-    arguments[3:5] = weight, key_weight
-    results = _reference(x, key, *arguments)
+    names = ("x", "k", "norm_weight", "k_norm_weight")
+    tensors = make_views([getattr(args, name) for name in names])
+    args = args._replace(**dict(zip(names, tensors, strict=True)))
+    results = _reference(*[getattr(args, name) for name in OP.forward_signature.arguments])
     pairs = zip(results, (grad_y, grad_k_y), strict=True)
     grads = [grad if y.shape == grad.shape else None for y, grad in pairs]
     return tuple(differentiate(results, tensors, grads))
@@ -64,7 +63,7 @@ def _backward_reference(
 
 def _unsaved(*arguments: Any) -> tuple[str, ...]:
     """Without a norm the op is linear, and its backward pass needs only the angles."""
-    return ("x", "k", "rstd", "k_rstd") if arguments[-4] is None else ()
+    return ("x", "k", "rstd", "k_rstd") if OP.Args(*arguments).norm_eps is None else ()
 
 
 def _refuses(backend: str, arguments: Mapping[str, Any]) -> str | None:
@@ -99,42 +98,41 @@ def _statistics(x: Tensor, eps: float | None, heads: int | None) -> Tensor:
 
 
 def _fake(x: Tensor, key: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    *_, eps, _, _, heads = rest
+    args = OP.Args(x, key, *rest)
+    eps, heads = args.norm_eps, args.heads
     key_y = x.new_empty(0) if key is None else empty_result(key)
     key_rstd = x.new_empty(0) if key is None else _statistics(key, eps, heads)
     return empty_result(x), key_y, _statistics(x, eps, heads), key_rstd
 
 
-def _fake_backward(
-    grad_y: Tensor, grad_k_y: Tensor, x: Tensor | None, key: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
-    _, _, _, weight, key_weight, *_, need_weight, need_key_weight = rest
-    has_norm = rest[8] is not None
+def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    args = OP.backward_signature.Args(*arguments)
 
     def like(grad: Tensor, saved: Tensor | None) -> Tensor:
+        has_norm = args.norm_eps is not None
         return empty_result(saved if has_norm and saved is not None else grad)
 
     def of(weight: Tensor | None, needed: bool) -> Tensor:
         absent = weight is None or not needed
-        return grad_y.new_empty(0) if absent else weight.new_empty(weight.shape)  # type: ignore[union-attr]
+        return args.grad_y.new_empty(0) if absent else weight.new_empty(weight.shape)  # type: ignore[no-any-return, union-attr]
 
-    grads = like(grad_y, x), like(grad_k_y, key)
-    return *grads, of(weight, need_weight), of(key_weight, need_key_weight)
+    grads = like(args.grad_y, args.x), like(args.grad_k_y, args.k)
+    of_weights = of(args.norm_weight, args.need_norm_weight)
+    return *grads, of_weights, of(args.k_norm_weight, args.need_k_norm_weight)
 
 
-def _columns(x: Tensor, *rest: Any) -> int:
+def _columns(*arguments: Any) -> int:
     """Count the whole dimensions: a norm across heads needs heads, columns and all between."""
-    heads: int | None = rest[-1]
+    heads: int | None = OP.Args(*arguments).heads
     return 1 if heads is None else -heads
 
 
-def _sample_rows(inputs: Sequence[Any], rows: int) -> Sequence[Any]:
+def _sample_rows(args: Any, rows: int) -> Sequence[Any]:
     """Take some rows. Positions are looked up first, since a table has other rows."""
-    arguments = list(inputs)
-    if arguments[4] is not None:
-        arguments[2], arguments[3] = (gather(t, arguments[4]) for t in arguments[2:4])
-        arguments[4] = None
-    return take_rows(arguments, rows, _columns(*arguments), ())
+    if args.positions is not None:
+        cos, sin = (gather(table, args.positions) for table in (args.cos, args.sin))
+        args = args._replace(cos=cos, sin=sin, positions=None)
+    return take_rows(args, rows, _columns(*args), ())
 
 
 def _size(leading: tuple[int, ...], row: tuple[int, ...]) -> tuple[Any, ...]:
@@ -147,7 +145,8 @@ def _size(leading: tuple[int, ...], row: tuple[int, ...]) -> tuple[Any, ...]:
 
 def _flops(x: Tensor, key: Tensor | None, *rest: Any) -> tuple[int, int]:
     elements = x.numel() + (0 if key is None else key.numel())
-    return (3 * elements, 3 * elements) if rest[-4] is None else (8 * elements, 13 * elements)
+    has_norm = OP.Args(x, key, *rest).norm_eps is not None
+    return (8 * elements, 13 * elements) if has_norm else (3 * elements, 3 * elements)
 
 
 OP = Op(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torchweld import checks
+from torchweld.dispatch.autograd import wants_gradient
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.errors import ArgumentError
 from torchweld.ops.rotary.arguments import prepare
@@ -15,6 +16,8 @@ from torchweld.ops.rotary.reference import gather, turn
 from torchweld.registry import why_not_now
 
 _NAME = "rotary_embedding_packed_"
+# With fewer numbers one pass over queries and keys takes less time, and its memory is small.
+_FEW = 2**18
 
 
 def rotary_embedding_packed_(
@@ -75,7 +78,7 @@ def rotary_embedding_packed_(
         raise ArgumentError(
             _NAME, "qkv", reason, "a call outside: rotary_embedding_qk serves there"
         )
-    q, k = _split(qkv.detach(), heads, key_heads)
+    q, k = _split(qkv.detach(), heads, key_heads, together=False)
     prepared = prepare(
         q,
         cos,
@@ -89,13 +92,20 @@ def rotary_embedding_packed_(
     )
     check(q, k, *prepared[2:])
     tables, layout = prepared[2:5], prepared[7:10]
+    if not wants_gradient(qkv):
+        _turn(qkv, heads, key_heads, (*tables, *layout), False)
+        return qkv
     result: torch.Tensor = _Packed.apply(qkv, heads, key_heads, False, *tables, *layout)  # type: ignore[no-untyped-call]
     return result
 
 
-def _split(qkv: torch.Tensor, heads: int, key_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the queries and the keys, [*, tokens, heads, width]."""
+def _split(
+    qkv: torch.Tensor, heads: int, key_heads: int, together: bool
+) -> tuple[torch.Tensor, ...]:
+    """Views of the queries and of the keys, or one of both, [*, tokens, heads, width]."""
     rows = qkv.unflatten(-1, (heads + 2 * key_heads, -1))
+    if together:
+        return (rows.narrow(-2, 0, heads + key_heads),)
     return rows.narrow(-2, 0, heads), rows.narrow(-2, heads, key_heads)
 
 
@@ -106,7 +116,7 @@ def _turn(
     wide = torch.promote_types(qkv.dtype, torch.float32)
     angles = [gather(table, positions).to(wide) for table in (cos, sin)]
     layout = (rotary_dim, interleaved, proportional)
-    for t in _split(qkv, heads, key_heads):
+    for t in _split(qkv, heads, key_heads, qkv.numel() < _FEW):
         t.copy_(turn(t.to(wide), angles[0], angles[1], layout, transposed))
 
 

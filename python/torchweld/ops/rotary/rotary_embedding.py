@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchweld.dispatch.call import call_arranged
+from torchweld.dispatch.call import decide_arranged
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.dispatch.warm.cache import short
 from torchweld.ops.rotary.arguments import check_heads, plan
@@ -93,8 +93,11 @@ def rotary_embedding(
         "norm_rounding": norm_rounding,
         "norm_across_heads": norm_across_heads,
     }
-    y: torch.Tensor = call_arranged(OP, *plan(x, cos, sin, position_ids, **how))[0]
-    return y
+    return decide_arranged(OP, *plan(x, cos, sin, position_ids, **how), returned="y")  # type: ignore[no-any-return]
+
+
+# What `rotary_embedding_qk` calls arguments of the op.
+_NAMES_OF_BOTH = {"x": "q", "norm_weight": "q_norm_weight"}
 
 
 @short()
@@ -148,7 +151,6 @@ def rotary_embedding_qk(
         return rotated_q, rotated_k
     check_heads(q, k, seq_dim)
     how |= {"k": k, "norm_weight": q_norm_weight, "k_norm_weight": k_norm_weight}
-    results: tuple[torch.Tensor, torch.Tensor] = call_arranged(
-        OP, *plan(q, cos, sin, position_ids, **how)
-    )
-    return results
+    arrange, given, *rest = plan(q, cos, sin, position_ids, **how)
+    by_name = {_NAMES_OF_BOTH.get(name, name): value for name, value in given.items()}
+    return decide_arranged(OP, arrange, by_name, *rest)  # type: ignore[no-any-return]

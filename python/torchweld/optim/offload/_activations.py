@@ -63,7 +63,7 @@ class Buffers:
             self._buffers = [buffer for buffer in self._buffers if not buffer.is_free]
 
 
-class Piece:
+class SavedStorage:
     """A storage that autograd saved for the backward pass, for one tensor or several.
 
     It lives as long as the graph that saved it.
@@ -73,7 +73,7 @@ class Piece:
         self,
         owner: Activations,
         nbytes: int,
-        line: list[weakref.ref[Piece]],
+        line: list[weakref.ref[SavedStorage]],
         buffer: Buffer | None = None,
     ) -> None:
         self._owner, self.nbytes = owner, nbytes
@@ -100,9 +100,9 @@ class Activations:
         # The bytes that may stay on the device, and the number of the first tensor that stays.
         self._room, self._first = 0, 0
         self._least = 0
-        self._known: weakref.WeakValueDictionary[tuple[StorageWeakRef, int], Piece]
+        self._known: weakref.WeakValueDictionary[tuple[StorageWeakRef, int], SavedStorage]
         self._known = weakref.WeakValueDictionary()
-        self._line: list[weakref.ref[Piece]] = []
+        self._line: list[weakref.ref[SavedStorage]] = []
         # Sizes in the order of saving, of the current forward pass and of the last one; and the
         # bytes that were copied to the host.
         self._sizes: list[int] = []
@@ -170,15 +170,15 @@ class Activations:
         whole = t.untyped_storage().nbytes()
         return max(self._least, 1) <= whole <= t.nbytes / _SMALLEST_PART
 
-    def _new_piece(self, storage: torch.UntypedStorage) -> Piece:
+    def _new_piece(self, storage: torch.UntypedStorage) -> SavedStorage:
         nbytes, number = storage.nbytes(), len(self._sizes)
         self._sizes.append(nbytes)
         if number >= self._first and self.kept + nbytes <= self._room:
             self.kept += nbytes
             self._note_most()
-            return Piece(self, nbytes, self._line)
+            return SavedStorage(self, nbytes, self._line)
         buffer = self.buffers.take(nbytes)
-        piece = Piece(self, nbytes, self._line, buffer)
+        piece = SavedStorage(self, nbytes, self._line, buffer)
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         copies = [(source, buffer.memory[:nbytes])]
         piece.offloaded = self._transfers.fetch(copies, buffer.returned)
@@ -188,14 +188,14 @@ class Activations:
 
     # --- The backward pass --------------------------------------------------------------------
 
-    def _read(self, piece: Piece, t: torch.Tensor, version: int) -> torch.Tensor:
+    def _read(self, piece: SavedStorage, t: torch.Tensor, version: int) -> torch.Tensor:
         """Return a tensor that stayed on the device."""
         self._prefetch(piece)
         return _return_unchanged(t, version)
 
     def _bring(
         self,
-        piece: Piece,
+        piece: SavedStorage,
         view: tuple[torch.dtype, int, torch.Size, tuple[int, ...]],
         counter: torch.Tensor,
         version: int,
@@ -212,7 +212,7 @@ class Activations:
         t = torch.empty(0, dtype=dtype, device=self._device)
         return t.set_(piece.device.untyped_storage(), offset, size, stride)
 
-    def _prefetch(self, piece: Piece) -> None:
+    def _prefetch(self, piece: SavedStorage) -> None:
         """Prefetch the pieces that the backward pass reads next."""
         at, ahead = piece.at - 1, 0
         while at >= 0 and ahead < self._ahead:
@@ -222,7 +222,7 @@ class Activations:
                 ahead += earlier.nbytes
             at -= 1
 
-    def _load(self, piece: Piece) -> None:
+    def _load(self, piece: SavedStorage) -> None:
         if piece.device is not None:
             return
         assert piece.buffer is not None
@@ -238,7 +238,7 @@ class Activations:
     def _note_most(self) -> None:
         self._most = max(self._most, self.device_bytes())
 
-    def _forget(self, piece: Piece) -> None:
+    def _forget(self, piece: SavedStorage) -> None:
         if piece.buffer is None:
             self.kept -= piece.nbytes
             return

@@ -363,7 +363,7 @@ def copy_to_host(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
-class Store:
+class BucketStore:
     """The buckets of an optimizer, in the order of its parameters.
 
     The original optimizer and the buckets' optimizers share the dicts of states.

@@ -19,7 +19,7 @@ from torchweld.optim._numbers import read_scaler_number
 from torchweld.optim._shards import is_dtensor, local_part, sharing_key
 from torchweld.optim.adam import AdamW
 from torchweld.optim.offload._activations import Activations
-from torchweld.optim.offload._buckets import DEVICE, HOST, Bucket, Store, copy_to_host
+from torchweld.optim.offload._buckets import DEVICE, HOST, Bucket, BucketStore, copy_to_host
 from torchweld.optim.offload._machine import (
     CudaTransfers,
     Transfers,
@@ -111,7 +111,7 @@ class Offload(torch.optim.Optimizer):
         self._transfers = transfers
         self._worker = Worker(threads or count_default_threads())
         weakref.finalize(self, self._worker.stop)  # does not wait: its thread may be the caller
-        self._store = Store(optimizer, self._transfers)
+        self._store = BucketStore(optimizer, self._transfers)
         self._hooks: list[Any] = []
         self._lock = threading.Lock()  # autograd has a thread per device
         # Gradients that are written after the backward pass, as by clip_grad_norm_, would be copied

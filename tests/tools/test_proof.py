@@ -1,4 +1,4 @@
-"""The engine that chooses: its decisions, records and messages, whatever goes wrong."""
+"""The check at first use: its decisions, records and messages, whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweld.dispatch import bare
-from torchweld.dispatch.engine import asking, store
-from torchweld.dispatch.engine.asking import Engine
-from torchweld.dispatch.engine.question import Question
-from torchweld.dispatch.engine.store import SHIPPED_VARIABLE, Store, list_shipped, write
-from trying import CONDITIONS
+from torchweld import files
+from torchweld.commands import tune
+from torchweld.dispatch import bare, proof, store
+from torchweld.dispatch.proof import Checker, Question
+from torchweld.dispatch.store import SHIPPED_VARIABLE, Store, list_shipped, write
+from trying import CONDITIONS, time_by
 
 BACKENDS = ("cuda", "triton")
 EAGER = "eager"
-TWICE = ["cuda", "cuda", "triton", "triton"]  # each correct contender runs twice
+TWICE = ["cuda", "cuda", "triton", "triton"]  # each correct candidate runs twice
 ONE = torch.ones(4096, dtype=torch.float64)
 
 
@@ -56,8 +56,8 @@ class Script:
             kind={"op": name},
             size=size,
             device=torch.device("cpu"),
-            baseline=EAGER,
-            contenders=BACKENDS,
+            fallback=EAGER,
+            candidates=BACKENDS,
             run=self._run,
             trusted=lambda: {"y": ONE},
             exact=lambda: {"y": ONE},
@@ -83,9 +83,9 @@ class Script:
 @pytest.fixture(autouse=True)
 def on_a_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripted calls return the milliseconds that they take."""
-    monkeypatch.setattr(asking, "mode", "check")
-    monkeypatch.setattr(asking, "has_trials", lambda device: True)
-    monkeypatch.setattr(asking, "take_times", _take_times)
+    monkeypatch.setattr(proof, "mode", "check")
+    monkeypatch.setattr(proof, "can_check", lambda device: True)
+    time_by(monkeypatch, _take_times)
 
 
 def _take_times(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
@@ -97,27 +97,27 @@ def _take_times(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Engine:
-    return _engine(tmp_path)
+def checker(tmp_path: Path) -> Checker:
+    return _make_checker(tmp_path)
 
 
-def _engine(folder: Path) -> Engine:
+def _make_checker(folder: Path) -> Checker:
     """That of a new process."""
-    return Engine(Store(folder / "answers.json"), CONDITIONS)
+    return Checker(Store(folder / "answers.json"), CONDITIONS)
 
 
-def _ask(engine: Engine, script: Script) -> str:
-    answer = engine.ask(script.question)
+def _ask(checker: Checker, script: Script) -> str:
+    answer = checker.ask(script.question)
     return EAGER if answer is None else answer.backend
 
 
 FAST = {"cuda": 1.0, "triton": 2.0, EAGER: 3.0}
 
 
-def test_a_wrong_kernel_is_refused_with_one_warning(engine: Engine) -> None:
+def test_a_wrong_kernel_is_refused_with_one_warning(checker: Checker) -> None:
     script = Script(wrong=["cuda"], ms={"triton": 1.0, EAGER: 2.0})
     with pytest.warns(RuntimeWarning) as told:
-        chosen = [_ask(engine, script) for _ in range(3)]
+        chosen = [_ask(checker, script) for _ in range(3)]
     assert chosen == ["triton"] * 3
     (warning,) = told
     message = str(warning.message)
@@ -134,50 +134,63 @@ def test_a_wrong_kernel_is_refused_with_one_warning(engine: Engine) -> None:
         ({"cuda": 1.95, "triton": 5.0, EAGER: 2.0}, "cuda"),
     ],
 )
-def test_a_contender_needs_a_lead(ms: dict[str, float], chosen: str, engine: Engine) -> None:
-    assert _ask(engine, Script(ms=ms)) == chosen
+def test_a_candidate_needs_a_lead(ms: dict[str, float], chosen: str, checker: Checker) -> None:
+    assert _ask(checker, Script(ms=ms)) == chosen
 
 
 @pytest.mark.parametrize("tunes", [False, True])
 @pytest.mark.parametrize("timed", [False, True])
-@pytest.mark.parametrize("how", asking.MODES)
+@pytest.mark.parametrize("how", proof.MODES)
 def test_modes(
-    how: str, timed: bool, tunes: bool, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    how: str, timed: bool, tunes: bool, checker: Checker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only `torchweld tune` times; what must be timed does not serve a user's process until then,
     and what need not be is never timed."""
-    monkeypatch.setattr(asking, "mode", how)
+    monkeypatch.setattr(proof, "mode", how)
     if not tunes:
-        monkeypatch.setattr(asking, "take_times", None)
+        monkeypatch.setattr(proof, "choose_fastest", None)
     ms = {"cuda": 3.0, "triton": 1.0, EAGER: 2.0}
     script = Script(ms=ms) if timed else Script(prepare=None)
     tried = how == "check" and (tunes or not timed)
     served = ("triton" if timed else "cuda") if tried else EAGER
-    assert _ask(engine, script) == served
+    assert _ask(checker, script) == served
     assert script.judged == (TWICE if tried else [])
     assert bool(script.timed) == (tried and timed)
     # Compiled code looks answers up by fields, also answers of earlier processes.
-    monkeypatch.setattr(asking, "mode", "check")
-    _ask(engine, Script("other", prepare=None))
-    monkeypatch.setattr(asking, "mode", how)
-    assert engine.find_backends(op="other") == ({"cuda"} if how != "off" else set())
+    monkeypatch.setattr(proof, "mode", "check")
+    _ask(checker, Script("other", prepare=None))
+    monkeypatch.setattr(proof, "mode", how)
+    assert checker.find_backends(op="other") == ({"cuda"} if how != "off" else set())
 
 
 def test_the_environment() -> None:
-    assert asking.read_mode({}) == "check"
-    assert [asking.read_mode({asking.VARIABLE: m}) for m in asking.MODES] == [*asking.MODES]
+    assert proof.read_mode({}) == "check"
+    assert [proof.read_mode({proof.VARIABLE: m}) for m in proof.MODES] == [*proof.MODES]
     with pytest.warns(UserWarning, match="accepted: off, kept, check"):
-        assert asking.read_mode({asking.VARIABLE: "always"}) == "check"
+        assert proof.read_mode({proof.VARIABLE: "always"}) == "check"
 
 
-def test_a_capture_tries_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_depend_on_kernels_in_folders(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The hash took the files of one folder: kernels below it would have kept old answers."""
+    kernel = tmp_path / "triton_kernels" / "attention" / "forward.py"
+    kernel.parent.mkdir(parents=True)
+    monkeypatch.setattr(proof, "_PACKAGE", tmp_path / "python" / "torchweld")
+    kernel.write_text("y = x")
+    before = proof._hash_kernels.__wrapped__()
+    kernel.write_text("y = 2 * x")
+    assert proof._hash_kernels.__wrapped__() != before
+
+
+def test_a_capture_tries_nothing(checker: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script(ms=FAST)
     with monkeypatch.context() as capture:
-        capture.setattr(asking, "is_capturing", lambda device: True)
+        capture.setattr(proof, "is_capturing", lambda device: True)
         with pytest.warns(RuntimeWarning, match="nothing is tried while a graph is captured"):
-            assert [_ask(engine, script) for _ in range(2)] == [EAGER] * 2
+            assert [_ask(checker, script) for _ in range(2)] == [EAGER] * 2
     assert script.judged == []
-    assert _ask(engine, script) == "cuda"
+    assert _ask(checker, script) == "cuda"
 
 
 # --- Sizes ----------------------------------------------------------------------------------------
@@ -192,15 +205,15 @@ def test_the_nearest_timed_size_serves(known: dict[int, str], size: int) -> None
         return {name: 1.0 if name == fastest else 9.0 for name in (*BACKENDS, EAGER)}
 
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        engine = _engine(Path(folder))
+        checker = _make_checker(Path(folder))
         for n, backend in known.items():
             script = Script(ms=times(backend), size=n)
-            assert _ask(engine, script) == backend
+            assert _ask(checker, script) == backend
             assert script.timed, "each size is tuned by itself"
-        patch.setattr(asking, "take_times", None)
+        patch.setattr(proof, "choose_fastest", None)
         script = Script(ms=times(EAGER), size=size)
         nearest = min(abs(n - size) for n in known)
-        assert _ask(engine, script) in {known.get(size - nearest), known.get(size + nearest)}
+        assert _ask(checker, script) in {known.get(size - nearest), known.get(size + nearest)}
         assert not script.judged
 
 
@@ -216,7 +229,7 @@ CALLS: st.SearchStrategy[list[dict[str, Any]]] = st.lists(
     st.builds(
         dict,
         name=st.sampled_from(["a", "b", "c"]),
-        how=st.sampled_from(asking.MODES),
+        how=st.sampled_from(proof.MODES),
         tunes=st.booleans(),
         capturing=st.booleans(),
         error=st.sampled_from(ERRORS),
@@ -247,29 +260,29 @@ def test_whatever_happens(calls: list[dict], kernels: dict[str, dict]) -> None:
     with TemporaryDirectory() as folder, warnings.catch_warnings(), patch.context() as patched:
         warnings.simplefilter("ignore")
         place = Path(folder)
-        engine = _engine(place)
+        checker = _make_checker(place)
         for call in calls:
             if call["damaged"]:
                 (place / "answers.json").write_text('{"answers": [{"kind": {"op": "a"}, "answ')
             if call["restarted"]:
-                engine = _engine(place)
-            patched.setattr(asking, "is_capturing", lambda _, c=call["capturing"]: c)
-            patched.setattr(asking, "mode", call["how"])
-            patched.setattr(asking, "take_times", _take_times if call["tunes"] else None)
+                checker = _make_checker(place)
+            patched.setattr(proof, "is_capturing", lambda _, c=call["capturing"]: c)
+            patched.setattr(proof, "mode", call["how"])
+            patched.setattr(proof, "choose_fastest", tune.choose_fastest if call["tunes"] else None)
             kernel = kernels[call["name"]]
             script = Script(call["name"], error=call["error"], fails=call["fails"], **kernel)
-            chosen = _ask(engine, script)
+            chosen = _ask(checker, script)
             assert chosen not in kernel["wrong"]
-            assert not asking._trial._is_owned()  # type: ignore[attr-defined]
-        patched.setattr(asking, "is_capturing", lambda _: False)
-        patched.setattr(asking, "mode", "check")
-        patched.setattr(asking, "take_times", _take_times)
+            assert not proof._checking._is_owned()  # type: ignore[attr-defined]
+        patched.setattr(proof, "is_capturing", lambda _: False)
+        patched.setattr(proof, "mode", "check")
+        patched.setattr(proof, "choose_fastest", tune.choose_fastest)
         for name, kernel in kernels.items():
             (place / "answers.json").unlink(missing_ok=True)
-            chosen = _ask(_engine(place), Script(name, **kernel))
+            chosen = _ask(_make_checker(place), Script(name, **kernel))
             ms, right = kernel["ms"], [n for n in BACKENDS if n not in kernel["wrong"]]
             best = min(right, key=lambda n: ms[n], default=EAGER)
-            assert chosen == (best if ms[best] * asking.LEAD < ms[EAGER] else EAGER)
+            assert chosen == (best if ms[best] * tune.LEAD < ms[EAGER] else EAGER)
 
 
 @given(
@@ -280,8 +293,8 @@ def test_a_damaged_file_is_put_aside_or_replaced(text: str) -> None:
         warnings.simplefilter("always")
         file = Path(folder) / "answers.json"
         file.write_text(text)
-        assert _ask(_engine(Path(folder)), Script(ms=FAST)) == "cuda"
-        (entry,) = _engine(Path(folder)).entries()
+        assert _ask(_make_checker(Path(folder)), Script(ms=FAST)) == "cuda"
+        (entry,) = _make_checker(Path(folder)).entries()
         assert (entry.answer.backend, entry.answer.ms) == ("cuda", FAST)
         aside = file.with_suffix(".damaged")
         assert aside.exists() == (len(told) == 1)
@@ -292,19 +305,19 @@ def test_a_damaged_file_is_put_aside_or_replaced(text: str) -> None:
 def test_an_entry_of_another_form_is_not_read(key: str, tmp_path: Path) -> None:
     """It may be of another version; the others of the file are read."""
     for name in ("layer_norm", "rms_norm"):
-        _ask(_engine(tmp_path), Script(name, ms=FAST))
+        _ask(_make_checker(tmp_path), Script(name, ms=FAST))
     file = tmp_path / "answers.json"
     content = json.loads(file.read_text())
     value = content["answers"][0]["answer"].pop(key)
     file.write_text(json.dumps(content))
-    (entry,) = _engine(tmp_path).entries()
+    (entry,) = _make_checker(tmp_path).entries()
     assert entry.kind == {"op": "rms_norm"}
     content["answers"][0]["answer"] |= {key: value, "backend": 3}
     file.write_text(json.dumps(content))
-    assert len(_engine(tmp_path).entries()) == 1
+    assert len(_make_checker(tmp_path).entries()) == 1
 
 
-def test_a_kernel_whose_launches_differ_is_not_used(engine: Engine) -> None:
+def test_a_kernel_whose_launches_differ_is_not_used(checker: Checker) -> None:
     """Within the bounds, but by other bits in its second launch."""
 
     class Racing(Script):
@@ -314,29 +327,29 @@ def test_a_kernel_whose_launches_differ_is_not_used(engine: Engine) -> None:
             return {"y": ran["y"].where(ONE.cumsum(0) < 4096, 1 + 1e-16 * 3)} if late else ran
 
     with pytest.warns(RuntimeWarning, match="cuda for .* two equal launches differ in y"):
-        assert _ask(engine, Racing(ms=FAST)) == "triton"
+        assert _ask(checker, Racing(ms=FAST)) == "triton"
 
 
-def test_want_of_memory_is_kept_for_the_process_only(engine: Engine, tmp_path: Path) -> None:
+def test_want_of_memory_is_kept_for_the_process_only(checker: Checker, tmp_path: Path) -> None:
     script = Script(error=torch.OutOfMemoryError("none left"))
     with pytest.warns(RuntimeWarning, match="could not be tried: OutOfMemoryError"):
-        assert [_ask(engine, script) for _ in range(3)] == [EAGER] * 3
+        assert [_ask(checker, script) for _ in range(3)] == [EAGER] * 3
     assert script.judged == ["cuda"]
-    assert _ask(_engine(tmp_path), Script(ms=FAST)) == "cuda"
+    assert _ask(_make_checker(tmp_path), Script(ms=FAST)) == "cuda"
 
 
-def test_a_call_that_fails_on_the_whole_is_no_contender(engine: Engine) -> None:
-    """The baseline's too: dense attention without memory, for example."""
+def test_a_call_that_fails_on_the_whole_is_no_candidate(checker: Checker) -> None:
+    """The fallback's too: dense attention without memory, for example."""
     out, fault = torch.OutOfMemoryError("none left"), RuntimeError("an illegal memory access")
     assert (
-        _ask(engine, Script("a", ms={"cuda": 3.0, "triton": 2.0}, fails={EAGER: out})) == "triton"
+        _ask(checker, Script("a", ms={"cuda": 3.0, "triton": 2.0}, fails={EAGER: out})) == "triton"
     )
-    assert _ask(engine, Script("b", ms=FAST, fails={"cuda": fault})) == "triton"
-    assert _ask(engine, Script("c", ms=FAST, fails=dict.fromkeys(FAST, fault))) == EAGER
+    assert _ask(checker, Script("b", ms=FAST, fails={"cuda": fault})) == "triton"
+    assert _ask(checker, Script("c", ms=FAST, fails=dict.fromkeys(FAST, fault))) == EAGER
 
 
 def test_a_read_only_home_is_each_process_for_itself(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    checker: Checker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> Any:
         raise PermissionError("read-only")
@@ -344,53 +357,53 @@ def test_a_read_only_home_is_each_process_for_itself(
     monkeypatch.setattr(store, "hold_lock", refuse)
     monkeypatch.setattr(store, "write", refuse)
     script = Script(ms=FAST)
-    assert [_ask(engine, script) for _ in range(2)] == ["cuda"] * 2
+    assert [_ask(checker, script) for _ in range(2)] == ["cuda"] * 2
     assert script.judged == TWICE
 
 
 # --- Questions inside a trial ---------------------------------------------------------------------
 
 
-def test_a_question_inside_a_trial_has_a_trial_of_its_own(engine: Engine) -> None:
-    """Contenders are judged and timed as they will serve."""
+def test_a_question_inside_a_trial_has_a_trial_of_its_own(checker: Checker) -> None:
+    """Candidates are judged and timed as they will serve."""
     inner = Script("inner", ms=FAST)
     seen: list[tuple[str, str]] = []
 
     class Outer(Script):
         def _run(self, backend: str) -> dict[str, torch.Tensor]:
-            seen.append(("judged", _ask(engine, inner)))
+            seen.append(("judged", _ask(checker, inner)))
             return super()._run(backend)
 
         def _prepare(self, backend: str) -> Callable[[], Any]:
             call = super()._prepare(backend)
 
             def asks() -> Any:
-                seen.append(("timed", _ask(engine, inner)))
+                seen.append(("timed", _ask(checker, inner)))
                 return call()
 
             return asks
 
-    assert _ask(engine, Outer("outer", ms=FAST)) == "cuda"
+    assert _ask(checker, Outer("outer", ms=FAST)) == "cuda"
     assert seen == [("judged", "cuda")] * 4 + [("timed", "cuda")] * 3
     assert inner.judged == TWICE
-    assert _ask(engine, inner) == "cuda"
+    assert _ask(checker, inner) == "cuda"
 
 
-def test_other_threads_take_the_baseline_during_a_trial(engine: Engine) -> None:
+def test_other_threads_take_the_fallback_during_a_trial(checker: Checker) -> None:
     """A trial's backward runs in a thread of autograd's, which must not wait for the trial."""
     inner, chosen = Script("inner", ms=FAST), []
 
     class Outer(Script):
         def _run(self, backend: str) -> dict[str, torch.Tensor]:
-            thread = threading.Thread(target=lambda: chosen.append(_ask(engine, inner)))
+            thread = threading.Thread(target=lambda: chosen.append(_ask(checker, inner)))
             thread.start()
             thread.join(timeout=10)
             assert not thread.is_alive()
             return super()._run(backend)
 
-    assert _ask(engine, Outer("outer", ms=FAST)) == "cuda"
+    assert _ask(checker, Outer("outer", ms=FAST)) == "cuda"
     assert chosen == [EAGER] * 4
-    assert _ask(engine, inner) == "cuda"
+    assert _ask(checker, inner) == "cuda"
 
 
 # --- Files that are shipped -----------------------------------------------------------------------
@@ -398,19 +411,19 @@ def test_other_threads_take_the_baseline_during_a_trial(engine: Engine) -> None:
 
 def test_a_shipped_file_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the cache is empty; what was found on this machine comes first."""
-    tuned = _engine(tmp_path / "tuned")
+    tuned = _make_checker(tmp_path / "tuned")
     assert _ask(tuned, Script(ms=FAST)) == "cuda"
     shipped = tmp_path / "shipped.json"
     write(shipped, tuned.entries())
     monkeypatch.setenv(SHIPPED_VARIABLE, str(shipped))
-    fresh = Engine(Store(tmp_path / "fresh" / "answers.json", list_shipped()), CONDITIONS)
+    fresh = Checker(Store(tmp_path / "fresh" / "answers.json", list_shipped()), CONDITIONS)
     script = Script(ms={"cuda": 9.0, "triton": 1.0, EAGER: 3.0})
     assert _ask(fresh, script) == "cuda"
     assert script.judged == []
-    assert _ask(_engine(tmp_path / "fresh"), script) == "triton"
+    assert _ask(_make_checker(tmp_path / "fresh"), script) == "triton"
     assert _ask(fresh, script) == "triton"
-    monkeypatch.setattr(asking, "mode", "kept")
-    other = Engine(Store(tmp_path / "none.json", list_shipped()), {"device": "another GPU"})
+    monkeypatch.setattr(proof, "mode", "kept")
+    other = Checker(Store(tmp_path / "none.json", list_shipped()), {"device": "another GPU"})
     assert _ask(other, Script(ms=FAST)) == EAGER
 
 
@@ -433,13 +446,13 @@ def test_a_file_that_cannot_be_finished_stays_as_it_was(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            store.write_text(link, "after" * 1000)
+            files.write_text(link, "after" * 1000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, before)
     assert file.read_text() == "before"
     assert {path.name for path in tmp_path.iterdir()} == {"shipped.json", "link.json"}
-    store.write_text(link, "after")
+    files.write_text(link, "after")
     assert file.read_text() == "after"
     assert file.stat().st_mode & 0o777 == 0o640
 
@@ -469,11 +482,11 @@ FORK = multiprocessing.get_context("fork")
 
 def _rank(folder: Path, rank: int, dies: bool, names: Sequence[str]) -> None:
     """A process that asks in an order of its own; one that is interrupted ends."""
-    engine = _engine(folder)
+    checker = _make_checker(folder)
     for at, name in enumerate(names):
         if dies and at == len(names) // 2:
             os._exit(9)
-        assert _ask(engine, Script(name, ms=FAST)) == "cuda"
+        assert _ask(checker, Script(name, ms=FAST)) == "cuda"
 
 
 def test_processes_lose_no_answer(tmp_path: Path) -> None:
@@ -487,7 +500,7 @@ def test_processes_lose_no_answer(tmp_path: Path) -> None:
     for process in ranks:
         process.join(timeout=60)
     assert all(ranks[rank].exitcode == 0 for rank in (0, 2, 4, 5))
-    kept = {entry.kind["op"]: entry.answer.backend for entry in _engine(tmp_path).entries()}
+    kept = {entry.kind["op"]: entry.answer.backend for entry in _make_checker(tmp_path).entries()}
     assert kept == dict.fromkeys(names, "cuda")
     assert {f.name for f in tmp_path.iterdir()} == {"answers.json", "answers.lock"}
 

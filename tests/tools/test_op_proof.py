@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -16,13 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchweld
+from conftest import PLACES, running_at
 from torchweld.bench.cases import CASES
-from torchweld.dispatch import choice, op_question
+from torchweld.bench.cases.declare import vary
+from torchweld.dispatch import choice, op_proof, proof
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call, is_too_small, run_checkpointed
-from torchweld.dispatch.engine import asking
-from torchweld.dispatch.engine.judge import ROWS, Judge
-from torchweld.dispatch.op_question import make_question
+from torchweld.dispatch.op_proof import make_question
+from torchweld.dispatch.proof import ROWS, Judge
+from torchweld.ops.activation import ACTIVATIONS
 from torchweld.random import Shard
 from torchweld.registry import EAGER, OPS, Op, materialize
 from torchweld.sparse import BlockLayout
@@ -62,7 +65,7 @@ def test_right_kernels_pass(
     op: Op, kind: torch.dtype, train: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a part of the rows, and without a trace in torch's random numbers or the inputs."""
-    monkeypatch.setattr(op_question, "ROWS", 24)
+    monkeypatch.setattr(op_proof, "ROWS", 24)
     inputs = materialize(op.sized((7, 11), (64,)), kind, requires_grad=train)
     before = torch.get_rng_state()
     question = make_question(op, inputs)
@@ -74,6 +77,26 @@ def test_right_kernels_pass(
     assert sample[0].shape[:-1].numel() <= 24 or CASES[op.name].has_dense_reference or not has_rows
     assert torch.equal(torch.get_rng_state(), before)
     assert all(v.grad is None for v in inputs if isinstance(v, torch.Tensor))
+
+
+@pytest.mark.skipif(PLACES["interpreter"][2] is not None, reason=str(PLACES["interpreter"][2]))
+@pytest.mark.parametrize("name", ["bias_act", "gated_act"])
+def test_right_kernels_pass_on_few_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few numbers eager's error is small by luck: the bound has some roundings besides.
+
+    A first call of 4 x 64 refused the kernel of GELU's tanh form once in six times, and kept that.
+    Tests had 24 rows or more, and the CPU's kernels, whose exponentials are more exact.
+    """
+    arguments = [
+        vary(name, (rows,), (width,), activation=kind, approximate=form)
+        for (kind, form), (rows, width) in itertools.product(ACTIVATIONS, ((2, 8), (5, 7), (4, 64)))
+    ]
+    with running_at("interpreter", monkeypatch):
+        for each, seed in itertools.product(arguments, range(6)):
+            inputs = materialize(each, torch.float32, requires_grad=True, seed=seed)
+            question = make_question(OPS[name], inputs)
+            judge = Judge(question.exact(), question.trusted())
+            assert judge.find_fault(question.run("triton")) is None, (each, seed)
 
 
 @pytest.mark.usefixtures("trials")
@@ -179,7 +202,7 @@ def test_a_compiled_graph_takes_what_served_its_dtype(
         _refuse(kept_as, patch)
         with pytest.warns(RuntimeWarning, match="no kernel image"):
             assert choice.choose(LAYER_NORM, given) == EAGER
-    assert op_question.choose_while_compiling("layer_norm", None, torch.float32, "fwd") == chosen
+    assert op_proof.choose_while_compiling("layer_norm", None, torch.float32, "fwd") == chosen
 
 
 def test_dtypes_are_tried_apart(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,9 +215,9 @@ def test_dtypes_are_tried_apart(trials: Trials, monkeypatch: pytest.MonkeyPatch)
     with pytest.warns(RuntimeWarning, match="no kernel image"):
         chosen = [choice.choose(LAYER_NORM, each) for each in given.values()]
     assert chosen == ["cpu", EAGER, "cpu"]
-    kept = {entry.kind["dtype"]: entry.answer for entry in trials.engine.entries()}
+    kept = {entry.kind["dtype"]: entry.answer for entry in trials.checker.entries()}
     assert kept.keys() == {str(dtype).removeprefix("torch.") for dtype in given}
-    assert len({op_question.class_of(LAYER_NORM, each) for each in given.values()}) == 3
+    assert len({op_proof.class_of(LAYER_NORM, each) for each in given.values()}) == 3
     assert not trials.timed
 
 
@@ -204,7 +227,7 @@ def test_a_linear_layers_class_has_its_features() -> None:
 
     def of(features: int, rows: int = 8) -> tuple[tuple[Any, ...], str]:
         given = (x[:rows], torch.randn(features, 64), None, "gelu", "tanh")
-        return op_question.class_of(op, given), str(make_question(op, given))
+        return op_proof.class_of(op, given), str(make_question(op, given))
 
     for at in (0, 1):
         assert of(256)[at] != of(1024)[at]
@@ -215,7 +238,7 @@ def test_a_linear_layers_class_has_its_features() -> None:
 @pytest.mark.usefixtures("trials")
 def test_a_warm_call_does_not_ask_for_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
     torchweld.functional.layer_norm(torch.randn(1024, 2048), [2048])
-    monkeypatch.setattr(op_question, "class_of", lambda *_: pytest.fail("it asks"))
+    monkeypatch.setattr(op_proof, "class_of", lambda *_: pytest.fail("it asks"))
     torchweld.functional.layer_norm(torch.randn(1024, 2048), [2048])
 
 
@@ -224,12 +247,12 @@ def test_what_is_not_settled_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> 
     """While a graph is captured eager serves, and no short way is kept for it."""
     x = torch.randn(1024, 2048)
     with monkeypatch.context() as capturing:
-        capturing.setattr(asking, "is_capturing", lambda _: True)
+        capturing.setattr(proof, "is_capturing", lambda _: True)
         with pytest.warns(RuntimeWarning, match="captured"):
             torchweld.functional.layer_norm(x, [2048])
     asked: list[int] = []
-    class_of = op_question.class_of
-    monkeypatch.setattr(op_question, "class_of", lambda *g: (asked.append(1), class_of(*g))[1])
+    class_of = op_proof.class_of
+    monkeypatch.setattr(op_proof, "class_of", lambda *g: (asked.append(1), class_of(*g))[1])
     torchweld.functional.layer_norm(x, [2048])
     assert asked
 
@@ -238,7 +261,7 @@ def test_what_is_not_settled_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> 
 def test_warming_up_leaves_nothing_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
     given = (torch.randn(1024, 2048), [2048], None, None, 1e-5)
     torchweld.warmup(lambda: call(LAYER_NORM, *given))
-    monkeypatch.setattr(asking, "is_capturing", lambda _: True)  # a warning would be an error
+    monkeypatch.setattr(proof, "is_capturing", lambda _: True)  # a warning would be an error
     assert choice.choose(LAYER_NORM, given) == "cpu"
 
 
@@ -422,7 +445,7 @@ def test_a_compiled_attention_takes_a_kernel(
 ) -> None:
     """What stands for its arguments is what a kernel can serve."""
     name = ATTENTION.name
-    assert op_question.choose_while_compiling(name, None, dtype, direction) == "cpu"
+    assert op_proof.choose_while_compiling(name, None, dtype, direction) == "cpu"
     assert [answer.backend for answer in trials.answers()] == ["cpu"]
 
 

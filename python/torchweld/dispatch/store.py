@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import shutil
 import tempfile
-import uuid
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchweld.dispatch.engine.question import Answer, Key, as_text
+from torchweld.files import hold_lock, write_json
 
+# Only values that JSON can represent, and dtypes, since keys are stored in a file.
+Key = Mapping[str, Any]
 # The folder of the cache; without it, torchweld in the user's cache.
 FOLDER_VARIABLE = "TORCHWELD_CACHE"
 # Files of answers that `torchweld tune --write` made, for machines whose cache starts empty.
 SHIPPED_VARIABLE = "TORCHWELD_TUNED"
+
+
+class Answer(NamedTuple):
+    """The backend for a class of calls, what is wrong with others, and the times it is based on."""
+
+    backend: str
+    faults: dict[str, str]
+    ms: dict[str, float]
+    date: str = ""
+
+    def why_not(self, backend: str) -> str | None:
+        """Why this backend does not serve; None if it does."""
+        if backend == self.backend:
+            return None
+        if backend in self.faults:
+            return f"at its first use here: {self.faults[backend]}"
+        return f"{self.backend} comes first"
 
 
 class Entry(NamedTuple):
@@ -120,42 +136,23 @@ def _read_json(file: Path, is_own: bool) -> dict[str, Any]:
     return {}
 
 
-def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Replace the file's content atomically."""
-    write_text(file, json.dumps(content, indent=1) + "\n")
+def as_text(key: Any) -> str:
+    """A key as a file has it: dtypes are their names, and tuples are lists."""
+    return json.dumps(key, default=lambda x: str(x).removeprefix("torch."))
 
 
-def write_text(file: Path, text: str) -> None:
-    """Replace the file's text atomically."""
-    replace_file(file, lambda new: new.write_text(text))
+def describe(kind: Key, size: int) -> str:
+    """A class of calls in words."""
+    words = [word for name, value in kind.items() for word in _words(name, value)]
+    return ", ".join([*words, *([f"sizes below 2^{size}"] if size else [])])
 
 
-def replace_file(file: Path, write: Callable[[Path], object]) -> None:
-    """Replace the file atomically: no reader sees half of it, and an error leaves the old one.
-
-    `write` gets the path of the new file, which has the same ending.
-    """
-    file = file.resolve()  # the file that a link leads to
-    if file.exists() and not file.is_file():  # a pipe or a terminal
-        write(file)
-        return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f"{file.stem}.{uuid.uuid4().hex}{file.suffix}")
-    try:
-        write(unfinished)
-        if file.exists():
-            shutil.copymode(file, unfinished)
-        os.replace(unfinished, file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(unfinished)
-        raise
-
-
-@contextlib.contextmanager
-def hold_lock(file: Path) -> Iterator[None]:
-    """Hold a lock across processes; the system releases it even if the process crashes."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        yield
+def _words(name: str, value: Any) -> list[str]:
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [name]
+    if isinstance(value, (list, tuple)):
+        joined = " ".join(str(one) for one in value)
+        return [joined] if joined else []
+    return [value] if isinstance(value, str) else [f"{name} {value}"]

@@ -1,4 +1,4 @@
-"""Asks the engine which backend serves a call of an op on a GPU."""
+"""Which backend serves a call of an op on a GPU: its class, and the sample to check (proof.py)."""
 
 from __future__ import annotations
 
@@ -11,30 +11,25 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from torchweld.dispatch import proof
 from torchweld.dispatch.autograd import as_tuple
-from torchweld.dispatch.engine import asking
-from torchweld.dispatch.engine.judge import ROWS
-from torchweld.dispatch.engine.question import Question, Results
+from torchweld.dispatch.proof import ROWS, Question, Results
 from torchweld.dispatch.warm.guards import ALIGNMENT
-from torchweld.dispatch.warm.recorder import leave_open
 from torchweld.registry import EAGER, OPS, Composite, Op, materialize
 from torchweld.registry.constant import assume_constant_result
-from torchweld.registry.op import why_not_now
+from torchweld.state import why_not_now
 
 # The rows of a sample whose op contains GEMMs: a prime, like ROWS.
 _ROWS_BEHIND_GEMMS = 251
 
 
 def choose_on_gpu(op: Op, inputs: Sequence[Any]) -> str:
-    """The backend for a call on this GPU; the first call of its class makes a trial."""
+    """The backend for a call on this GPU; the first call of its class checks the kernels."""
     if why_not_now() is not None:  # tensors of a transform have no address, which a class has
-        leave_open()
         return EAGER
-    backend, settled = asking.pick(class_of(op, inputs), partial(make_question, op, inputs))
+    backend, _ = proof.pick(class_of(op, inputs), partial(make_question, op, inputs))
     if op.why_refused(backend, inputs) is not None:
         backend = EAGER
-    if not settled:
-        leave_open()
     return backend
 
 
@@ -48,7 +43,7 @@ def choose_while_compiling(name: str, index: int | None, dtype: torch.dtype, dir
     """
     device = torch.device("cpu") if index is None else torch.device("cuda", index)
     like = {"op": name, "direction": direction, "dtype": dtype}
-    backends = asking.engine_for(device).find_backends(**like)
+    backends = proof.checker_for(device).find_backends(**like)
     if not backends:
         op, train = OPS[name], direction == "full"
         with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
@@ -83,7 +78,7 @@ def class_of(op: Op, inputs: Sequence[Any]) -> tuple[Any, ...]:
     for at in op.flags_at:
         alike.append(inputs[at])
     if op.regime is not None:
-        alike.append(op.regime(inputs))
+        alike.append(op.find_regime(inputs))
     return tuple(alike)
 
 
@@ -91,7 +86,7 @@ def make_question(op: Op, inputs: Sequence[Any]) -> Question:
     """The question for a call with these inputs."""
     _, _, autocast, width, _, *rest = class_of(op, inputs)
     direction, is_composite = find_direction(inputs), isinstance(op, Composite)
-    regime = None if op.regime is None else op.regime(inputs)
+    regime = op.find_regime(inputs)
     # The dtype in which autocast computes this op; None if it has no rule for it.
     cast_to = autocast if is_composite or autocast is None else op.autocast.get(_kind_of(inputs[0]))
 
@@ -119,8 +114,8 @@ def make_question(op: Op, inputs: Sequence[Any]) -> Question:
             "arguments": rest,
         },
         device=inputs[0].device,
-        baseline=EAGER,
-        contenders=[b for b in op.backends if op.why_not(b, inputs) is None],
+        fallback=EAGER,
+        candidates=[b for b in op.backends if op.why_not(b, inputs) is None],
         run=run,
         trusted=lambda: run(EAGER),
         exact=run_exactly,
@@ -150,7 +145,7 @@ def _run(op: Op, backend: str, inputs: Sequence[Any]) -> Any:
     if backend == EAGER:
         return op.reference(*inputs)
     if isinstance(op, Composite):
-        return op.fused(backend, *inputs)
+        return op.plan(backend, *inputs)(*inputs)
     return op.kernels[backend](*inputs)
 
 

@@ -1,4 +1,4 @@
-"""Asks the engine which backend steps a batch of parameters on a GPU."""
+"""Which backend steps a batch of parameters on a GPU: its class, and the sample to check."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, Protocol
 
 import torch
 
+from torchweld.dispatch import proof
 from torchweld.dispatch.choice import use_backend
-from torchweld.dispatch.engine import asking
-from torchweld.dispatch.engine.question import Question, Results
+from torchweld.dispatch.proof import Question, Results
 from torchweld.ops.optimizer.batch import Batch, Task, Tensors, choose_few
 from torchweld.ops.optimizer.passes import Pass, run
 from torchweld.ops.optimizer.reference import read
 from torchweld.registry import EAGER
 
 
-class Rule(Protocol):
+class Checkable(Protocol):
     """The part of a rule that a question uses."""
 
     name: str
@@ -29,14 +29,14 @@ class Rule(Protocol):
         """The backends with a kernel for this kind of parameter."""
 
 
-def choose_on_gpu(rule: Rule, task: Task) -> str:
+def choose_on_gpu(rule: Checkable, task: Task) -> str:
     """The backend for a batch on this GPU; the first batch of its class makes the check."""
     device = task.batch.params[0].device
     call_class = (device.index, *_class_of(rule, task))
-    return asking.pick(call_class, lambda: make_question(rule, task))[0]
+    return proof.pick(call_class, lambda: make_question(rule, task))[0]
 
 
-def _class_of(rule: Rule, task: Task) -> tuple[Any, ...]:
+def _class_of(rule: Checkable, task: Task) -> tuple[Any, ...]:
     """The key of an answer: the rule, the codec and the options in use."""
     batch = task.batch
     count, lists = len(batch.params), batch.lists()
@@ -49,7 +49,7 @@ def _class_of(rule: Rule, task: Task) -> tuple[Any, ...]:
     )
 
 
-def make_question(rule: Rule, task: Task) -> Question:
+def make_question(rule: Checkable, task: Task) -> Question:
     """Make the question for a step: one step of clones of some parameters.
 
     Nothing is timed, since a kernel moves a fraction of the bytes that several passes move.
@@ -67,8 +67,8 @@ def make_question(rule: Rule, task: Task) -> Question:
     return Question(
         kind={"op": name, "step": [str(word).removeprefix("torch.") for word in how]},
         device=task.batch.params[0].device,
-        baseline=EAGER,
-        contenders=rule.backends(task.batch.params[0]),
+        fallback=EAGER,
+        candidates=rule.backends(task.batch.params[0]),
         run=lambda backend: run_step(backend, draw_sample()),
         trusted=lambda: run_step(EAGER, draw_sample()),
         exact=lambda: run_step(EAGER, _widen(draw_sample(), rule.signed)),

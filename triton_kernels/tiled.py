@@ -1,7 +1,7 @@
-"""A launch with several tiles; the fastest one serves.
+"""A launch with several tiles, of which one serves.
 
-The first tile is the rule's. It serves until torchweld.dispatch.tile_question, which asks the
-engine, is connected: so in ahead-of-time compiles.
+The first tile is the rule's. It serves in ahead-of-time compiles, and until
+torchweld.dispatch.tile_proof is connected, which knows the tiles that `torchweld tune` timed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Tile(NamedTuple):
         return f"{words}, persistent" if self.persistent else words
 
 
-class Contest(NamedTuple):
+class TiledLaunch(NamedTuple):
     """Launches of a kernel that differ in their tile, and write the same results."""
 
     key: Hashable  # equal for calls that one answer serves
@@ -49,11 +49,11 @@ class Contest(NamedTuple):
         return [*[self.launch(tile) for tile in self.tiles], *self.after]
 
 
-choose: Callable[[torch.Tensor, Contest], Tile] | None = None
+choose: Callable[[torch.Tensor, TiledLaunch], Tile] | None = None
 
 
-def run_contest(on: torch.Tensor, contest: Contest) -> None:
+def run_tiled(on: torch.Tensor, tiled: TiledLaunch) -> None:
     """Run the launch with the tile that serves this class of calls."""
-    tiles = contest.tiles
-    tile = tiles[0] if choose is None or len(tiles) == 1 else choose(on, contest)
-    run(on, *contest.launches_with(tile))
+    tiles = tiled.tiles
+    tile = tiles[0] if choose is None or len(tiles) == 1 else choose(on, tiled)
+    run(on, *tiled.launches_with(tile))
