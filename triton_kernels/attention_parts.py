@@ -151,7 +151,8 @@ def next_keys(
     if CHECKED and CAUSAL:
         seen = seen & (query[:, None] + shift >= key[None, :])
     if CHECKED and masks_ptr is not None:
-        GROUP: tl.constexpr = 32 if BLOCK > 32 else BLOCK
+        LESS: tl.constexpr = BLOCK if BLOCK < COLUMNS else COLUMNS
+        GROUP: tl.constexpr = 32 if LESS > 32 else LESS
         mask = masks_of(walk, start, GROUP, COLUMNS // GROUP, BLOCK)
         first_key, _ = tokens(walk, start, partner, GROUP, COLUMNS // GROUP, BLOCK, True)
         seen = seen & bits(masks_ptr, mask, query, first_key, BLOCK, COLUMNS)

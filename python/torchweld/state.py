@@ -87,6 +87,15 @@ def is_capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
+def is_capturing_at_all() -> bool:
+    """The same where there may be no CUDA or no driver, for which torch raises an error."""
+    return torch.cuda.is_initialized() and is_capturing()
+
+
+# Where torch is asked this.
+CAPTURING = "cuda.is_current_stream_capturing", "xpu.is_current_stream_capturing"
+
+
 def can_read(*tensors: torch.Tensor | None) -> bool:
     """Whether Python may branch on the tensors' numbers, and write results in place.
 

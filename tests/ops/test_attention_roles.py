@@ -135,6 +135,23 @@ def test_partial_blocks(
     assert started == (EVERY if width < 256 else EVERY[:1])
 
 
+@pytest.mark.parametrize("block", [64, 128])
+def test_partial_blocks_of_wide_heads_without_roles(
+    block: int, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of 16 keys on sm_90 have half of a mask's word.
+
+    Their kernels did not compile. The ahead-of-time cases had masks with heads of 64 only.
+    """
+    from torchweld.triton_kernels import attention_roles
+
+    monkeypatch.setattr(attention_roles, "runs_on", lambda device: False)
+    q = _random(1, 2, 296, 256)
+    for kind in ("a window", "scattered bits"):
+        assert _worst(q, q.flip(2), PARTIAL[kind](block)) <= 8
+    assert not started
+
+
 @pytest.mark.parametrize("started", [False, True], indirect=True)
 def test_two_partial_blocks_at_a_time(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Long lines take two blocks of 64 keys, each with its own mask or none, and an odd one."""

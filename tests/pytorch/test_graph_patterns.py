@@ -36,7 +36,7 @@ _KINDS = [
     activation.Activation("gelu", "gelu"),
     activation.Activation("gelu", "gelu", "tanh"),
     *activation._BY_OP.values(),
-    _TANH,
+    *activation._IN_PASSES,
 ]
 _STEPS = {
     "plain": (),

@@ -55,6 +55,7 @@ BELOW: dict[str, set[str]] = {
         "ops",
         "sparse",
         "dispatch",
+        "registry",
         "table",
         "errors",
         "names",
@@ -167,7 +168,7 @@ def test_the_tests_that_lanes_name_exist(name: str, listed: tuple[str, ...]) -> 
 HOMES = {
     r"torch\._C\._(functorch|are_functorch|get_tracing|len_torch|get_dispatch_mode|current_graph_task)"
     r"|_TorchDispatchModeKey|_keep_graph\(|_will_engine|_is_exporting_flag"
-    r"|is_current_stream_capturing|import FakeTensor$": {"state"},
+    r"|is_current_stream_capturing\(|import FakeTensor$": {"state"},
     r"\b_current_level\b": {"state", "dispatch.warm.guards"},
     r"_disable_current_modes|temporarily_clear_interpreter_stack|DisableTorchFunction": {"isolate"},
     r"(?<![\w.`])(?<!def )(exec|eval)\((?!\))": {"dispatch.warm.generate", "fusion.rewrite"},

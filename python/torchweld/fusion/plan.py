@@ -125,12 +125,14 @@ def decide(
     filter_fn: Filter | None,
     verify: bool,
     measure: bool,
-    patterns: Sequence[Pattern] = PATTERNS,
+    patterns: Sequence[Pattern] | None = None,
 ) -> tuple[list[Decided], list[Weldable]]:
     """Decide which changes to make, and list the modules that stay as they are. Changes nothing.
 
     `verify` tries changes of classes that are not torch's own, and `measure` tries all.
+    `patterns` take the place of PATTERNS.
     """
+    patterns = PATTERNS if patterns is None else patterns
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     with _one_at_a_time, probe.isolate(devices):
         return _decide(View(model), filter_fn, verify, measure, patterns)

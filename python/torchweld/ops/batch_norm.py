@@ -440,7 +440,9 @@ def _find_few(backend: str, x: Tensor, *columns: Tensor | None) -> int:
     """The number of elements from which on kernels serve; torch's op has to take the columns."""
     running_mean, running_var, weight, bias = columns
     given = [t for t in columns if t is not None]
-    is_taken = all(t.dtype is x.dtype and t.is_contiguous() for t in given)
+    is_taken = all(
+        t.dtype is x.dtype and t.shape == x.shape[-1:] and t.is_contiguous() for t in given
+    )
     is_known = weight is not None or bias is None  # see `_by_torch`
     are_fixed = not any(t is not None and t.requires_grad for t in (running_mean, running_var))
     is_torchs = backend == "cpu" and choice.forced is None

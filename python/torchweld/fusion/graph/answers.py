@@ -34,7 +34,6 @@ from torchweld.fusion.graph.record import Record, recording
 
 LARGEST = 64  # operations between a graph's inputs and a number that decides a branch
 _QUESTIONS = ("compiler.is_compiling", "compiler.is_dynamo_compiling", "_utils.is_compiling")
-_CAPTURING = "cuda.is_current_stream_capturing", "xpu.is_current_stream_capturing"
 _OURS = tuple(f"{Path(path).parent}/" for path in (torch.__file__, __file__.split("/fusion/")[0]))
 _HANDS = (TensorVariable, NNModuleVariable, UnspecializedNNModuleVariable)
 _now = threading.local()
@@ -64,7 +63,7 @@ class Answers:
         before, _now.answers = getattr(_now, "answers", None), self
         self._denied = []
         try:
-            with _allowing(_find(_CAPTURING[1])):
+            with _allowing(_find(state.CAPTURING[1])):
                 yield
         finally:
             _now.answers = before
@@ -306,15 +305,10 @@ def _decides() -> bool:
     return answers is not None and answers.decides
 
 
-def is_capturing() -> bool:
-    """Whether a CUDA graph captures; torch raises an error where there is no CUDA, or no driver."""
-    return torch.cuda.is_initialized() and state.is_capturing()
-
-
 def _tell_capturing(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     """Whether a stream captures, which is a key of a region's graphs."""
     is_served = getattr(_now, "answers", None) is not None
-    return ConstantVariable.create(is_capturing()) if is_served else None
+    return ConstantVariable.create(state.is_capturing_at_all()) if is_served else None
 
 
 @contextlib.contextmanager
@@ -345,7 +339,7 @@ def _install() -> None:
         for question in (_find(name) for name in _QUESTIONS):
             if question in handlers:
                 handlers[question] = _answer(handlers[question])
-        for name in _CAPTURING:
+        for name in state.CAPTURING:
             if (question := _find(name)) is not None:  # not of XPU in torch 2.10
                 handlers.setdefault(question, _tell_capturing)
         _meta_registrations._meta_grouped_mm_common = _widen(

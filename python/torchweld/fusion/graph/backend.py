@@ -33,8 +33,8 @@ def torchweld(module: torch.fx.GraphModule, inputs: list[Any], **options: Any) -
         raise ArgumentError("torchweld", "options['compiler']", repr(compiler), accepted)
     if compiler == "eager":
         return run_eagerly(module, rewrite(module, FINDERS))
-    devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
-    rewritten = rewrite(module, list_for_inductor(devices[0]) if devices else [])
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    rewritten = rewrite(module, list_for_inductor(tensors[0]) if tensors else [])
     from torch._inductor.compile_fx import compile_fx
 
     compiled: Any = compile_fx(module, inputs, config_patches=given or None)

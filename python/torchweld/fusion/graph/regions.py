@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
+from torchweld import state
 from torchweld.fusion.graph import capture
-from torchweld.fusion.graph.answers import OtherNumbersError, is_capturing
+from torchweld.fusion.graph.answers import OtherNumbersError
 from torchweld.fusion.graph.backend import run_eagerly
 from torchweld.fusion.graph.patterns import FINDERS
 from torchweld.fusion.graph.rewrite import Placed, rewrite
@@ -84,8 +85,12 @@ class Captures:
         if not all(map(operator.is_, now, self._functions)):
             self.slots = {}
             self._watch(module)
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), is_capturing()
-        key = (module.training, *modes)
+        key = (
+            module.training,
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            state.is_capturing_at_all(),
+        )
         slot = self.slots.get(key)
         if slot is None:
             with self._lock:

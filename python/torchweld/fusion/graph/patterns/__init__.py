@@ -27,7 +27,7 @@ from torchweld.fusion.graph.patterns.rotary import find_normed_rotary, find_rota
 from torchweld.fusion.graph.patterns.softmax import find_softmax
 from torchweld.fusion.graph.prove import Proposal
 from torchweld.fusion.graph.record import Record
-from torchweld.registry.processor import has_descriptors
+from torchweld.ops.gemm.linear_act import is_left_to_compiler
 
 FINDERS: list[Callable[[Record, int], Iterable[Proposal]]] = [
     find_loss,
@@ -48,6 +48,6 @@ FINDERS: list[Callable[[Record, int], Iterable[Proposal]]] = [
 ]
 
 
-def list_for_inductor(device: torch.device) -> list[Callable[[Record, int], Iterable[Proposal]]]:
-    """The finders that pay where Inductor compiles the rest, which fuses all else as well."""
-    return [find_large_loss, *([find_linear_act] if has_descriptors(device) else [])]
+def list_for_inductor(x: torch.Tensor) -> list[Callable[[Record, int], Iterable[Proposal]]]:
+    """The finders that pay on x's device where Inductor compiles the rest, and fuses all else."""
+    return [find_large_loss, *([] if is_left_to_compiler(x) else [find_linear_act])]
