@@ -158,7 +158,7 @@ def compile_ahead(names: Iterable[str], known: Callable[[str, str], Sequence[str
     The cache serves the same versions of Triton and Python elsewhere. `known` are the rows of an op
     and a backend that are not measured.
     """
-    from torchweld.triton_kernels import contest
+    from torchweld.triton_kernels import tiled
     from torchweld.triton_kernels.launch import run
 
     def try_all(on: torch.Tensor, asked: Any) -> Any:
@@ -176,7 +176,7 @@ def compile_ahead(names: Iterable[str], known: Callable[[str, str], Sequence[str
             for direction in ("fwd", "full"):
                 if evidence.name_row(about | {"direction": direction}) in known(op.name, "triton"):
                     continue
-                with mock.patch.object(contest, "choose", try_all):
+                with mock.patch.object(tiled, "choose", try_all):
                     for launched, options in list_launches(case, direction):
                         signature = sign(launched)
                         rest = {k: v for k, v in options.items() if k not in signature[0]}
