@@ -109,7 +109,6 @@ class Bound:
         has_numbers = exact.is_floating_point() and exact.numel()
         finite = exact.double().nan_to_num(0, 0, 0) if has_numbers else exact.new_zeros(0)
         typical, largest = measure(finite)
-        rms += strictness.roundings[0] * unit_of(torch.float32) * typical
         if rounded and has_numbers:
             step = unit_of(exact.dtype)
             rms = max(rms, largest * max(rounded, step / 64))
@@ -119,6 +118,7 @@ class Bound:
         if has_numbers:
             unit = min(unit_of(trusted.dtype), unit_of(torch.float32))
             most = max(most, _UNITS * unit * largest)
+        rms += strictness.roundings[0] * unit_of(torch.float32) * typical
         # One number's error, such as a loss's, is small by luck: eager's says little of others.
         self.errors = (most if exact.numel() < _FEW else rms), most
 
