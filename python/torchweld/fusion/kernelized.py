@@ -27,7 +27,7 @@ def list_kernelized(model: torch.nn.Module) -> Iterator[Kernelized]:
     """List what `kernelize` looked at in a model."""
     for name, module in model.named_modules():
         cls: Any = type(module)
-        if hasattr(cls, "kernel_layer_name") and "forward" in vars(module):
+        if hasattr(cls, "kernel_layer_name") and _is_of_a_class(vars(module).get("forward")):
             yield Kernelized(name, cls.__name__, **_explain(module))
         for function in vars(module).get(KERNEL_FUNCTIONS, {}).values():
             if "forward" not in vars(function) or hasattr(module, "weld_rotate"):
@@ -39,6 +39,12 @@ def list_kernelized(model: torch.nn.Module) -> Iterator[Kernelized]:
             else:
                 reason = "kernelize changed a copy of the function, which nothing calls: the model"
                 yield Kernelized(name, what, reason=f"{reason} is a deep copy")
+
+
+def _is_of_a_class(forward: Any) -> bool:
+    """Whether a forward is a layer's, as kernelize binds it; others put functions on instances."""
+    owner = getattr(forward, "__qualname__", "").rpartition(".")[0]
+    return bool(owner) and not owner.endswith("<locals>")
 
 
 def _explain(module: Any) -> dict[str, str]:
