@@ -452,7 +452,7 @@ def _find_few(backend: str, x: Tensor, *columns: Tensor | None) -> int:
 def _run_few(
     x: Tensor, columns: Sequence[Tensor | None], how: Sequence[Any], offset: Tensor | None
 ) -> Tensor:
-    """Training by torch's op, which updates copies where a checkpoint recomputes."""
+    """Train by torch's op; the recomputation of a checkpoint updates copies of the statistics."""
     mean, var, weight, bias = columns
     momentum, eps, activation, approximate = how
     if not (mean is None or var is None or statistics.is_first()):
