@@ -7,10 +7,12 @@ evidence/compiled.tsv, so that nobody else need.
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import io
 import json
+import os
 import re
 import tokenize
 from collections.abc import Iterable
@@ -36,7 +38,6 @@ _C_TOKEN = re.compile(
     r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL
 )
 _INCLUDE = re.compile(r'^\s*#\s*include "([^"]+)"', re.MULTILINE)
-_IMPORT = re.compile(r"^\s*from \.(\w+) import", re.MULTILINE)
 # Begins a block that CUDA's compilers never see.
 _CPU_ONLY = "#if !defined(TW_CUDA)"
 
@@ -83,17 +84,27 @@ def find_used(roots: Iterable[Path], folder: Path) -> list[Path]:
         path = open_ends.pop()
         if path not in paths and path.exists():
             paths.add(path)
-            is_python = path.suffix == ".py"
-            names = _list_names(stripped(path), is_python)
-            used = [path.parent / f"{n}.py" if is_python else folder / "csrc" / n for n in names]
-            open_ends += used
+            if path.suffix == ".py":
+                named = [f"{path.parent}/{name}.py" for name in _list_imports(path.read_text())]
+                open_ends += [Path(os.path.normpath(each)) for each in named]
+            else:
+                open_ends += [folder / "csrc" / n for n in _INCLUDE.findall(stripped(path))]
     return sorted(paths)
 
 
 @functools.cache
-def _list_names(text: str, is_python: bool) -> list[str]:
-    """The modules that a text imports, or the files that it includes."""
-    return (_IMPORT if is_python else _INCLUDE).findall(text)
+def _list_imports(text: str) -> list[str]:
+    """What a module imports by a relative import, as paths from its folder.
+
+    `from . import one` names a module too: the kernels that it had were in no hash.
+    """
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            names = [[each.name] for each in node.names]
+            at = [*[".."] * (node.level - 1), *(node.module or "").split(".")]
+            found += ["/".join([*filter(None, at), *name]) for name in ([], *names)]
+    return found
 
 
 def sources_hash(op: Proven, backend: str, folder: Path) -> str:

@@ -13,7 +13,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,6 +23,7 @@ from torchweld.bench import evidence
 from torchweld.bench.cases import CASES, Case
 from torchweld.bench.evidence import Codes
 from torchweld.dispatch.autograd import Ready, complete_steps
+from torchweld.dispatch.library import import_kernels
 from torchweld.registry import OPS, Composite, Made, Op, TensorSpec
 
 CAPABILITY, _PROCESSORS = 90, 132
@@ -129,8 +130,7 @@ def _collecting(op: Op) -> Iterator[tuple[Ready, list[tuple[Any, dict[str, Any]]
     """The op's Triton functions, and the launches that they then make."""
     from torchweld.triton_kernels import launch
 
-    stem = PurePosixPath(op.sources["triton"][0]).stem
-    module = importlib.import_module(f"torchweld.triton_kernels.{stem}")
+    module = import_kernels(op.sources["triton"][0])
     launches: list[tuple[Any, dict[str, Any]]] = []
 
     def start(launched: Any, options: dict[str, Any]) -> None:
@@ -138,17 +138,18 @@ def _collecting(op: Op) -> Iterator[tuple[Ready, list[tuple[Any, dict[str, Any]]
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(launch, "start", start))
-        for each in _list_modules():
+        for each in list_modules():
             for name, answer in (("processors", _PROCESSORS), ("runs_on", True)):
                 if hasattr(each, name):
                     stack.enter_context(mock.patch.object(each, name, return_value=answer))
         yield Ready(getattr(module, op.name), getattr(module, f"{op.name}_backward")), launches
 
 
-def _list_modules() -> list[Any]:
+def list_modules() -> list[Any]:
+    """The modules of Triton's kernels, those in folders too."""
     from torchweld import triton_kernels
 
-    found = pkgutil.iter_modules(triton_kernels.__path__, f"{triton_kernels.__name__}.")
+    found = pkgutil.walk_packages(triton_kernels.__path__, f"{triton_kernels.__name__}.")
     return [importlib.import_module(module.name) for module in found]
 
 

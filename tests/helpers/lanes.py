@@ -84,7 +84,7 @@ OF_TORCH = (
     "ops/test_batch_norm.py",
     "ops/test_choice.py",
     "ops/test_experts.py",
-    "ops/test_linear_act_roles.py",
+    "ops/test_linear_act_specialised.py",
     "ops/test_losses_of_torch.py",
     "ops/test_losses_recorded.py",
     "ops/test_product.py",

@@ -87,7 +87,7 @@ def test_a_check_divides_lines_as_the_call_does(
 
     Its lines have 509 tokens, and pieces begin at 2048: they were never tried.
     """
-    from torchweld.triton_kernels import block_sparse_attention
+    from torchweld.triton_kernels.attention import block_sparse_attention
 
     q = torch.randn(1, 1, queries, 16, device=DEVICE, requires_grad=True)
     layout = BlockLayout.sliding_window(queries, 2, block=32, device=DEVICE)
@@ -207,7 +207,7 @@ def test_wide_heads_are_refused() -> None:
 @pytest.fixture
 def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pieces of at least 16 tokens. A test fails if one of its calls had no line of several."""
-    from torchweld.triton_kernels import attention_tiles, block_sparse_attention
+    from torchweld.triton_kernels.attention import block_sparse_attention, tiles
 
     counts, list_tiled_keys = [], block_sparse_attention._list_tiled_keys
 
@@ -224,7 +224,7 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             counts.append(int((lengths > most).sum()))
         return tiled_launches, after
 
-    monkeypatch.setattr(attention_tiles, "LEAST_TOKENS", 16)
+    monkeypatch.setattr(tiles, "LEAST_TOKENS", 16)
     monkeypatch.setattr(block_sparse_attention, "_list_tiled_keys", launch_and_count)
     yield
     assert counts
@@ -275,7 +275,7 @@ def test_pieces_of_heads_that_share_keys(
     divided: None, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without lists, with one layout for all heads, and with one for each query head."""
-    from torchweld.triton_kernels import block_sparse_attention
+    from torchweld.triton_kernels.attention import block_sparse_attention
 
     monkeypatch.setattr(block_sparse_attention, "processors", lambda device: 20)
     layouts = {
@@ -306,7 +306,7 @@ def test_any_pieces_give_the_same_numbers_each_time(
     divided: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a table's lines are not in the order of their lengths."""
-    from torchweld.triton_kernels import attention_tiles, block_sparse_attention
+    from torchweld.triton_kernels.attention import block_sparse_attention, tiles
 
     monkeypatch.setattr(block_sparse_attention, "processors", lambda device: 100)
     layout, q = _ragged(90, 90), _random(1, 1, 90, 8)
@@ -317,7 +317,7 @@ def test_any_pieces_give_the_same_numbers_each_time(
     turned[at] = arguments[at].flip(2)
     kinds = []
     for least in (16, 32, 64):
-        monkeypatch.setattr(attention_tiles, "LEAST_TOKENS", least)
+        monkeypatch.setattr(tiles, "LEAST_TOKENS", least)
         runs = []
         # The interpreter has one thread, which takes any pieces in the same order each time.
         again = [arguments] if least == 16 or DEVICE == "cuda" else []

@@ -376,7 +376,7 @@ def test_float32_sums_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("factor", [1.0, 0.37, math.inf])
 def test_kept_gradients_are_scaled_in_the_interpreter(dtype: torch.dtype, factor: float) -> None:
     """By a factor in float32, rounded once; several times as many blocks as programs."""
-    scale = pytest.importorskip("torchweld.triton_kernels.scale")
+    scale = pytest.importorskip("torchweld.triton_kernels.loss.scale")
     count = 3 * scale._PROGRAMS * 4 * scale._BLOCK + 5
     x = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
     found = x.clone()

@@ -157,7 +157,9 @@ def _without_types(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(FOLDER.rglob("*.py")), ids=lambda path: str(path.relative_to(FOLDER))
+)
 def test_only_kernels_have_no_types(path: Path) -> None:
     assert _without_types(path.read_text()) == []
 

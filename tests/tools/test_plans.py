@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,7 +14,8 @@ from torch.utils import _python_dispatch
 
 from conftest import PLACES, running_at
 from oracle import Results, run
-from torchweld import functional, triton_kernels
+from torchweld import functional
+from torchweld.bench import launched
 from torchweld.bench.cases import CASES
 from torchweld.dispatch.autograd import as_tuple, complete_steps
 from torchweld.dispatch.library import _IN_TRITON
@@ -32,9 +31,8 @@ kernels = pytest.mark.skipif(PLACES[PLACE][2] is not None, reason=str(PLACES[PLA
 
 def _list_replayed() -> set[str]:
     names: set[str] = set()
-    for module in pkgutil.iter_modules(triton_kernels.__path__, f"{triton_kernels.__name__}."):
-        functions = vars(importlib.import_module(module.name)).items()
-        names |= {name for name, function in functions if hasattr(function, "launching")}
+    for module in launched.list_modules():
+        names |= {name for name, function in vars(module).items() if hasattr(function, "launching")}
     return names
 
 
@@ -97,7 +95,7 @@ def _list_small_samples(op: Op, count: int) -> list[Any]:
     return sorted(served, key=size)[:count]
 
 
-# Attention's plans: tests/ops/test_attention_roles.py, with few of its many samples.
+# Attention's plans: tests/ops/test_specialised.py, with few of its many samples.
 @kernels
 @pytest.mark.parametrize("name", sorted(REPLAYED - {"block_sparse_attention"}))
 def test_samples_have_the_bits_of_their_calls(name: str, plans: list[Any]) -> None:

@@ -399,7 +399,7 @@ OP = Op(
     flops=flops,
     sources={
         "cpu": ("csrc/cpu/block_sparse.cpp", "csrc/cpu/block_sparse_few.cpp"),
-        "triton": ("triton_kernels/block_sparse_attention.py",),
+        "triton": ("triton_kernels/attention/block_sparse_attention.py",),
     },
     refuses=_refuses,
 )

@@ -432,7 +432,7 @@ backward = define_opaque("experts_mlp_backward", _BACKWARD, _run_backward, _fake
 
 # --- Triton's kernels -----------------------------------------------------------------------------
 
-TRITON_SOURCE = "triton_kernels/experts.py"
+TRITON_SOURCE = "triton_kernels/experts/grouped.py"
 
 
 def _fake_triton_forward(*inputs: Any) -> tuple[torch.Tensor, ...]:

@@ -319,7 +319,7 @@ def _has_many_rows(rows: int, experts: int) -> bool:
     """Whether an expert has so many rows that other tiles serve."""
     if BACKENDS["triton"].why_missing() is not None:
         return False
-    kernels: Any = importlib.import_module("torchweld.triton_kernels.experts")
+    kernels: Any = importlib.import_module("torchweld.triton_kernels.experts.grouped")
     return kernels.has_many_rows(rows, experts)  # type: ignore[no-any-return]
 
 

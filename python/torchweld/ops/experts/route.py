@@ -160,7 +160,7 @@ _HOW = (
     "int k, str scores, int groups, int top_groups, int best_of_group, bool renormalize,"
     " float scale"
 )
-_TRITON = "triton_kernels/route.py"
+_TRITON = "triton_kernels/experts/route.py"
 # A row and its scores are in registers.
 _MOST_EXPERTS, _MOST_CHOSEN = 1024, 64
 # Rows of the check at a kernel's first use.

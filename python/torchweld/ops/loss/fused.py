@@ -28,7 +28,7 @@ _GIVEN = (
     "Tensor? weight, Tensor? sum_of_weights, Tensor? temperature, Tensor? token_weights,"
     " float scale, float softcap, float smoothing, float z_loss, int ignored"
 )
-_TRITON = "triton_kernels/loss.py"
+_TRITON = "triton_kernels/loss/fused.py"
 
 
 def _prepare(logits: torch.Tensor, target: torch.Tensor, reduction: str, *given: Any) -> Any:

@@ -231,11 +231,11 @@ SCALE = RowOp(
     "scale_",
     "(Tensor(a!) x, Tensor factor) -> ()",
     backends=(),
-    triton="triton_kernels/scale.py",
+    triton="triton_kernels/loss/scale.py",
     reference=_scale_reference,
     sample=lambda x, factor: (x.flatten()[:_SAMPLED], factor),
 )
-_TRITON = "triton_kernels/loss_rows.py"
+_TRITON = "triton_kernels/loss/rows.py"
 FORWARD = RowOp(
     "loss_rows",
     f"(Tensor logits, Tensor target, {GIVEN_SCHEMA}, bool entropy, bool smooth, bool argmax)"

@@ -1,4 +1,4 @@
-"""Attention's kernels whose warps have roles, in an imitation of their GPU."""
+"""Attention's warp-specialised kernels, in an imitation of their GPU."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from torchweld.sparse import BlockLayout
 pytestmark = pytest.mark.skipif(
     PLACES["interpreter"][2] is not None, reason=str(PLACES["interpreter"][2])
 )
-EVERY = ["attention_roles_forward", "attention_roles_queries", "attention_roles_keys"]
+EVERY = ["attention_forward_specialised", "attention_dq_specialised", "attention_dkv_specialised"]
 
 
 def _choose(tiles: Sequence[Any], persistent: bool) -> Any:
-    """The first tile with roles; some tiles have persistent programs."""
-    with_roles = [tile for tile in tiles if tile.roles]
-    return next((t for t in with_roles if t.persistent == persistent), [*with_roles, tiles[0]][0])
+    """The first warp-specialised tile; some tiles have persistent programs."""
+    specialised = [tile for tile in tiles if tile.specialised]
+    return next((t for t in specialised if t.persistent == persistent), [*specialised, tiles[0]][0])
 
 
 @pytest.fixture(params=[True])
 def started(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """The kernels with roles that ran: where there is one, it serves."""
-    from torchweld.triton_kernels import attention_roles, launch, tiled
+    """The warp-specialised kernels that ran: where there is one, it serves."""
+    from torchweld.triton_kernels import launch, tiled
+    from torchweld.triton_kernels.attention import specialised
 
     found: list[str] = []
     plain = launch.start
@@ -45,8 +46,8 @@ def started(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
 
     tile_proof.connect()
     monkeypatch.setattr(launch, "start", start)
-    monkeypatch.setattr(attention_roles, "runs_on", lambda device: True)
-    monkeypatch.setattr(attention_roles, "processors", lambda device: 1)
+    monkeypatch.setattr(specialised, "runs_on", lambda device: True)
+    monkeypatch.setattr(specialised, "processors", lambda device: 1)
     monkeypatch.setattr(tiled, "choose", lambda on, tiled: _choose(tiled.tiles, request.param))
     with running_at("interpreter", monkeypatch):
         yield found
@@ -136,16 +137,16 @@ def test_partial_blocks(
 
 
 @pytest.mark.parametrize("block", [64, 128])
-def test_partial_blocks_of_wide_heads_without_roles(
+def test_partial_blocks_of_wide_heads_without_specialised_warps(
     block: int, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles of 16 keys on sm_90 have half of a mask's word.
 
     Their kernels did not compile. The ahead-of-time cases had masks with heads of 64 only.
     """
-    from torchweld.triton_kernels import attention_roles
+    from torchweld.triton_kernels.attention import specialised
 
-    monkeypatch.setattr(attention_roles, "runs_on", lambda device: False)
+    monkeypatch.setattr(specialised, "runs_on", lambda device: False)
     q = _random(1, 2, 296, 256)
     for kind in ("a window", "scattered bits"):
         assert _worst(q, q.flip(2), PARTIAL[kind](block)) <= 8
@@ -155,9 +156,9 @@ def test_partial_blocks_of_wide_heads_without_roles(
 @pytest.mark.parametrize("started", [False, True], indirect=True)
 def test_two_partial_blocks_at_a_time(started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Long lines take two blocks of 64 keys, each with its own mask or none, and an odd one."""
-    from torchweld.triton_kernels import attention_roles
+    from torchweld.triton_kernels.attention import specialised
 
-    monkeypatch.setattr(attention_roles, "_LONG", 0)
+    monkeypatch.setattr(specialised, "_LONG", 0)
     q = _random(1, 2, 296, 64)
     for kind in ("a window", "scattered bits"):
         for causal in (False, True):
@@ -226,7 +227,7 @@ def test_huge_scores(started: list[str]) -> None:
 
 @pytest.mark.parametrize("width", [32, 64])
 def test_huge_scores_keep_gradients_bounded(width: int, started: list[str]) -> None:
-    """With roles or without: a base near 1e9 is rounded, but a weight is never above 1."""
+    """Warp-specialised or not: a base near 1e9 is rounded, but a weight is never above 1."""
     steps: Any = OP.kernels["triton"].steps
     q = 1e4 * _random(1, 1, 128, width)
     layout = BlockLayout.sliding_window(128, 2, block=64)
@@ -242,9 +243,9 @@ def test_lines_that_other_kernels_divide(
     started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing adds up pieces of lines that were not divided."""
-    from torchweld.triton_kernels import attention_tiles
+    from torchweld.triton_kernels.attention import tiles
 
-    monkeypatch.setattr(attention_tiles, "LEAST_TOKENS", 64)
+    monkeypatch.setattr(tiles, "LEAST_TOKENS", 64)
     layout = BlockLayout.longformer(640, block=64)
     q = _random(1, 1, 640, 64)
     assert _worst(q, q, layout) <= 8
@@ -281,7 +282,7 @@ def test_values_of_hidden_keys_do_not_matter(started: list[str]) -> None:
 def test_alike_calls_repeat_a_plan(
     width: int, started: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Views of one tensor, with roles or without; descriptors are of each call's own tensors."""
+    """Views of one tensor, warp-specialised or not; descriptors are of each call's own tensors."""
     layout = BlockLayout.sliding_window(128, 1, block=64)
     steps: Any = OP.kernels["triton"].steps
     monkeypatch.setattr(steps.forward, "_plans", {})
@@ -357,53 +358,53 @@ FAULTS: dict[str, tuple[Any, ...]] = {
     "walks: partial blocks without masks": ("is_partial = (n >= full)", "is_partial = (n > full)"),
     "walks: a mask of the wrong rows": ("query % BLOCK * WORDS", "query % 32 * WORDS"),
     "walks: the gap of partial blocks": ("partial - begin - full, total", "0, total"),
-    "queries: the first tile is not checked": (
+    "dq: the first tile is not checked": (
         "            if n >= whole or n == 0:",
         "            if n >= whole:",
     ),
-    "queries: bits of the other step": (
+    "dq: bits of the other step": (
         "words = seen.index(slot)",
         "words = seen.index((slot + 1) % STAGES)",
     ),
-    "queries: keys are freed with their values": (
+    "dq: keys are freed with their values": (
         "mbarrier.arrive(k_free.index((i - 1) % STAGES), count=1)",
         "mbarrier.arrive(k_free.index(i % STAGES), count=1)",
     ),
-    "queries: no wait for scores": (
+    "dq: no wait for scores": (
         "s = warpgroup_mma_wait(2, deps=(s,))",
         "s = warpgroup_mma_wait(3, deps=(s,))",
     ),
-    "queries: no wait for keys": (KEYS, "    s = "),
-    "queries: no wait for free queries": ("        mbarrier.wait(q_free, (done & 1) ^ 1)\n", ""),
-    "keys: no wait for queries": (
+    "dq: no wait for keys": (KEYS, "    s = "),
+    "dq: no wait for free queries": ("        mbarrier.wait(q_free, (done & 1) ^ 1)\n", ""),
+    "dkv: no wait for queries": (
         "    mbarrier.wait(q_ready.index(slot), phase)\n    s = ",
         "    s = ",
     ),
-    "keys: no arrival of bases": (
+    "dkv: no arrival of bases": (
         "                    mbarrier.arrive(q_ready.index(slot), count=1)\n",
         "",
     ),
-    "keys: bases are not waited for": (
+    "dkv: bases are not waited for": (
         "mbarrier.init(q_ready.index(at), count=2)",
         "mbarrier.init(q_ready.index(at), count=1)",
     ),
-    "keys: queries are freed before their product": (
+    "dkv: queries are freed before their product": (
         "    of_keys, of_values = warpgroup_mma_wait(0, deps=(of_keys, of_values))\n"
         "    mbarrier.arrive(q_free.index(slot), count=1)\n",
         "    mbarrier.arrive(q_free.index(slot), count=1)\n"
         "    of_keys, of_values = warpgroup_mma_wait(0, deps=(of_keys, of_values))\n",
     ),
-    "keys: bits of the other step": (
+    "dkv: bits of the other step": (
         "words = seen.index(slot)",
         "words = seen.index((slot + 1) % STAGES)",
     ),
-    "keys: full blocks are told for partial ones": ("if n >= whole:", "if n > whole:"),
-    "keys: no wait for gradients of weights": (
+    "dkv: full blocks are told for partial ones": ("if n >= whole:", "if n > whole:"),
+    "dkv: no wait for gradients of weights": (
         "grads = warpgroup_mma_wait(1, deps=(grads,))",
         "grads = warpgroup_mma_wait(2, deps=(grads,))",
     ),
-    "keys: no wait for keys": ("        mbarrier.wait(k_ready, done & 1)\n", ""),
-    "keys: no wait for free keys": ("        mbarrier.wait(k_free, (done & 1) ^ 1)\n", ""),
+    "dkv: no wait for keys": ("        mbarrier.wait(k_ready, done & 1)\n", ""),
+    "dkv: no wait for free keys": ("        mbarrier.wait(k_free, (done & 1) ^ 1)\n", ""),
 }
 
 
@@ -411,13 +412,13 @@ FAULTS: dict[str, tuple[Any, ...]] = {
 def test_a_planted_fault_is_found(
     fault: str, started: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    name = f"torchweld.triton_kernels.attention_roles_{fault.partition(':')[0]}"
+    name = f"torchweld.triton_kernels.attention.specialised_{fault.partition(':')[0]}"
     text = Path(str(sys.modules[name].__file__)).read_text()
     module = imitated_gluon.plant(text, FAULTS[fault], tmp_path, name)
     monkeypatch.setitem(sys.modules, name, module)
     if fault.startswith("walks"):  # other modules have its functions by name
-        for kernel in EVERY:
-            other = vars(sys.modules[f"torchweld.triton_kernels.{kernel}"])
+        for kernel in ("forward", "dq", "dkv"):
+            other = vars(sys.modules[name.replace("walks", kernel)])
             for each in other.keys() & vars(module).keys():
                 if getattr(other[each], "__module__", None) == name:
                     monkeypatch.setitem(other, each, vars(module)[each])

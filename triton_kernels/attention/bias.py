@@ -15,9 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_backward import differentiate
-from .attention_parts import UNSPECIALIZED, head_rows, place, slope_of
 from .block_lists import add_up, rank_of, row_walks
+from .dq import differentiate
+from .parts import UNSPECIALIZED, head_rows, place, slope_of
 
 
 @triton.jit

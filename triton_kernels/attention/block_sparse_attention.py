@@ -7,9 +7,9 @@ keys and of values have a launch each, and the backward pass takes 16 P d. A blo
 d = 128 takes 8.4 million operations and reads 64 KiB of keys and values, which neighbouring
 programs find in L2. So products, not bytes, set the floor.
 
-Programs. A program of the forward pass, or of `attention_query_gradient`, takes a tile of a row of
-blocks. A program of `attention_key_gradients` takes a tile of a column of blocks, and walks over
-the transpose for all query heads that share its keys; attention_keys.py divides long walks into
+Programs. A program of the forward pass, or of `attention_dq`, takes a tile of a row of
+blocks. A program of `attention_dkv` takes a tile of a column of blocks, and walks over
+the transpose for all query heads that share its keys; dkv.py divides long walks into
 pieces. So every result is written once, in one order of additions. All heads' longest lines come
 first, so that a long global row starts early.
 
@@ -21,7 +21,7 @@ Arithmetic. Scores are in units of log 2, so that an exponential is one `exp2`. 
 summed in float32; weights and their gradients are rounded to the dtype of their other factor. A
 score of -inf is never subtracted from another: rows that see nothing have a base of 0.
 
-On sm_90, attention_roles.py serves calls without biases, dropout, softcaps, slopes and padding. A
+On sm_90, specialised.py serves calls without biases, dropout, softcaps, slopes and padding. A
 step of 128 x 128 pairs then takes 1024 cycles of the tensor cores for each product at d = 128, and
 1024 for its exponentials, which overlap the products: with heads of 64 the exponentials take as
 long as both products.
@@ -40,13 +40,18 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from . import attention_roles
-from .attention_backward import attention_deltas, attention_query_gradient
-from .attention_bias import attention_bias_gradient
-from .attention_checks import check_lists, place_bias, refuse
-from .attention_forward import attention_forward
-from .attention_keys import attention_key_gradients, attention_key_sums
-from .attention_tiles import (
+from ..dropout import Sizes, check_dropout, dropout_arguments
+from ..launch import Launch, forbid_replay, launch, processors, replayed, run
+from ..linear_act import precision
+from ..tensors import aligned, contiguous
+from ..tiled import Tile, TiledLaunch, run_tiled
+from . import specialised
+from .bias import attention_bias_gradient
+from .checks import check_lists, place_bias, refuse
+from .dkv import attention_dkv, attention_dkv_sums
+from .dq import attention_deltas, attention_dq
+from .forward import attention_forward
+from .tiles import (
     BOTH,
     FORWARD,
     KEYS,
@@ -58,11 +63,6 @@ from .attention_tiles import (
     sums_of,
     tiles_of,
 )
-from .dropout import Sizes, check_dropout, dropout_arguments
-from .launch import Launch, forbid_replay, launch, processors, replayed, run
-from .linear_act import precision
-from .tensors import aligned, contiguous
-from .tiled import Tile, TiledLaunch, run_tiled
 
 WIDEST_HEAD = 256
 _LOG2_E = 1.4426950408889634
@@ -129,7 +129,7 @@ class Call(NamedTuple):
     generation: int  # of the GPU's tiles
 
     def tiles(self, kernel: str) -> list[Tile]:
-        """This call's tiles for a kernel, by the names in attention_tiles.py; the rule's first."""
+        """This call's tiles for a kernel, by the names in tiles.py; the rule's first."""
         lists = self.rows if kernel in (FORWARD, QUERIES) else self.columns
         width = max(self.options["WIDTH"], self.options["DEEP"])
         return tiles_of(
@@ -151,12 +151,12 @@ class Call(NamedTuple):
         own: Sequence[Any],
         results: Sequence[torch.Tensor | None],
         options: Mapping[str, Any] | None = None,
-        roles: Callable[[Tile], Launch] | None = None,
+        make: Callable[[Tile], Launch] | None = None,
         **place: Any,
     ) -> TiledLaunch:
         """Launches of a kernel with its own arguments and options, one for each of its tiles.
 
-        `roles` makes the launch of a tile whose warps have roles.
+        `make` makes the launch of a warp-specialised tile.
         """
         call = self._replace(options={**self.options, **(options or {})})
         lists = self.rows if name in (FORWARD, QUERIES) else self.columns
@@ -164,13 +164,13 @@ class Call(NamedTuple):
         given = tuple(x is not None for x in (self.sinks, self.rows.table, *self.beside))
         flags = {**call.options, "GROUP": self.group, "DIVIDED": place.get("extras", 0) > 0}
         tiles = tuple(self.tiles(name))
-        if roles is not None:
-            tiles = attention_roles.add_tiles(self, name, tiles, place.get("grad"))
+        if make is not None:
+            tiles = specialised.add_tiles(self, name, tiles, place.get("grad"))
 
         def start(tile: Tile) -> Launch:
-            if tile.roles:
-                assert roles is not None
-                return roles(tile)
+            if tile.specialised:
+                assert make is not None
+                return make(tile)
             return call.launch(kernel, own, tile, **place)
 
         def describe() -> dict[str, Any]:
@@ -338,8 +338,8 @@ def make_call(
 
 def forward_tiled(call: Call, y: torch.Tensor, lse: torch.Tensor) -> TiledLaunch:
     own = (call.q, call.k, call.v, call.sinks, y, lse)
-    roles = functools.partial(attention_roles.forward_launch, call, y, lse)
-    return call.tiled(FORWARD, attention_forward, own, (y, lse), roles=roles)
+    make = functools.partial(specialised.forward_launch, call, y, lse)
+    return call.tiled(FORWARD, attention_forward, own, (y, lse), make=make)
 
 
 def delta_launch(
@@ -378,9 +378,9 @@ def list_tiled_gradients(
     after: list[Launch] = []
     if grad_q is not None:
         own = (grad_q, *saved)
-        roles = functools.partial(attention_roles.query_launch, call, grad_q, *saved[:3])
+        make = functools.partial(specialised.dq_launch, call, grad_q, *saved[:3])
         tiled_launches.append(
-            call.tiled(QUERIES, attention_query_gradient, own, (grad_q,), roles=roles, grad=grad_y)
+            call.tiled(QUERIES, attention_dq, own, (grad_q,), make=make, grad=grad_y)
         )
     if any(grad is not None for grad in grad_kv):
         of_keys, after = _list_tiled_keys(call, grad_y, saved, *grad_kv)
@@ -414,15 +414,15 @@ def _list_tiled_keys(
     if pieces is not None:
         size = block * (options["WIDTH"] + options["DEEP"])
         partials = saved[1].new_empty(planes * (extras + divided) * size)
-    roles = None
+    make = None
     if grad_k is not None and grad_v is not None:
-        roles = functools.partial(attention_roles.key_launch, call, grad_k, grad_v, *saved[:3])
+        make = functools.partial(specialised.dkv_launch, call, grad_k, grad_v, *saved[:3])
     tiled_launches = []
     for name in sums:
         own = (None if name == VALUES else grad_k, None if name == KEYS else grad_v)
         tiled_launches.append(
             call.tiled(
-                *(name, attention_key_gradients),
+                *(name, attention_dkv),
                 (*own, partials, *saved, key_heads, extras, least),
                 (*own, partials),
                 {
@@ -431,7 +431,7 @@ def _list_tiled_keys(
                     "OF_KEYS": own[0] is not None,
                     "OF_VALUES": own[1] is not None,
                 },
-                roles,
+                make,
                 grad=grad_y,
                 transposed=True,
                 extras=extras,
@@ -440,7 +440,7 @@ def _list_tiled_keys(
     if partials is None:
         return tiled_launches, []
     after = [_sum_launch(call, grad_k, grad_v, partials, extras, least, per_head=per_head)]
-    if sums == [BOTH]:  # a launch with roles does not divide lines
+    if sums == [BOTH]:  # a warp-specialised launch does not divide lines
         results = [grad for grad in (grad_k, grad_v) if grad is not None]
         return [tiled_launches[0]._replace(after=after, results=results)], []
     return tiled_launches, after
@@ -460,7 +460,7 @@ def _sum_launch(
     block, lists = call.options["BLOCK"], call.columns
     planes, rows = call.k.shape[0] * call.k.shape[1], min(block, _SUMMED_ROWS)
     return launch(
-        attention_key_sums,
+        attention_dkv_sums,
         planes * min(lists.lines, extras) * (block // rows),
         *(grad_k, grad_v, partials, lists.table, planes, call.k.shape[1], call.q.shape[1]),
         *(call.group, call.first_head, call.k.shape[2], call.q.shape[3], call.v.shape[3]),

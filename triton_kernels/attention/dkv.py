@@ -15,7 +15,7 @@ column at 16k tokens is as long as the rest of a window of 128 tokens, and 32 he
 key head have 64 programs for 132 processors. Lines are therefore divided into pieces, over heads
 and blocks. All pieces together are at most `extras` more than there are lines: half of the lines,
 which divides lines above twice the mean, or as many as it takes to give every processor two
-programs. Each piece of a divided line writes float32 sums, and `attention_key_sums` adds up the
+programs. Each piece of a divided line writes float32 sums, and `attention_dkv_sums` adds up the
 pieces of a line in their order.
 
 The cost of a piece: with heads of d its sums take 16 d bytes a key to write and to read. At 3.3
@@ -32,16 +32,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_parts import (
-    UNSPECIALIZED,
-    head_rows,
-    logits,
-    own_rows,
-    shown_keys,
-    slope_of,
-    store_own_rows,
-    weights_of,
-)
+from ..dropout import factors_of_groups
 from .block_lists import (
     add_up,
     bits,
@@ -53,11 +44,20 @@ from .block_lists import (
     rank_of,
     tokens,
 )
-from .dropout import factors_of_groups
+from .parts import (
+    UNSPECIALIZED,
+    head_rows,
+    logits,
+    own_rows,
+    shown_keys,
+    slope_of,
+    store_own_rows,
+    weights_of,
+)
 
 
 @triton.jit
-def _add_key_gradients(
+def _add_dkv(
     walk, start, partner, state, k, v, first, shown, sources, masking, scoring, dropout,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr,
@@ -111,7 +111,7 @@ def _add_key_gradients(
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "extras", "least"])
-def attention_key_gradients(
+def attention_dkv(
     grad_k_ptr,
     grad_v_ptr,
     partials_ptr,
@@ -267,14 +267,14 @@ def attention_key_gradients(
         dropout = (seed_ptr, number, threshold, kept_scale, first_group)
         given = (k, v, first, shown, sources, masking, scoring, dropout)
         state = add_up(
-            _add_key_gradients, (entries_ptr, unchecked), from_whole, state, given,
+            _add_dkv, (entries_ptr, unchecked), from_whole, state, given,
             (SOFTCAP, PRECISION, CAUSAL, WIDTH, FITS, DEEP, DEEP_FITS, RAGGED, OF_KEYS, OF_VALUES),
             ROWS, BLOCK, False,
         )  # fmt: skip
         if CAUSAL or masks_ptr is not None:
             # No prefetch: with two sums and conditions it would not fit the registers.
             state = add_up(
-                _add_key_gradients, (entries_ptr, checked), from_checked, state, given,
+                _add_dkv, (entries_ptr, checked), from_checked, state, given,
                 (SOFTCAP, PRECISION, CAUSAL, WIDTH, FITS, DEEP, DEEP_FITS, RAGGED, OF_KEYS,
                  OF_VALUES),
                 ROWS, BLOCK, True, 1,
@@ -314,7 +314,7 @@ def _sum_of_pieces(ptr, first, rest, pieces, size, here, ROWS: tl.constexpr, WID
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "key_heads", "extras", "least"])
-def attention_key_sums(
+def attention_dkv_sums(
     grad_k_ptr,
     grad_v_ptr,
     partials_ptr,

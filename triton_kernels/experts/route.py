@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .chunks import add_chunks_launches, chunk_range
-from .launch import Launch, launch, processors, run
-from .tensors import contiguous, empty_like
+from ..chunks import add_chunks_launches, chunk_range
+from ..launch import Launch, launch, processors, run
+from ..tensors import contiguous, empty_like
 
 # Keeps a sum of zeros from dividing by zero; too small to change another sum's bits.
 _TINY = tl.constexpr(1e-20)

@@ -1,4 +1,4 @@
-"""Attention's forward pass for sm_90 by warps that have roles; block_sparse_attention.py has the
+"""Attention's forward pass for sm_90 by specialised warps; block_sparse_attention.py has the
 arithmetic.
 
 A warp, the producer, copies tiles by TMA: the queries of a row of blocks, then the keys and values
@@ -20,7 +20,18 @@ them. A line without an entry takes one block, past all keys and hidden.
 
 from __future__ import annotations
 
-from .attention_roles_walks import (
+from ..gluon_names import (
+    copy_in,
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    wait_for_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .specialised_walks import (
     INTEGERS,
     LOG2_E,
     hear,
@@ -31,17 +42,6 @@ from .attention_roles_walks import (
     sees_keys,
     tell,
     words_of_rows,
-)
-from .gluon_names import (
-    copy_in,
-    copy_out,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    wait_for_stores,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 
@@ -109,7 +109,7 @@ def _fetch(sources, tiles, barriers, lists, sizes, CAUSAL: gl.constexpr, BLOCK: 
 def _weigh(s, highest, total, scale):
     """A step of the online softmax: weights, their maximum and sum, and the factor of old sums.
 
-    Maxima are unscaled, for the reason that `_split_scale` of attention_forward.py gives.
+    Maxima are unscaled, for the reason that `_split_scale` of forward.py gives.
     """
     above = gl.maximum(highest, gl.max(s, 1))
     base = gl.where(above == -float("inf"), 0.0, above)
@@ -237,7 +237,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=INTEGERS)
-def attention_roles_forward(
+def attention_forward_specialised(
     q,
     k,
     v,

@@ -1,6 +1,6 @@
-"""The gradients of attention's keys and values for sm_90 by warps that have roles.
+"""The gradients of attention's keys and values for sm_90 by specialised warps.
 
-As in attention_roles_forward.py, a producer copies tiles and lays bits into shared memory. Each
+As in specialised_forward.py, a producer copies tiles and lays bits into shared memory. Each
 group of consumers has 64 keys of a column of blocks and both of their sums. Tiles of scores are
 transposed, [keys, queries], so that weights and their gradients stay in registers; the queries'
 bases and deltas lie in shared memory, too. Exponentials overlap the product for the gradients of
@@ -14,7 +14,18 @@ and follow one another.
 
 from __future__ import annotations
 
-from .attention_roles_walks import (
+from ..gluon_names import (
+    copy_in,
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    wait_for_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .specialised_walks import (
     INTEGERS,
     column_walk,
     entry_of,
@@ -26,17 +37,6 @@ from .attention_roles_walks import (
     tell,
     weights_of,
     words_of_columns,
-)
-from .gluon_names import (
-    copy_in,
-    copy_out,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    wait_for_stores,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 
@@ -192,7 +192,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=[*INTEGERS, "key_heads"])
-def attention_roles_keys(
+def attention_dkv_specialised(
     k,
     v,
     q,

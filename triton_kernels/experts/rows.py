@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .act import _tile_of
-from .launch import Launch, launch
-from .tensors import load, store
+from ..act import _tile_of
+from ..launch import Launch, launch
+from ..tensors import load, store
 
 
 class Order(NamedTuple):

@@ -1,4 +1,4 @@
-"""Launches of attention's kernels for sm_90 whose warps have roles: for calls without extras.
+"""Launches of attention's warp-specialised kernels for sm_90, for calls without extras.
 
 These are calls of 16 bits with a layout and without biases, dropout, softcaps, slopes and padding,
 with heads of 64, 128 or 256, blocks of 64 or 128, and strides that TMA has. They may have sinks,
@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from .attention_roles_forward import attention_roles_forward
-from .attention_roles_keys import attention_roles_keys
-from .attention_roles_queries import attention_roles_queries
-from .attention_tiles import BOTH, FORWARD, QUERIES
-from .gluon_names import TensorDescriptor, gl
-from .launch import Launch, launch, processors
-from .tiled import Tile
+from ..gluon_names import TensorDescriptor, gl
+from ..launch import Launch, launch, processors
+from ..tiled import Tile
+from .specialised_dkv import attention_dkv_specialised
+from .specialised_dq import attention_dq_specialised
+from .specialised_forward import attention_forward_specialised
+from .tiles import BOTH, FORWARD, QUERIES
 
 # An H200 is faster with them at these heads and blocks: there, they serve by rule.
 FASTER = {(128, 128), (64, 64)}
@@ -27,7 +27,7 @@ _CACHED = 24 << 20  # bytes of keys and values that stay in L2
 _LONG = 512  # keys of a line that are worth two blocks at a time
 
 
-def has_roles(call: Any) -> bool:
+def serves(call: Any) -> bool:
     """Whether these kernels serve a call."""
     options, width = call.options, call.q.shape[3]
     return (
@@ -67,20 +67,21 @@ def runs_on(device: torch.device) -> bool:
 def add_tiles(
     call: Any, kernel: str, tiles: Sequence[Tile], grad_y: torch.Tensor | None
 ) -> tuple[Tile, ...]:
-    """A call's tiles and those with roles. The first one serves by rule."""
+    """A call's tiles and the warp-specialised ones. The first one serves by rule."""
     if not runs_on(call.q.device) or not (grad_y is None or _is_strided(grad_y)):
         return tuple(tiles)
-    offered = tiles_with_roles(call, kernel)
+    offered = specialised_tiles(call, kernel)
     is_faster = (call.options["WIDTH"], call.options["BLOCK"]) in FASTER
     return (*offered, *tiles) if is_faster else (*tiles, *offered)
 
 
-def tiles_with_roles(call: Any, kernel: str) -> tuple[Tile, ...]:
-    """The tiles for a call and a kernel, if kernels with roles serve it."""
-    if not has_roles(call):
+def specialised_tiles(call: Any, kernel: str) -> tuple[Tile, ...]:
+    """The tiles for a call and a kernel, if warp-specialised kernels serve it."""
+    if not serves(call):
         return ()
     block, width = call.options["BLOCK"], call.options["WIDTH"]
-    tile = Tile(block, 64, block // 16 + 4, 2 if width == 128 and block == 64 else 3, roles=True)
+    stages = 2 if width == 128 and block == 64 else 3
+    tile = Tile(block, 64, block // 16 + 4, stages, specialised=True)
     per_head = call.columns.strides[1] > 0 and call.group > 1
     if kernel == FORWARD:
         # Two blocks of 64 keys lie as one of 128 in shared memory if heads are no wider than 64.
@@ -126,7 +127,7 @@ def forward_launch(call: Any, y: torch.Tensor, lse: torch.Tensor, tile: Tile) ->
     y, own = y.view(q.shape), min(tile.own, tile.taken)
     count = planes * lists.lines
     return launch(
-        attention_roles_forward,
+        attention_forward_specialised,
         _grid(call, tile, count),
         *(_descriptor(x, rows) for x, rows in zip((q, k, v), (64, own, own), strict=True)),
         *(_descriptor(y, 64), lse, call.sinks),
@@ -139,7 +140,7 @@ def forward_launch(call: Any, y: torch.Tensor, lse: torch.Tensor, tile: Tile) ->
     )._replace(least_capability=90)
 
 
-def query_launch(
+def dq_launch(
     call: Any,
     grad_q: torch.Tensor,
     grad_y: torch.Tensor,
@@ -151,7 +152,7 @@ def query_launch(
     planes = q.shape[0] * q.shape[1]
     count = planes * lists.lines
     return launch(
-        attention_roles_queries,
+        attention_dq_specialised,
         _grid(call, tile, count),
         *(_descriptor(q, 64), _descriptor(grad_y, 64)),
         *(_descriptor(k, tile.taken), _descriptor(v, tile.taken)),
@@ -164,7 +165,7 @@ def query_launch(
     )._replace(least_capability=90)
 
 
-def key_launch(
+def dkv_launch(
     call: Any,
     grad_k: torch.Tensor,
     grad_v: torch.Tensor,
@@ -178,7 +179,7 @@ def key_launch(
     count = planes * lists.lines
     producer = 24 if q.shape[3] == 128 else 40  # registers; wide heads leave no more
     return launch(
-        attention_roles_keys,
+        attention_dkv_specialised,
         _grid(call, tile, count),
         *(_descriptor(k, 64), _descriptor(v, 64)),
         *(_descriptor(q, tile.taken), _descriptor(grad_y, tile.taken)),

@@ -1,4 +1,4 @@
-"""linear_act's GEMM for Hopper (sm_90) in Gluon: its warps have roles.
+"""linear_act's GEMM for Hopper (sm_90) in Gluon, warp-specialised.
 
 `linear_act.py` has the bytes, the products and the floor: with z it is 1.04x the GEMM at
 (8192, 4096) x 16384 and 1.16x at (8192, 1024) x 4096, without z the GEMM itself.
@@ -190,7 +190,7 @@ def _finish(y, z, z_up, dropping, finishing, bias_ptr, barriers, sizes, IS_GATED
 
 
 @gluon.jit(do_not_specialize=["rows"])
-def linear_act_roles(x, weight, up, bias_ptr, y, z, z_up, rows, columns, inner,
+def linear_act_specialised(x, weight, up, bias_ptr, y, z, z_up, rows, columns, inner,
                      ACTIVATION: gl.constexpr, TRANSPOSED: gl.constexpr, BAND: gl.constexpr,
                      ROWS: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr,
                      STAGES: gl.constexpr, FINISHING: gl.constexpr,
@@ -237,7 +237,7 @@ def _descriptor(matrix: torch.Tensor, *block: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, list(block), layout)
 
 
-def roles_launch(
+def specialised_launch(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -258,7 +258,7 @@ def roles_launch(
     stored = tile.rows, _PART.value
     block = (tile.inner, tile.columns) if transposed else (tile.columns, tile.inner)
     return launch(
-        linear_act_roles,
+        linear_act_specialised,
         min(tiles, processors(x.device)),
         _descriptor(x, tile.rows, tile.inner),
         _descriptor(weight.t() if transposed else weight, *block),
@@ -286,7 +286,7 @@ def aot_cases(capability: int) -> Iterator[tuple[str, Launch]]:
     """Named launches, whose kernels the ahead-of-time tests compile."""
     if capability != 90:
         return
-    tile = Tile(128, 256, 64, 8, 3, roles=True)
+    tile = Tile(128, 256, 64, 8, 3, specialised=True)
     matrices = {
         each: torch.empty(4096, 4096, dtype=each, device="meta")
         for each in (torch.bfloat16, torch.float16)
@@ -295,16 +295,16 @@ def aot_cases(capability: int) -> Iterator[tuple[str, Launch]]:
     for kind, z in itertools.product(KINDS, (x, None)):
         if kind != "identity" and (z is not None or kind in ("gelu", "gelu_tanh")):
             case = f"{kind} {tile}, {'y' if z is None else 'y and z'}"
-            yield case, roles_launch(x, x, x[0], x, z, kind, tile)
+            yield case, specialised_launch(x, x, x[0], x, z, kind, tile)
     narrow = tile._replace(columns=128)
     for kind, z in itertools.product(("silu", "gelu", "gelu_tanh"), (x, None)):
         case = f"{kind} {narrow}, gated, {'y' if z is None else 'y and both products'}"
-        yield case, roles_launch(x, x, None, x, z, kind, narrow, x, z)
+        yield case, specialised_launch(x, x, None, x, z, kind, narrow, x, z)
     wide = x[0].float()
-    yield f"gelu {tile}, wide bias", roles_launch(x, x, wide, x, x, "gelu", tile)
-    yield f"gelu {tile}, no bias", roles_launch(x, x, None, x, x, "gelu", tile)
-    yield f"tanh {tile}, transposed", roles_launch(x, x.t(), x[0], x, x, "tanh", tile)
+    yield f"gelu {tile}, wide bias", specialised_launch(x, x, wide, x, x, "gelu", tile)
+    yield f"gelu {tile}, no bias", specialised_launch(x, x, None, x, x, "gelu", tile)
+    yield f"tanh {tile}, transposed", specialised_launch(x, x.t(), x[0], x, x, "tanh", tile)
     yield (
         f"gelu {tile}, float16",
-        roles_launch(half, half, half[0], half, half, "gelu", tile),
+        specialised_launch(half, half, half[0], half, half, "gelu", tile),
     )

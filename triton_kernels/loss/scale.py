@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launch, launch, processors, replayed, run
+from ..launch import Launch, launch, processors, replayed, run
 
 _BLOCK = 4096
 _PROGRAMS = 8  # of a processor

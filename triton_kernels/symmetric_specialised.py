@@ -1,9 +1,9 @@
-"""Symmetric products for Hopper (sm_90) in Gluon by warps that have roles; symmetric.py has why.
+"""Symmetric products for Hopper (sm_90) in Gluon, warp-specialised; symmetric.py has why.
 
-As in linear_act_roles.py, eight warps copy factors in and multiply, a tile of 128 x 256 at a time,
-and drop it into shared memory. Four others finish it in squares of 64 x 64: one below the diagonal
-is copied out as it is and transposed, one on it is made symmetric, one above it is left. So every
-number is written once, and both of a pair have the same bits.
+As in linear_act_specialised.py, eight warps copy factors in and multiply, a tile of 128 x 256 at a
+time, and drop it into shared memory. Four others finish it in squares of 64 x 64: one below the
+diagonal is copied out as it is and transposed, one on it is made symmetric, one above it is left.
+So every number is written once, and both of a pair have the same bits.
 
 The sums in registers also take what is added: the warps that multiply fetch its tile into the
 memory where they will drop theirs, some steps before the end.
@@ -183,10 +183,10 @@ def _finish(result, dropping, turned, barriers, sizes, BAND: gl.constexpr, ROWS:
 
 
 @gluon.jit(do_not_specialize=["tiles", "each"])
-def symmetric_roles(x, y, added, result, size, inner, tiles, each, alpha, beta, BAND: gl.constexpr,
-                    ROWS: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr,
-                    STAGES: gl.constexpr, FINISHING: gl.constexpr,
-                    REGISTERS: gl.constexpr):  # fmt: skip
+def symmetric_specialised(x, y, added, result, size, inner, tiles, each, alpha, beta,
+                          BAND: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+                          INNER: gl.constexpr, STAGES: gl.constexpr, FINISHING: gl.constexpr,
+                          REGISTERS: gl.constexpr):  # fmt: skip
     """alpha x y^T + beta added, of each matrix in the batch."""
     x_slots = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, INNER], x.layout)
     y_slots = gl.allocate_shared_memory(x.dtype, [STAGES, COLUMNS, INNER], y.layout)
@@ -237,7 +237,7 @@ def symmetric_launch(
     rows, other = x.view(-1, inner), (x if y is None else y).view(-1, inner)
     left = _descriptor(rows, _ROWS)
     return launch(
-        symmetric_roles,
+        symmetric_specialised,
         min(count * each, processors(x.device)),
         *(left, _descriptor(other, _COLUMNS), left if beta else None),
         *(_descriptor(result, 1, SQUARE.value), size, inner, count * each, each),
@@ -260,6 +260,6 @@ def aot_cases(capability: int) -> Iterator[tuple[str, Launch]]:
         return
     for dtype in (torch.bfloat16, torch.float16):
         x = torch.empty(4, 4096, 4096, dtype=dtype, device="meta")
-        name = f"symmetric {dtype}, with roles".replace("torch.", "")
+        name = f"symmetric {dtype}, warp-specialised".replace("torch.", "")
         yield name, symmetric_launch(x, None, x, 1.0, 0.0)
         yield f"{name}, added", symmetric_launch(x, x, x, 2.0, 0.5)

@@ -39,9 +39,14 @@ import torch
 import triton
 from torch.nn.functional import grouped_mm
 
-from .act import _kind
-from .experts_products import _first_product, _hidden_gradient, _product, _weight_gradient
-from .experts_rows import (
+from ..act import _kind
+from ..launch import Launch, launch, run
+from ..linear_act import precision
+from ..memory import find_shared_memory
+from ..tensors import aligned, contiguous, empty_like, or_empty, rows_of
+from ..tile import Tile
+from .products import _first_product, _hidden_gradient, _product, _weight_gradient
+from .rows import (
     Order,
     bias_gradient_launch,
     combine_launch,
@@ -50,11 +55,6 @@ from .experts_rows import (
     split_order,
     weights_gradient_launch,
 )
-from .launch import Launch, launch, run
-from .linear_act import precision
-from .memory import find_shared_memory
-from .tensors import aligned, contiguous, empty_like, or_empty, rows_of
-from .tile import Tile
 
 
 class Form(NamedTuple):

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import imitated_gluon
 from imitated_gluon import Descriptor, Pointer, round_to_bfloat16
 from torchweld.ops import activation as activations
-from torchweld.triton_kernels import linear_act, linear_act_roles
+from torchweld.triton_kernels import linear_act, linear_act_specialised
 
 ROWS, COLUMNS, INNER, PART = 128, 128, 64, 64
 # Ragged in every direction; programs with two tiles and with one, and with fewer steps than slots.
@@ -47,7 +47,7 @@ def _error(
     factor = (weight.T, (INNER, COLUMNS)) if transposed else (weight, (COLUMNS, INNER))
     imitated_gluon.run(
         module,
-        "linear_act_roles",
+        "linear_act_specialised",
         4,
         Descriptor(x, (ROWS, INNER), dtype),
         Descriptor(*factor, dtype),
@@ -81,14 +81,20 @@ def _error(
 def test_numbers(sizes: tuple[int, int, int], dtype: str, save_z: bool) -> None:
     for bias, transposed in ((True, False), (False, True)):
         found = _error(
-            linear_act_roles, "gelu", sizes, dtype, transposed=transposed, bias=bias, save_z=save_z
+            linear_act_specialised,
+            "gelu",
+            sizes,
+            dtype,
+            transposed=transposed,
+            bias=bias,
+            save_z=save_z,
         )
         assert found <= 1
 
 
 @pytest.mark.parametrize("kind", ["gelu_tanh", "relu", "sigmoid"])
 def test_other_activations(kind: str) -> None:
-    assert _error(linear_act_roles, kind) <= 1
+    assert _error(linear_act_specialised, kind) <= 1
 
 
 @pytest.mark.parametrize("save_z", [True, False])
@@ -102,8 +108,8 @@ def test_a_second_product_multiplies(save_z: bool) -> None:
     y, *saved = (Descriptor(each, (ROWS, PART)) for each in results)
     factors = (Descriptor(each, (COLUMNS, INNER)) for each in (gate, up))
     imitated_gluon.run(
-        linear_act_roles,
-        "linear_act_roles",
+        linear_act_specialised,
+        "linear_act_specialised",
         4,
         *(Descriptor(x, (ROWS, INNER)), *factors, None, y, *(saved if save_z else (None, None))),
         *(rows, columns, inner, "silu", False, 2, ROWS, COLUMNS, INNER, 3, 4, 104),
@@ -142,7 +148,7 @@ def test_which_calls_it_serves(
         return torch.empty(sizes, dtype=torch.bfloat16, device="meta")
 
     weight = empty(64, columns).t() if transposed else empty(columns, 64)
-    tile = next(tile for tile in linear_act.tiles(torch.bfloat16) if tile.roles)
+    tile = next(tile for tile in linear_act.tiles(torch.bfloat16) if tile.specialised)
     launch = linear_act._linear_act_launch(
         empty(64, 64),
         weight,
@@ -153,7 +159,7 @@ def test_which_calls_it_serves(
         tile,
         "ieee",
     )
-    assert (launch.kernel is linear_act_roles.linear_act_roles) == serves
+    assert (launch.kernel is linear_act_specialised.linear_act_specialised) == serves
 
 
 @pytest.mark.parametrize(
@@ -166,7 +172,7 @@ def test_it_serves_untimed_where_it_fills_the_processors(
     """Meta tensors have four processors."""
     x = torch.empty(rows, 64, dtype=dtype, device="meta")
     found = linear_act.candidates(x, torch.empty(256, 64, dtype=dtype, device="meta"))
-    assert linear_act.tiles(torch.bfloat16)[linear_act.BY_RULE].roles
+    assert linear_act.tiles(torch.bfloat16)[linear_act.BY_RULE].specialised
     assert (found == [linear_act.BY_RULE]) == leads
     assert found
 
@@ -197,7 +203,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, tmp_path: Path) -> None:
-    text = Path(linear_act_roles.__file__).read_text()
-    name = f"{linear_act_roles.__package__}.planted"
+    text = Path(linear_act_specialised.__file__).read_text()
+    name = f"{linear_act_specialised.__package__}.planted"
     module = imitated_gluon.plant(text, FAULTS[fault], tmp_path, name)
     assert imitated_gluon.is_found(lambda: _error(module), 1)

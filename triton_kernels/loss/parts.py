@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .approximate import exp
+from ..approximate import exp
 
 
 @triton.jit

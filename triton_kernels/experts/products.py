@@ -1,6 +1,6 @@
 """The grouped products of experts_mlp; experts.py has the figures.
 
-A program has one tile. Tiles of rows belong to one expert each, by the map that experts_rows.py
+A program has one tile. Tiles of rows belong to one expert each, by the map that rows.py
 makes, and programs past the last leave at once. Rows past an expert's end repeat its first row,
 whose results are not stored: the loop needs no masks for them.
 """
@@ -12,9 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .act import activate, activation_gradient
-from .tensors import load, load_parameter, store
-from .tile import halves, tile_in_band
+from ..act import activate, activation_gradient
+from ..tensors import load, load_parameter, store
+from ..tile import halves, tile_in_band
 
 
 @triton.jit

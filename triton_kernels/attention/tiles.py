@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import triton
 
-from .tiled import Tile
+from ..tiled import Tile
 
 Tiles = tuple[Tile, ...]
 
@@ -171,7 +171,7 @@ class Pieces(NamedTuple):
     least: int
 
 
-LEAST_TOKENS = 2048  # of a piece; attention_keys.py has the costs
+LEAST_TOKENS = 2048  # of a piece; dkv.py has the costs
 _PROGRAMS = 2  # of a processor
 
 

@@ -26,13 +26,13 @@ pytestmark = pytest.mark.skipif(
     PLACES["interpreter"][2] is not None, reason=str(PLACES["interpreter"][2])
 )
 GATED: Any = OPS["gated_mlp"]
-ROLES = "linear_act_roles"
+ROLES = "linear_act_specialised"
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The Triton kernels that ran; for one with roles any call is large enough."""
-    from torchweld.triton_kernels import launch, linear_act, linear_act_roles
+    """The Triton kernels that ran; for a warp-specialised one any call is large enough."""
+    from torchweld.triton_kernels import launch, linear_act, linear_act_specialised
 
     found: list[str] = []
     plain = launch.start
@@ -43,8 +43,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return (imitated_gluon.start if imitated else plain)(launched, options)
 
     monkeypatch.setattr(launch, "start", start)
-    monkeypatch.setattr(linear_act, "has_roles", lambda device: True)
-    for module in (linear_act, linear_act_roles):
+    monkeypatch.setattr(linear_act, "runs_specialised", lambda device: True)
+    for module in (linear_act, linear_act_specialised):
         monkeypatch.setattr(module, "processors", lambda device: 1)
     monkeypatch.setattr(epilogue, "_SMALLEST", 0)
     for module, op in ((epilogue, "linear_act"), (gated_epilogue, "gated_linear")):

@@ -1,4 +1,4 @@
-"""Which tiles a program of attention takes whose warps have roles, and the walks over lists."""
+"""Which tiles a program with specialised warps takes, and its walks over lists."""
 
 # ruff: noqa: N803 - constexprs are written in capitals, as everywhere in Triton.
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from .gluon_names import gl, gluon
+from ..gluon_names import gl, gluon
 
 # A new length, batch or layout changes these.
 INTEGERS = [

@@ -22,9 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launch, launch, replayed, run
-from .loss_parts import differentiate, find_statistics, is_ignored, load_coefficients, load_inverse
-from .tensors import contiguous, empty_like
+from ..launch import Launch, launch, replayed, run
+from ..tensors import contiguous, empty_like
+from .parts import differentiate, find_statistics, is_ignored, load_coefficients, load_inverse
 
 STATISTICS, COEFFICIENTS = 6, 5
 

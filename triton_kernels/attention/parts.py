@@ -7,9 +7,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .act import _tanh
+from ..act import _tanh
+from ..dropout import factors_of_groups
 from .block_lists import bits, masks_of, tokens
-from .dropout import factors_of_groups
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NAN_STAYS = tl.constexpr(tl.PropagateNan.ALL)

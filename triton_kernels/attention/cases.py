@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from .attention_checks import distances
-from .attention_roles import forward_launch, key_launch, query_launch, tiles_with_roles
-from .attention_tiles import BOTH, FORWARD, QUERIES, generation_of
+from ..launch import Launch
 from .block_sparse_attention import (
     Call,
     bias_launch,
@@ -19,7 +17,9 @@ from .block_sparse_attention import (
     list_tiled_gradients,
     make_call,
 )
-from .launch import Launch
+from .checks import distances
+from .specialised import dkv_launch, dq_launch, forward_launch, specialised_tiles
+from .tiles import BOTH, FORWARD, QUERIES, generation_of
 
 
 def _call(
@@ -80,7 +80,7 @@ def aot_cases(capability: int) -> Iterator[tuple[str, Launch]]:
     """Named launches, whose kernels the ahead-of-time tests compile, for a GPU."""
     for name, call in _calls():
         if name.startswith("128 float16") and capability != 90:
-            continue  # for the kernels whose warps have roles
+            continue  # for the warp-specialised kernels
         call = call._replace(generation=generation_of(divmod(capability, 10)))
         lse = call.q.new_empty(call.q.shape[:-1], dtype=torch.float32)
         y = call.q.new_empty((*call.q.shape[:3], call.v.shape[3]))
@@ -95,19 +95,19 @@ def aot_cases(capability: int) -> Iterator[tuple[str, Launch]]:
         if bias is not None:
             yield name, bias_launch(call, bias, y, lse, lse)[0]
         if capability == 90:
-            for launched in _launches_with_roles(call, y, lse):
+            for launched in _specialised_launches(call, y, lse):
                 yield name, launched
 
 
-def _launches_with_roles(call: Call, y: torch.Tensor, lse: torch.Tensor) -> Iterator[Launch]:
+def _specialised_launches(call: Call, y: torch.Tensor, lse: torch.Tensor) -> Iterator[Launch]:
     call = call._replace(columns=call.columns._replace(strides=(0, 0)))  # all heads share a layout
     makes = {
         FORWARD: partial(forward_launch, call, y, lse),
-        QUERIES: partial(query_launch, call, call.q, y, lse, lse),
-        BOTH: partial(key_launch, call, call.k, call.v, y, lse, lse),
+        QUERIES: partial(dq_launch, call, call.q, y, lse, lse),
+        BOTH: partial(dkv_launch, call, call.k, call.v, y, lse, lse),
     }
     for kernel, make in makes.items():
-        for tile in tiles_with_roles(call, kernel):
+        for tile in specialised_tiles(call, kernel):
             yield make(tile)
 
 

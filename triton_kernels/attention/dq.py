@@ -7,7 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_parts import (
+from .block_lists import add_up, row_walks
+from .parts import (
     LOG2_E,
     UNSPECIALIZED,
     finite,
@@ -20,7 +21,6 @@ from .attention_parts import (
     store_own_rows,
     weights_of,
 )
-from .block_lists import add_up, row_walks
 
 
 @triton.jit(do_not_specialize=["queries", "heads", "rows"])
@@ -92,7 +92,7 @@ def differentiate(
 
 
 @triton.jit
-def _add_query_gradient(
+def _add_dq(
     walk, start, partner, sums, q, grad_y, base, delta, query, sources, masking, scoring, dropout,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, CHECKED: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, CAUSAL: tl.constexpr, WIDTH: tl.constexpr, FITS: tl.constexpr,
@@ -107,7 +107,7 @@ def _add_query_gradient(
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def attention_query_gradient(
+def attention_dq(
     grad_q_ptr,
     grad_y_ptr,
     base_ptr,
@@ -212,11 +212,11 @@ def attention_query_gradient(
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
     given = (q, grad_y, base, delta, query, sources, masking, scoring, dropout)
     sums = add_up(
-        _add_query_gradient, (entries_ptr, unchecked), 0, sums, given,
+        _add_dq, (entries_ptr, unchecked), 0, sums, given,
         (SOFTCAP, PRECISION, CAUSAL, WIDTH, FITS, DEEP, DEEP_FITS), COLUMNS, BLOCK, False,
     )  # fmt: skip
     sums = add_up(
-        _add_query_gradient, (entries_ptr, checked), 0, sums, given,
+        _add_dq, (entries_ptr, checked), 0, sums, given,
         (SOFTCAP, PRECISION, CAUSAL, WIDTH, FITS, DEEP, DEEP_FITS), COLUMNS, BLOCK, True,
     )  # fmt: skip
     grad_q_ptr += (at + first) * width

@@ -7,7 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_parts import (
+from .block_lists import add_up, row_walks
+from .parts import (
     LOG2_E,
     UNSPECIALIZED,
     finite,
@@ -19,7 +20,6 @@ from .attention_parts import (
     slope_of,
     store_own_rows,
 )
-from .block_lists import add_up, row_walks
 
 
 @triton.jit

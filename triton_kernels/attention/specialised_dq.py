@@ -1,6 +1,6 @@
-"""The gradient of attention's queries for sm_90 by warps that have roles.
+"""The gradient of attention's queries for sm_90 by specialised warps.
 
-As in attention_roles_forward.py, a producer copies tiles and each group of consumers takes 64
+As in specialised_forward.py, a producer copies tiles and each group of consumers takes 64
 queries. While a consumer computes exponentials, the product of the gradients of the scores before
 and their keys is under way. These gradients stay in registers, which do not hold more than 64 keys.
 The first tile is always checked.
@@ -12,7 +12,18 @@ The first tile is always checked.
 
 from __future__ import annotations
 
-from .attention_roles_walks import (
+from ..gluon_names import (
+    copy_in,
+    copy_out,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    wait_for_stores,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .specialised_walks import (
     INTEGERS,
     hear,
     keys_of,
@@ -23,17 +34,6 @@ from .attention_roles_walks import (
     tell,
     weights_of,
     words_of_rows,
-)
-from .gluon_names import (
-    copy_in,
-    copy_out,
-    fence_async_shared,
-    gl,
-    gluon,
-    mbarrier,
-    wait_for_stores,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 
@@ -194,7 +194,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=INTEGERS)
-def attention_roles_queries(
+def attention_dq_specialised(
     q,
     grad,
     k,

@@ -3,7 +3,7 @@
 A small loss is as long as its launches take the host. The floor is one pass over the rows, the sum
 over them, which needs all of them, and one pass for the gradient. So the kernels of the rows read
 targets, weights and temperatures as the caller gave them; torch's ops for the same take some 20
-launches before the rows and 12 after them. loss_rows.py says what is read and
+launches before the rows and 12 after them. rows.py says what is read and
 written.
 """
 
@@ -18,10 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Launch, launch, replayed, run
-from .loss_parts import differentiate, find_statistics, transform
-from .loss_rows import STATISTICS, in_rows, tile
-from .tensors import contiguous, empty_like
+from ..launch import Launch, launch, replayed, run
+from ..tensors import contiguous, empty_like
+from .parts import differentiate, find_statistics, transform
+from .rows import STATISTICS, in_rows, tile
 
 # Rows that the sum takes at a time.
 _BLOCK = 4096

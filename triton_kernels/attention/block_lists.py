@@ -220,7 +220,7 @@ def column_walks(
     return first, unchecked, checked
 
 
-# --- Pieces of long lines, see attention_keys.py ---
+# --- Pieces of long lines, see dkv.py ---
 
 
 @triton.jit
