@@ -67,7 +67,7 @@ NEVER_UNALIGNED = {
 
 def launches(capability: int) -> Iterator[tuple[str, Any]]:
     """The cases of every module that are meant for such a GPU."""
-    from torchweld.bench import launched
+    from torchweld.bench.measure import launched
 
     for module in launched.list_modules():
         cases: Any = getattr(module, "aot_cases", tuple)
@@ -81,7 +81,7 @@ class Compile:
     """A launch, for tensors that Triton knows to be aligned or for any."""
 
     def __init__(self, case: str, launch: Any, aligned: bool) -> None:
-        from torchweld.bench import launched
+        from torchweld.bench.measure import launched
 
         self.case, self.launch, self.aligned = case, launch, aligned
         self._file = Path(launch.kernel.fn.__code__.co_filename).resolve()
@@ -94,7 +94,7 @@ class Compile:
 
     def _text(self) -> str:
         """All that the machine code depends on, but for the versions of Triton and of the GPU."""
-        from torchweld.bench import evidence
+        from torchweld.bench.measure import evidence
 
         # launch.py starts kernels, and is no part of one.
         used = [p for p in evidence.find_used([self._file], ROOT) if p.name != "launch.py"]
@@ -102,7 +102,7 @@ class Compile:
         return f"{code} {self.kernel} {self.signature} {self.options}"
 
     def compile(self, capability: int) -> Any:
-        from torchweld.bench import launched
+        from torchweld.bench.measure import launched
 
         return launched.compile_launch(self.launch.kernel, self.signature, self.options, capability)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import torchweld
 from exact_attention import assert_as_exact, attend_exactly, draw
 from torchweld import functional
-from torchweld.bench.memory import LiveBytes
+from torchweld.bench.measure.memory import LiveBytes
 from torchweld.sparse import BlockBias, BlockLayout
 
 attention: Callable[..., Any] = functional.block_sparse_attention

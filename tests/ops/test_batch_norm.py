@@ -16,7 +16,7 @@ from oracle import assert_same_bits_on_any_threads, exact, incoming, run
 from torchweld.bench.cases import CASES
 from torchweld.dispatch.call import call
 from torchweld.nn import LinearBatchNormAct
-from torchweld.ops import batch_norm
+from torchweld.ops.batch_norm import batch_norm_act
 from torchweld.registry import BACKENDS, OPS, materialize
 
 WHOLE, LAYER = OPS["batch_norm_act"], OPS["linear_batch_norm_act"]
@@ -387,6 +387,6 @@ def test_few_elements_take_torchs_op(rows: int, dtype: torch.dtype) -> None:
             z = torch.nn.functional.batch_norm(x, wanted[0], wanted[1], weight, bias, True)
         near = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 16 * torch.finfo(dtype).eps}
         torch.testing.assert_close([y, *found], [torch.nn.functional.gelu(z), *wanted], **near)
-        if x.numel() < batch_norm._FEW[dtype.itemsize == 2]:
+        if x.numel() < batch_norm_act._FEW[dtype.itemsize == 2]:
             assert torch.equal(found[0], wanted[0])
             assert torch.equal(y, torch.nn.functional.gelu(z))

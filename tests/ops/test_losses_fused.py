@@ -15,7 +15,8 @@ import torchweld
 from conftest import PLACES, running_at
 from torchweld import functional
 from torchweld.dispatch import choice
-from torchweld.ops.loss import arguments, fused, ways
+from torchweld.ops.loss import arguments, chunks
+from torchweld.ops.loss.ways import fused
 
 pytest.importorskip("triton")
 launch = pytest.importorskip("torchweld.triton_kernels.launch")
@@ -128,8 +129,8 @@ def test_padded_logits_of_an_odd_vocabulary(monkeypatch: pytest.MonkeyPatch) -> 
     x, weight, target = _draw_layer()
     bias = torch.randn(CLASSES, requires_grad=True)
     leaves = [x, weight, bias]
-    monkeypatch.setattr(ways, "_UNPADDED", 0)
-    monkeypatch.setattr(ways.chunks, "_pads_rows", lambda _: True)
+    monkeypatch.setattr(fused, "_UNPADDED", 0)
+    monkeypatch.setattr(chunks, "_pads_rows", lambda _: True)
     loss = functional.linear_cross_entropy(x, weight, target, linear_bias=bias)
     wanted = F.cross_entropy(F.linear(*leaves), target)
     torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchweld
 from conftest import running_at
 from torchweld import functional
-from torchweld.bench.memory import LiveBytes
+from torchweld.bench.measure.memory import LiveBytes
 from torchweld.dispatch.proof import Judge
 from torchweld.dispatch.warm import cache, plans
 from torchweld.errors import ArgumentError

@@ -18,7 +18,7 @@ import torchweld
 from oracle import Pool, exact, run
 from torchweld import functional
 from torchweld.bench.cases import CASES
-from torchweld.bench.memory import LiveBytes
+from torchweld.bench.measure.memory import LiveBytes
 from torchweld.dispatch.call import call
 from torchweld.ops import activation as activations
 from torchweld.ops.gemm import epilogue, gemm

@@ -11,7 +11,7 @@ import torchweld
 from torchweld import functional
 from torchweld.errors import ArgumentError
 from torchweld.ops.experts import route
-from torchweld.ops.loss import fused
+from torchweld.ops.loss.ways import fused
 
 ROWS, CLASSES = 150, 37
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from torchweld.bench import evidence, report
-from torchweld.bench.evidence import PROVEN
-from torchweld.bench.runner import Result
+from torchweld.bench.measure import evidence
+from torchweld.bench.measure.evidence import PROVEN
+from torchweld.bench.measure.runner import Result
+from torchweld.bench.show import report
 from torchweld.registry import OPS, Composite, Op
 
 ROOT = Path(__file__).resolve().parents[2]

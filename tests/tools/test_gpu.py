@@ -16,13 +16,15 @@ import torch
 
 from conftest import PLACES, running_at
 from torchweld import functional
-from torchweld.bench import clock, command, evidence, gpu, jobs, machine, whole
-from torchweld.bench.blocks import BLOCKS
+from torchweld.bench import command
 from torchweld.bench.cases import CASES, SMALLEST, Case
-from torchweld.bench.contenders import DENSE
-from torchweld.bench.jobs import Job
-from torchweld.bench.overhead import Overhead
-from torchweld.bench.runner import Plan, Result
+from torchweld.bench.measure import clock, evidence, gpu, jobs, machine
+from torchweld.bench.measure.contenders import DENSE
+from torchweld.bench.measure.jobs import Job
+from torchweld.bench.measure.overhead import Overhead
+from torchweld.bench.measure.runner import Plan, Result
+from torchweld.bench.models import whole
+from torchweld.bench.models.blocks import BLOCKS
 from torchweld.commands import cli
 from torchweld.registry import OPS
 
@@ -357,7 +359,7 @@ JOB = Job("layer_norm", Plan(("fwd", "full"), ("cpu",), (), 0.0, (2, 3)), ("floa
 # Measures as it does, but does what a job's rivals say after the first direction.
 _PLANTED = """
 import os, time
-from torchweld.bench import runner
+from torchweld.bench.measure import runner
 measure = runner.measure
 def planted(case, plan, clock):
     found = measure(case, runner.Plan(plan.directions, plan.backends, (), 0.0, (2, 3)), clock)

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from torchweld import functional
-from torchweld.bench import host_times
-from torchweld.bench.host_times import PAIRS
+from torchweld.bench.measure import host_times
+from torchweld.bench.measure.host_times import PAIRS
 from torchweld.dispatch.autograd import as_tuple
 
 # How many functions a warm call of an op runs: a look-up, what it found, and the kernel's leaves.

@@ -10,8 +10,8 @@ import torch
 
 import fresh
 import planted
-from torchweld.bench import evidence, launched
 from torchweld.bench.cases import CASES, Case
+from torchweld.bench.measure import evidence, launched
 from torchweld.registry import OPS, Composite
 
 pytest.importorskip("triton", reason="Triton is not installed")

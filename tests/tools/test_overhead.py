@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy, dropout, gelu, layer_norm, linear
 
 import torchweld
 from torchweld import functional
-from torchweld.bench import overhead
 from torchweld.bench.cases import CASES, Case
+from torchweld.bench.measure import overhead
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.registry import OPS

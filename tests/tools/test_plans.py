@@ -15,8 +15,8 @@ from torch.utils import _python_dispatch
 from conftest import PLACES, running_at
 from oracle import Results, run
 from torchweld import functional
-from torchweld.bench import launched
 from torchweld.bench.cases import CASES
+from torchweld.bench.measure import launched
 from torchweld.dispatch.autograd import as_tuple, complete_steps
 from torchweld.dispatch.library import _IN_TRITON
 from torchweld.dispatch.warm import plans as warm_plans

@@ -180,7 +180,7 @@ HOMES = {
             "ops.modulation",
             "optim.adafactor",
         ),  # epsilons that torch's formulas have
-        "bench.machine",  # torch's own tolerances
+        "bench.measure.machine",  # torch's own tolerances
     },
 }
 

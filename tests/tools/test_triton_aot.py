@@ -20,7 +20,7 @@ import layouts
 import resources
 from oracle import TORCH
 from resources import CAPABILITIES, NEVER_UNALIGNED
-from torchweld.bench import evidence
+from torchweld.bench.measure import evidence
 from torchweld.triton_kernels.memory import LEAST_SHARED_MEMORY, MOST_SHARED_MEMORY
 
 pytest.importorskip("triton", reason="Triton is not installed")

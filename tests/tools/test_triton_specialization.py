@@ -16,7 +16,7 @@ import torch
 
 import fresh
 from resources import CAPABILITIES, launches
-from torchweld.bench.launched import sign
+from torchweld.bench.measure.launched import sign
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
