@@ -171,7 +171,7 @@ def _record(options: argparse.Namespace) -> Report:
         raise Refusal("--record: nothing was measured or recorded: " + "; ".join(lacks))
     report = _begin_report("cuda")
     folder = options.evidence or root / "bench" / "evidence"
-    record = gpu.Record(folder, report.machine, root)
+    record = gpu.EvidenceRecord(folder, report.machine, root)
     names = options.ops or [*evidence.PROVEN, *BLOCKS]
     try:
         report.results = gpu.run(names, record, root, options.minutes, rivals=options.vs or [])

@@ -76,9 +76,9 @@ class Script:
 
 _MODELS = ("gpt2_355m", "llama_1b_script", "llama_1b", "qwen3_5_norms", "gpt_layer")
 TO_RUN = (
-    Script("windows", "windows"),
-    Script("losses", "losses", ("--gpu",)),
-    *(Script(name, "whole", (name, "--seconds", "4")) for name in _MODELS),
+    Script("windows", "measure.windows"),
+    Script("losses", "measure.losses", ("--gpu",)),
+    *(Script(name, "models.whole", (name, "--seconds", "4")) for name in _MODELS),
 )
 # Seconds after which a process that tells nothing is killed: a compiler's, and several times one's.
 _HANGS = 60.0
@@ -87,7 +87,7 @@ _HANGS = 60.0
 # --- The record -----------------------------------------------------------------------------------
 
 
-class Record:
+class EvidenceRecord:
     """The evidence file of a GPU, written after every outcome.
 
     Older entries remain until new ones replace them. `root` is the repository with the sources.
@@ -214,7 +214,7 @@ _PASSED = {"PASSED": True, "FAILED": False, "ERROR": False}
 
 
 def run_contract(
-    root: Path, targets: Sequence[tuple[str, str]], record: Record, until: float
+    root: Path, targets: Sequence[tuple[str, str]], record: EvidenceRecord, until: float
 ) -> list[tuple[str, str]]:
     """Run each target's tests in a process of its own; return the targets that did not begin.
 
@@ -238,7 +238,7 @@ def _select(root: Path, name: str, backend: str) -> list[str]:
     return ["-k", f"gpu-{backend} and {which}", *map(str, paths)]
 
 
-def _run_tests(root: Path, target: tuple[str, str], record: Record, until: float) -> bool:
+def _run_tests(root: Path, target: tuple[str, str], record: EvidenceRecord, until: float) -> bool:
     """Record the outcomes of a target's tests as they end. Other output goes to stderr."""
     if time.monotonic() >= until:
         return False
@@ -340,7 +340,7 @@ def list_steps(
 
 def run(
     names: Sequence[str],
-    record: Record,
+    record: EvidenceRecord,
     root: Path,
     minutes: float,
     *,
@@ -378,7 +378,9 @@ def run(
     return found
 
 
-def run_scripts(record: Record, device: str, until: float, *, tiny: bool = False) -> list[str]:
+def run_scripts(
+    record: EvidenceRecord, device: str, until: float, *, tiny: bool = False
+) -> list[str]:
     """Run the scripts that have not ended yet, each for its part of the time; name those left."""
     waiting = [script for script in TO_RUN if not record.has_script(script.name)]
     left = list[str]()
@@ -398,7 +400,7 @@ def run_scripts(record: Record, device: str, until: float, *, tiny: bool = False
 def _measure(
     jobs: Sequence[Job],
     until: float,
-    record: Record | None = None,
+    record: EvidenceRecord | None = None,
     found: list[Result] | None = None,
     at_once: int = 1,
 ) -> list[str]:

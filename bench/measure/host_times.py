@@ -35,7 +35,7 @@ Call = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Pair:
+class Timed:
     """Ours and torch's composition, on tensors that `draw` makes of some rows and a width."""
 
     ours: Call
@@ -215,106 +215,106 @@ _OF_LAYERS = ((8, 128), (128, 128), (255, 1024), (260, 1024))
 _OF_STREAMS = ((1, 64), (8, 128), (64, 256), (256, 1024))
 _OF_NORMS = ((2, 64), (64, 256), (130, 256), (512, 1024))
 
-PAIRS: dict[str, Pair] = {
-    "layer_norm": Pair(
+PAIRS: dict[str, Timed] = {
+    "layer_norm": Timed(
         lambda x, w, b: fused.layer_norm(x, x.shape[-1:], w, b),
         lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b),
         lambda r, c: [_x(r, c), _w(c), _x(c)],
         ((1, 64), (127, 1024), (129, 1024), (512, 1024)),
         3,
     ),
-    "rms_norm": Pair(
+    "rms_norm": Timed(
         lambda x, w: fused.rms_norm(x, x.shape[-1:], w),
         lambda x, w: F.rms_norm(x, x.shape[-1:], w),
         lambda r, c: [_x(r, c), _w(c)],
         leaves=2,
     ),
-    "softmax_dropout": Pair(
+    "softmax_dropout": Timed(
         lambda x: fused.softmax_dropout(x, scale=0.125, p=P),
         lambda x: F.dropout(torch.softmax(x * 0.125, -1), P),
         _rows,
     ),
-    "bias_act": Pair(
+    "bias_act": Timed(
         lambda x, b: fused.bias_act(x, b, activation="silu"),
         lambda x, b: F.silu(x + b),
         lambda r, c: [_x(r, c), _x(c)],
         leaves=2,
     ),
-    "gated_act": Pair(
+    "gated_act": Timed(
         lambda x, u: fused.gated_act(x, u, activation="gelu"),
         lambda x, u: F.gelu(x) * u,
         lambda r, c: [_x(r, c), _x(r, c)],
         leaves=2,
     ),
-    "bias_dropout_add": Pair(
+    "bias_dropout_add": Timed(
         lambda x, b, r: fused.bias_dropout_add(x, b, r, p=P),
         lambda x, b, r: r + F.dropout(x + b, P),
         lambda r, c: [_x(r, c), _x(c), _x(r, c)],
         leaves=3,
     ),
-    "bias_dropout_add, p 0": Pair(
+    "bias_dropout_add, p 0": Timed(
         lambda x, b, r: fused.bias_dropout_add(x, b, r),
         lambda x, b, r: r + (x + b),
         lambda r, c: [_x(r, c), _x(c), _x(r, c)],
         leaves=3,
     ),
-    "dropout_add_layer_norm": Pair(
+    "dropout_add_layer_norm": Timed(
         lambda x, r, w, b: fused.dropout_add_layer_norm(x, r, w, b, p=P),
         lambda x, r, w, b: F.layer_norm(F.dropout(x, P) + r, w.shape, w, b),
         lambda r, c: [_x(r, c), _x(r, c), _w(c), _x(c)],
         leaves=4,
     ),
-    "dropout_add_rms_norm": Pair(
+    "dropout_add_rms_norm": Timed(
         lambda x, r, w: fused.dropout_add_rms_norm(x, r, w, p=P),
         lambda x, r, w: F.rms_norm(F.dropout(x, P) + r, w.shape, w),
         lambda r, c: [_x(r, c), _x(r, c), _w(c)],
         leaves=3,
     ),
-    "rotary_embedding": Pair(
+    "rotary_embedding": Timed(
         fused.rotary_embedding, _rotate, _turned, ((1, 64), (16, 64), (128, 64), (512, 128))
     ),
-    "rotary_embedding_qk": Pair(
+    "rotary_embedding_qk": Timed(
         lambda x, cos, sin: fused.rotary_embedding_qk(x, x, cos, sin),
         lambda x, cos, sin: _rotate_both(x, x, cos, sin),
         _turned,
         ((1, 64), (16, 64), (128, 64), (512, 128)),
     ),
-    "block_sparse_attention": Pair(
+    "block_sparse_attention": Timed(
         lambda q, k, v: fused.block_sparse_attention(q, k, v, _window(q.shape[2])[0]),
         _attend,
         _attended,
         ((16, 64), (64, 64), (256, 64), (1024, 64)),
         3,
     ),
-    "normalize_act": Pair(
+    "normalize_act": Timed(
         lambda x, w, b, mean, var: fused.normalize_act(x, mean, var, w, b),
         _normalize,
         _columns,
         _OF_NORMS,
         3,
     ),
-    "batch_norm_act": Pair(
+    "batch_norm_act": Timed(
         lambda x, w, b, mean, var: fused.batch_norm_act(x, mean, var, w, b),
         _normalize,
         _columns,
         _OF_NORMS,
         3,
     ),
-    "batch_norm_act, training": Pair(
+    "batch_norm_act, training": Timed(
         lambda x, w, b, mean, var: fused.batch_norm_act(x, mean, var, w, b, True),
         _norm_in_training,
         _columns,
         _OF_NORMS,
         3,
     ),
-    "linear_batch_norm_act": Pair(
+    "linear_batch_norm_act": Timed(
         lambda x, m, a, w, b, mean, var: fused.linear_batch_norm_act(x, m, a, mean, var, w, b),
         lambda x, m, a, *rest: _normalize(F.linear(x, m, a), *rest),
         _of_norm,
         ((8, 128), (255, 256), (260, 256), (512, 512)),
         5,
     ),
-    "linear_batch_norm_act, training": Pair(
+    "linear_batch_norm_act, training": Timed(
         lambda x, m, a, w, b, mean, var: fused.linear_batch_norm_act(
             x, m, a, mean, var, w, b, True
         ),
@@ -323,100 +323,100 @@ PAIRS: dict[str, Pair] = {
         ((8, 128), (255, 256), (260, 256), (512, 512)),
         5,
     ),
-    "linear_act": Pair(
+    "linear_act": Timed(
         lambda x, m, b: fused.linear_act(x, m, b, activation="silu"),
         lambda x, m, b: F.silu(F.linear(x, m, b)),
         _linear,
         leaves=3,
         sizes=((1, 64), (8, 128), (64, 256), (256, 512)),
     ),
-    "linear_gelu": Pair(
+    "linear_gelu": Timed(
         fused.linear_gelu,
         lambda x, m, b: F.gelu(F.linear(x, m, b)),
         _linear,
         leaves=3,
         sizes=((1, 64), (8, 128), (64, 256), (256, 512)),
     ),
-    "mlp": Pair(
+    "mlp": Timed(
         lambda x, m, b: fused.mlp(x, m, b, m, b),
         lambda x, m, b: F.linear(F.gelu(F.linear(x, m, b)), m, b),
         _linear,
         leaves=3,
         sizes=((1, 64), (255, 256), (260, 256), (512, 512)),
     ),
-    "gated_mlp": Pair(
+    "gated_mlp": Timed(
         lambda x, m, _: fused.gated_mlp(x, m, m, m),
         lambda x, m, _: F.linear(F.silu(F.linear(x, m)) * F.linear(x, m), m),
         _linear,
         leaves=2,
         sizes=((1, 64), (255, 256), (260, 256), (512, 512)),
     ),
-    "experts_mlp": Pair(
+    "experts_mlp": Timed(
         lambda x, up, down, w, i: fused.experts_mlp(x, up, down, i, w),
         _run_experts,
         _routed,
         ((1, 64), (16, 64), (64, 128), (256, 256)),
         4,
     ),
-    "route": Pair(
+    "route": Timed(
         lambda x: fused.route(x, 2)[:2],
         _route,
         _rows,
         ((1, 8), (16, 8), (64, 64), (1024, 64)),
     ),
-    "cross_entropy": Pair(
+    "cross_entropy": Timed(
         fused.cross_entropy, F.cross_entropy, _logits, (*_CLASSES[:3], _THRESHOLD[-1])
     ),
-    "cross_entropy, z-loss": Pair(
+    "cross_entropy, z-loss": Timed(
         lambda x, t: fused.cross_entropy(x, t, z_loss=1e-4),
         lambda x, t: F.cross_entropy(x, t) + 1e-4 * x.logsumexp(-1).square().mean(),
         _logits,
         _CLASSES,
     ),
-    "linear_cross_entropy": Pair(
+    "linear_cross_entropy": Timed(
         fused.linear_cross_entropy,
         lambda x, m, t: F.cross_entropy(F.linear(x, m), t),
         _layer_logits,
         _OF_LAYERS,
         2,
     ),
-    "linear_logprobs": Pair(fused.linear_logprobs, _logprobs, _layer_logits, _OF_LAYERS, 2),
-    "adaptive_layer_norm": Pair(
+    "linear_logprobs": Timed(fused.linear_logprobs, _logprobs, _layer_logits, _OF_LAYERS, 2),
+    "adaptive_layer_norm": Timed(
         lambda x, _, scale, shift, __: fused.adaptive_layer_norm(x, scale, shift),
         lambda x, _, scale, shift, __: _modulate(_norm(x), scale, shift),
         _modulated,
         _OF_STREAMS,
         4,
     ),
-    "adaptive_rms_norm": Pair(
+    "adaptive_rms_norm": Timed(
         lambda x, _, scale, shift, __: fused.adaptive_rms_norm(x, scale, shift),
         lambda x, _, scale, shift, __: _modulate(_rms(x), scale, shift),
         _modulated,
         _OF_STREAMS,
         4,
     ),
-    "gated_residual": Pair(
+    "gated_residual": Timed(
         lambda x, y, _, __, gate: fused.gated_residual(x, gate, y),
         lambda x, y, _, __, gate: x + gate * y,
         _modulated,
         _OF_STREAMS,
         5,
     ),
-    "gated_residual_layer_norm": Pair(
+    "gated_residual_layer_norm": Timed(
         lambda x, y, scale, shift, gate: fused.gated_residual_layer_norm(x, gate, y, scale, shift),
         lambda x, y, scale, shift, gate: _modulate(_norm(x + gate * y), scale, shift),
         _modulated,
         _OF_STREAMS,
         5,
     ),
-    "gated_residual_rms_norm": Pair(
+    "gated_residual_rms_norm": Timed(
         lambda x, y, scale, shift, gate: fused.gated_residual_rms_norm(x, gate, y, scale, shift),
         lambda x, y, scale, shift, gate: _modulate(_rms(x + gate * y), scale, shift),
         _modulated,
         _OF_STREAMS,
         5,
     ),
-    "rotary_embedding_packed_": Pair(
+    "rotary_embedding_packed_": Timed(
         lambda qkv, cos, sin: fused.rotary_embedding_packed_(qkv, cos, sin, heads=2),
         _rotate_packed,
         _projected,
@@ -424,25 +424,25 @@ PAIRS: dict[str, Pair] = {
         0,
     ),
     # Beside their references in plain torch.
-    "quantize_8bit": Pair(
+    "quantize_8bit": Timed(
         fused.quantize_8bit, lambda x: eight_bit.quantize_reference(x, True), _rows, leaves=0
     ),
-    "dequantize_8bit": Pair(
+    "dequantize_8bit": Timed(
         fused.dequantize_8bit,
         lambda codes, absmax: eight_bit.dequantize_reference(codes, absmax, True, torch.float32),
         _codes,
         leaves=0,
         casts=False,
     ),
-    "quantize_one_bit": Pair(fused.quantize_one_bit, _quantize_one_bit, _rows, leaves=0),
-    "dequantize_one_bit": Pair(
+    "quantize_one_bit": Timed(fused.quantize_one_bit, _quantize_one_bit, _rows, leaves=0),
+    "dequantize_one_bit": Timed(
         lambda bits, scale: fused.dequantize_one_bit(bits, scale, 8 * len(bits)),
         _dequantize_one_bit,
         _bits,
         leaves=0,
         casts=False,
     ),
-    "average_one_bit": Pair(
+    "average_one_bit": Timed(
         lambda bits, scale: fused.average_one_bit(bits, scale, size=8 * bits.shape[1]),
         _average_one_bit,
         _of_workers,
@@ -452,7 +452,7 @@ PAIRS: dict[str, Pair] = {
 }
 
 
-def _cast(pair: Pair, dtype: torch.dtype, rows: int, width: int) -> list[torch.Tensor]:
+def _cast(pair: Timed, dtype: torch.dtype, rows: int, width: int) -> list[torch.Tensor]:
     made = pair.draw(rows, width)
     made = [t.to(dtype) if t.is_floating_point() else t for t in made] if pair.casts else made
     return [t.requires_grad_() if at < pair.leaves else t for at, t in enumerate(made)]
@@ -490,7 +490,7 @@ def _compare(ours: Call, theirs: Call, given: Sequence[Any], seconds: float) -> 
     return statistics.median(taken[0]), statistics.median(taken[1])
 
 
-def _compare_first(pair: Pair, dtype: torch.dtype, rows: int, width: int) -> tuple[float, float]:
+def _compare_first(pair: Timed, dtype: torch.dtype, rows: int, width: int) -> tuple[float, float]:
     """The medians of first calls of sizes from this one on, after three others."""
     taken: tuple[list[float], list[float]] = ([], [])
     for turn in range(13):

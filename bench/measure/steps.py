@@ -39,7 +39,7 @@ class _Clipped:
         self._optimizer.step()
 
 
-class _Reference:
+class _ReferenceStep:
     """A step in eager torch, for a rule that torch lacks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -167,20 +167,20 @@ _LISTED = (
         "muon",
         16,
         12,
-        lambda p: _Reference(_muon(p)),
+        lambda p: _ReferenceStep(_muon(p)),
         _muon,
         # Five iterations in bfloat16, of two products each, every one rounded.
         peers={"torch_muon": StepPeer("torch.optim", _muon_of_torch, rounding=10 * 2.0**-8)},
     ),
     # Lion is adaptive only if it is cautious.
-    StepKind("lion", 12, 8, lambda p: _Reference(optim.Lion(p)), optim.Lion),
-    StepKind("schedule_free", 16, 12, lambda p: _Reference(_schedule_free(p)), _schedule_free),
-    StepKind("lamb", 32, 12, lambda p: _Reference(optim.LAMB(p)), optim.LAMB),
+    StepKind("lion", 12, 8, lambda p: _ReferenceStep(optim.Lion(p)), optim.Lion),
+    StepKind("schedule_free", 16, 12, lambda p: _ReferenceStep(_schedule_free(p)), _schedule_free),
+    StepKind("lamb", 32, 12, lambda p: _ReferenceStep(optim.LAMB(p)), optim.LAMB),
     StepKind(
         "lamb",
         20,
         6,
-        lambda p: _Reference(optim.LAMB(p)),
+        lambda p: _ReferenceStep(optim.LAMB(p)),
         lambda p: optim.LAMB(p, state_dtype="8bit"),
         "8-bit states",
         of_block=(16, 8),
@@ -212,7 +212,7 @@ def _derive(rule: Rule) -> StepKind:
     make = find_class(rule)
     moments, passes = len(rule.signed), 2 if rule.is_adaptive else 1
     reads, writes = 4 * (2 + moments) * passes, 4 * (1 + moments)
-    return StepKind(rule.name, reads, writes, lambda params: _Reference(make(params)), make)
+    return StepKind(rule.name, reads, writes, lambda params: _ReferenceStep(make(params)), make)
 
 
 _KNOWN = {kind.rule for kind in _LISTED}

@@ -18,7 +18,7 @@ Key = tuple[str, str, str, str, str]
 
 
 @dataclass(frozen=True)
-class Change:
+class TimeChange:
     """A contender's speed over eager in one case, in both runs.
 
     Two runs differ in machine or in the load of one machine. Eager is timed with every contender,
@@ -80,17 +80,17 @@ def run(arguments: Sequence[str]) -> int:
     return 1 if lost else 0
 
 
-def changes(before: Iterable[Result], after: Iterable[Result]) -> Iterator[Change]:
+def changes(before: Iterable[Result], after: Iterable[Result]) -> Iterator[TimeChange]:
     """Every contender except eager that was timed in both runs."""
     earlier = _timed(before)
     for key, result in _timed(after).items():
         if key in earlier:
             was = earlier[key]
             noise = max(_scatter(was), _scatter(result))
-            yield Change(key, was.speed_up or 0.0, result.speed_up or 0.0, noise)
+            yield TimeChange(key, was.speed_up or 0.0, result.speed_up or 0.0, noise)
 
 
-def _has_gained(change: Change, tolerance: float) -> bool:
+def _has_gained(change: TimeChange, tolerance: float) -> bool:
     return change.ratio > 1 + max(tolerance, change.noise)
 
 

@@ -42,6 +42,23 @@ PATHS = {dtype: strict._replace(slack=8.0) for dtype, strict in MODULE.items()}
 # up to this part of the largest number are accepted. Bugs make far larger ones.
 REORDERED = 2.0**-20
 
+
+def _near(relative: float, absolute: float, dtype: torch.dtype = torch.float32) -> dict[str, float]:
+    """Tolerances of two equally exact results in units of rounding: of a number, and about one."""
+    unit = float(torch.finfo(dtype).eps)
+    return {"rtol": relative * unit, "atol": absolute * unit}
+
+
+# The tolerances of torch.testing.assert_close for results that are equally exact.
+# The same operations on the same numbers.
+SAME = _near(0, 0)
+# The same float32 formula of each number, written otherwise.
+ROUNDED = _near(8, 0.5)
+# Sums of up to some thousand float32 terms in another order.
+SUMMED = _near(64, 8)
+# Several sums after another, as in a layer and its gradients; also of float64 numbers.
+CHAINED = _near(512, 64)
+CHAINED64 = _near(512, 64, torch.float64)
 # Sums of float64 numbers in another order.
 FLOAT64 = {"rtol": 1e-11, "atol": 1e-12}
 # Two functions whose formulas are equal, on a few float32 numbers.

@@ -16,7 +16,7 @@ import torchweld
 from conftest import Target
 from optimizers import RULES, maker
 from oracle import exact, run
-from torchweld import optim
+from torchweld import numerics, optim
 from torchweld.registry import materialize
 
 WIDTHS = (*range(1, 35), 47, 48, 49, 63, 64, 65, 127, 128, 129, 255, 257, 513)
@@ -111,7 +111,7 @@ def test_zeros_in_gradients_in_cuda(cuda_device: str) -> None:
         found, _ = _stepped(make, torch.float32, grads)
         with torchweld.use_backend("eager"):
             expected, _ = _stepped(make, torch.float32, grads)
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, equal_nan=True)
+        torch.testing.assert_close(found, expected, **numerics.ROUNDED, equal_nan=True)
 
 
 # --- Other ops --------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 import torchweld
 from conftest import Target
 from oracle import incoming, is_floating, run, total
-from torchweld import functional
+from torchweld import functional, numerics
 from torchweld.bench.cases import CASES
 from torchweld.dispatch.call import call
 from torchweld.registry import Op, materialize
@@ -149,4 +149,4 @@ def test_inputs_computed_from_others(name: str, backend: str) -> None:
         y = _RELATED[name](t).pow(3).sum()
         (expected,) = torch.autograd.grad(y, t, retain_graph=True)
         (found,) = torch.autograd.grad(y, t, create_graph=True)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, expected, **numerics.CHAINED64)

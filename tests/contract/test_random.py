@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import torchweld
 from conftest import Target
 from oracle import assert_right, run, saved_bytes
-from torchweld import functional, random
+from torchweld import functional, numerics, random
 from torchweld.random import Shard
 from torchweld.registry import Op, materialize
 
@@ -242,7 +242,7 @@ def test_compiled_calls_drop_as_eager_ones(op: Op, compiler: str) -> None:
         expected, found = _results(twice), _results(compiled)
         assert not torch.equal(found[0][0], found[0][1])
         assert torch.equal(found[0], expected[0])
-        torch.testing.assert_close(found[1], expected[1], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found[1], expected[1], **numerics.ROUNDED)
         assert not torch.equal(compiled(_x()), compiled(_x()))
 
 
@@ -259,7 +259,7 @@ def test_compiled_checkpoints_drop_the_same_twice(op: Op, compiler: str) -> None
     with torchweld.use_backend("cpu"):
         expected = _results(block)
         found = _results(torch.compile(block, fullgraph=True, backend=compiler))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, expected, **numerics.SUMMED)
 
 
 def test_transforms_draw_the_same_seeds() -> None:

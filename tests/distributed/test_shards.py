@@ -30,7 +30,7 @@ from fusable import WIDTH as FUSABLE
 from fusable import FeedForward, Gated, NewGELU, PlainRMSNorm
 from oracle import TORCH, is_floating
 from processes import on
-from torchweld import functional
+from torchweld import functional, numerics
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.distributed import CountCollectives
@@ -360,7 +360,7 @@ def test_an_embedding_by_rows(rank: int, words: int) -> None:
             y = model(tokens)
         assert forward.calls == {"all-reduce": 1}
         assert forward.bytes == {"all-reduce": expected.nbytes}
-        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+        torch.testing.assert_close(y, expected, **numerics.SAME)
         with CountCollectives() as backward:
             y.backward(upstream)
         assert not backward.calls

@@ -30,8 +30,13 @@ NIGHTLY = {
     "distributed/test_plan_unknown.py::test_a_planned_block_compiles": "parts compile elsewhere",
     "pytorch/test_support.py::test_aotinductor": "compiles C++; test_export runs the same graph",
     "tools/test_bench_blocks.py::test_a_block_is_timed_before_and_after_fuse": "it times",
+    "tools/test_docs.py::test_a_pages_processes_run": "the tests of distributed/ make these calls",
+    "tools/test_gpu.py::test_scripts_run_to_their_end": "models train; other tests time and record",
     "tools/test_memory_over_calls.py": "a leak shows only after many calls",
     "tools/test_overhead.py::test_host_time_of_a_call": "it times",
+    "tools/test_triton_slots.py::test_no_kernel_takes_more_instructions": (
+        "it counts what test_triton_aot.py's table has compiled"
+    ),
     "tools/test_planted.py::test_what_finds_a_fault_of_a_kernel": "it checks the check, by a table",
 }
 

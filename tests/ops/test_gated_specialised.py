@@ -15,7 +15,7 @@ import seams
 import torchweld
 from conftest import PLACES, running_at
 from oracle import assert_bounded
-from torchweld import functional
+from torchweld import functional, numerics
 from torchweld.dispatch import bare
 from torchweld.dispatch.warm import cache, plans
 from torchweld.ops.gemm import epilogue, fused_choice, gated_epilogue
@@ -117,7 +117,7 @@ def test_alike_calls_repeat_a_plan(started: list[str], monkeypatch: pytest.Monke
             (epilogue._kernel, ops.linear_act, (x, gate, None, "gelu", "none", 3, True)),
         ):
             found = function(*inputs)
-            torch.testing.assert_close(found, overload.triton(*inputs), rtol=0, atol=0)
+            torch.testing.assert_close(found, overload.triton(*inputs), **numerics.SAME)
     assert len(ran) == 4
     assert all(plan.steps[0].described for plan in ran)
     assert set(started) == {ROLES}

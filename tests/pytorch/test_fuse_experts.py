@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 
 import torchweld
 from fusable import check_fused, run
+from torchweld import numerics
 from torchweld.fusion.patterns import experts
 
 E, H, F = 4, 16, 24
@@ -137,7 +138,7 @@ class Router(torch.nn.Module):
 def test_experts_are_welded(kind: type[torch.nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = Router(kind()), 4 * torch.randn(50, H)
-    becomes = check_fused(model, lambda: run(model, x), rtol=1e-4, atol=1e-3)
+    becomes = check_fused(model, lambda: run(model, x), **numerics.CHAINED)
     assert any(name.startswith("experts_mlp") for name in becomes)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), model(x))
@@ -157,7 +158,7 @@ def test_settings_are_those_of_now(kind: type[torch.nn.Module]) -> None:
         else:
             one.limit = 0.5
     expected = model(x, indices, weights)
-    torch.testing.assert_close(weld(x, indices, weights), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(weld(x, indices, weights), expected, **numerics.CHAINED)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchweld
 from model_with_head import WORDS, LanguageModel, Output
-from torchweld import functional, optim
+from torchweld import functional, numerics, optim
 from torchweld.fusion.patterns import logits as logits_of
 
 
@@ -181,7 +181,7 @@ def test_any_use_gives_eagers_values_and_gradients(name: str, kind: Any) -> None
     model, fused = _pair(kind=kind)
     for mine, theirs in zip(_use(fused, USES[name]), _use(model, USES[name]), strict=True):
         assert type(mine) is type(theirs)
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(mine, theirs, **numerics.CHAINED64)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -192,7 +192,7 @@ def test_a_first_read_without_gradients_keeps_the_graph(mode: Callable[[], Any])
         return z.logsumexp(-1).sum()
 
     model, fused = _pair()
-    torch.testing.assert_close(_use(fused, use), _use(model, use), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(_use(fused, use), _use(model, use), **numerics.CHAINED64)
 
 
 def test_the_dtype_is_that_of_the_step_under_autocast() -> None:
@@ -235,7 +235,7 @@ def test_second_derivatives() -> None:
             _step(each).logits.logsumexp(-1).sum(), weight, create_graph=True
         )
         found.append(torch.autograd.grad(grad.square().sum(), weight)[0])
-    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*found, **numerics.CHAINED64)
 
 
 def test_what_frameworks_do_with_outputs_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +296,7 @@ def test_replicas(settings: dict[str, bool], one_process: None) -> None:
             output = _step(each)
             (output.loss + output.logits.logsumexp(-1).square().mean()).backward()
         for mine, theirs in zip(fused.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(mine.grad, theirs.grad, **numerics.CHAINED64)
 
 
 _REFUSED: dict[str, Callable[[Any], Any]] = {
@@ -315,7 +315,7 @@ _REFUSED: dict[str, Callable[[Any], Any]] = {
 def test_a_compiled_step_says_what_to_do(name: str) -> None:
     model, fused = _pair(kind=WithLossFunction)
     output = torch.compile(fused, backend="aot_eager", fullgraph=True)(_ids(), _ids())
-    torch.testing.assert_close(output.loss, model(_ids(), _ids()).loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(output.loss, model(_ids(), _ids()).loss, **numerics.CHAINED64)
     with pytest.raises((RuntimeError, AttributeError), match=r"unfuse the model, or leave it out"):
         _REFUSED[name](output.logits)
 
@@ -326,5 +326,5 @@ def test_a_compiled_step_has_logits(kind: Any) -> None:
     model, fused = _pair(kind=kind)
     output = torch.compile(fused, backend="aot_eager", fullgraph=True)(_ids(), _ids())
     expected = model(_ids(), _ids())
-    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(output.logits, expected.logits, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(output.loss, expected.loss, **numerics.CHAINED64)
+    torch.testing.assert_close(output.logits, expected.logits, **numerics.CHAINED64)

@@ -28,6 +28,7 @@ from torch import nn
 import torchweld
 from changed import AMPLITUDES, CASTS, FUNCTIONS, KINDS, NOISES, WIDTH, Mutant, draw, make
 from fusable import small_inputs  # noqa: F401
+from torchweld import numerics
 from torchweld.fusion import Weld
 
 # A test runs with each; all take a model and return it.
@@ -220,7 +221,7 @@ def _check(
         expected = run(mutant, copy.deepcopy(mutant.model))
         assert not torch.equal(expected, run(plain, plain.model)), "the condition was not true"
         fused = fuse(mutant.model)
-        near = {"rtol": 2e-3, "atol": 2e-3} if "float16" in condition.test else {}
+        near = numerics.CHAINED if "float16" in condition.test else {}
         torch.testing.assert_close(run(mutant, fused), expected, equal_nan=True, **near)
 
 

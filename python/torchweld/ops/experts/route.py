@@ -221,7 +221,7 @@ _BACKWARD = BareOp(
 )
 
 
-class _Run(NamedTuple):
+class _Routing(NamedTuple):
     """Both passes for calls that a short way has compared."""
 
     forward: Callable[..., Any]
@@ -230,7 +230,7 @@ class _Run(NamedTuple):
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: _Run | None, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, run: _Routing | None, *inputs: Any) -> tuple[torch.Tensor, ...]:
         *found, counts = (_FORWARD.run if run is None else run.forward)(*inputs)
         ctx.save_for_backward(*inputs[:3], found[0], counts)
         ctx.run, ctx.how = run, inputs[3:]
@@ -270,12 +270,12 @@ def _fits_triton(logits: torch.Tensor, k: int, groups: int) -> bool:
 
 def _plan(backend: str, logits: torch.Tensor, how: tuple[Any, ...]) -> Callable[..., Any]:
     is_direct = backend == "cpu" and state.can_read(logits) and not state.has_modes()
-    run = _Run(_FORWARD.direct, _BACKWARD.direct) if is_direct and not is_lazy(logits) else None
+    run = _Routing(_FORWARD.direct, _BACKWARD.direct) if is_direct and not is_lazy(logits) else None
     return partial(_run_kernel, run, wants_gradient(logits), how)
 
 
 def _run_kernel(
-    run: _Run | None,
+    run: _Routing | None,
     trains: bool,
     how: tuple[Any, ...],
     logits: torch.Tensor,

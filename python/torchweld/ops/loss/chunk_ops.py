@@ -12,7 +12,7 @@ import torch
 
 from torchweld.ops.loss import chunks, rows
 from torchweld.ops.loss.chunks import Layer, Needs
-from torchweld.ops.loss.results import Factors
+from torchweld.ops.loss.results import LossFactors
 from torchweld.ops.loss.rows import LossTransform
 from torchweld.ops.opaque import define_opaque
 
@@ -25,7 +25,7 @@ _HOW, _GRADS = f"Tensor target, {rows.GIVEN_SCHEMA}", rows.GRADS_SCHEMA
 LAYERS, _HOWS = len(Layer._fields), 6  # the numbers of arguments in LAYER and _HOW
 # The arguments of the autograd functions are plain: Dynamo makes no graph of tuples with tensors.
 # The first three, which may need a gradient, are input, weight and bias of a layer.
-FIELDS, FACTORS = LAYERS + len(LossTransform._fields), len(Factors._fields)
+FIELDS, FACTORS = LAYERS + len(LossTransform._fields), len(LossFactors._fields)
 AFTER = (None,) * (FIELDS - 3)
 
 

@@ -101,7 +101,7 @@ def make_coefficients(
     return torch.stack(each, 1), grad_picked
 
 
-class Factors(NamedTuple):
+class LossFactors(NamedTuple):
     """The factors of the terms of each row's loss, [n]; None: the term is absent."""
 
     target: torch.Tensor | None  # of -log p of the target
@@ -113,9 +113,9 @@ class Factors(NamedTuple):
         """Find the results that the terms need."""
         return Outputs(smooth=self.smooth is not None)
 
-    def divide(self, by: torch.Tensor) -> Factors:
+    def divide(self, by: torch.Tensor) -> LossFactors:
         """The factors of a loss that is divided by a number."""
-        return Factors(*[None if factor is None else factor / by for factor in self])
+        return LossFactors(*[None if factor is None else factor / by for factor in self])
 
     def add(self, row_results: RowResults) -> torch.Tensor:
         """The loss of each row."""
@@ -146,7 +146,7 @@ class Factors(NamedTuple):
 
 def make_factors(
     settings: Settings, target: torch.Tensor, how: LossTransform, token_weights: torch.Tensor | None
-) -> tuple[Factors, torch.Tensor]:
+) -> tuple[LossFactors, torch.Tensor]:
     """Make the factors of a row's terms, and the divisor of a mean."""
     soft, smoothing, classes = how.probabilities is not None, settings.label_smoothing, how.classes
     if soft:
@@ -161,7 +161,7 @@ def make_factors(
             token_weights = torch.where(target[:, 0] == -1, 0.0, token_weights)
         counted, weights = counted * token_weights, weights * token_weights
     main = (1 - smoothing) * weights if smoothing else weights
-    factors = Factors(
+    factors = LossFactors(
         None if soft else main,
         counted * (smoothing / classes) if smoothing else None,
         main if soft and smoothing < 1 else None,
@@ -172,7 +172,7 @@ def make_factors(
 
 def reduce(
     settings: Settings,
-    factors: Factors,
+    factors: LossFactors,
     row_results: RowResults,
     count: torch.Tensor,
     add_up: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,

@@ -69,7 +69,7 @@ def _backward_reference(
     *given, x = rest
     _, marked, how, factors, _ = _prepare(logits, target, "none", *given)
     divided = factors.divide(count) if count.numel() else factors
-    scaled = results.Factors(*[None if factor is None else factor * grad for factor in divided])
+    scaled = results.LossFactors(*[None if factor is None else factor * grad for factor in divided])
     coefficients = scaled.make_coefficients(marked, how)
     made = rows.backward_reference(logits, marked, statistics, *coefficients, *how[1:6])
     return made, logits.new_empty(0) if x is None else torch.where(marked == -1, 0, x)

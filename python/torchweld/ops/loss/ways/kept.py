@@ -12,7 +12,7 @@ from torchweld import state
 from torchweld.dispatch.autograd import differentiate, make_views
 from torchweld.ops.loss import arguments, chunk_ops, chunks, results, rows, sharding
 from torchweld.ops.loss.chunks import Layer, Plan
-from torchweld.ops.loss.results import Factors
+from torchweld.ops.loss.results import LossFactors
 from torchweld.ops.loss.rows import LossTransform
 from torchweld.ops.loss.ways import eager
 from torchweld.ops.loss.ways.kind import LossKind, make_layer
@@ -75,7 +75,7 @@ class _Total(torch.autograd.Function):
         fields, rest = chunk_ops.FIELDS, chunk_ops.FIELDS + chunk_ops.FACTORS
         layer = Layer(*inputs[: chunk_ops.LAYERS])
         how = LossTransform(*inputs[chunk_ops.LAYERS : fields])
-        factors = Factors(*inputs[fields:rest])
+        factors = LossFactors(*inputs[fields:rest])
         target, needs, plan, classes, begun = inputs[rest:]
         wanted, make = factors.find_outputs(), partial(factors.make_coefficients, target, how)
         if plan is None:
@@ -127,7 +127,7 @@ def _scale(kept: Sequence[torch.Tensor | None], by: torch.Tensor) -> list[torch.
 
 
 def find_total(
-    layer: Layer, target: torch.Tensor, how: LossTransform, factors: Factors, *rest: Any
+    layer: Layer, target: torch.Tensor, how: LossTransform, factors: LossFactors, *rest: Any
 ) -> torch.Tensor:
     """Compute the weighted sum of the rows' losses, and its gradients at once.
 
