@@ -504,7 +504,7 @@ def _compare_first(pair: Timed, dtype: torch.dtype, rows: int, width: int) -> tu
 
 
 def measure(names: Sequence[str], seconds: float) -> Iterator[tuple[str, str, str, list[str]]]:
-    """For each op, size and dtype the ratios as text, of which some ops have no third."""
+    """The ratios of each op, size and dtype as text; some ops have no third one."""
     for name in names:
         pair = PAIRS[name]
         for rows, width in pair.sizes:

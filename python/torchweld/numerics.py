@@ -59,6 +59,8 @@ SUMMED = _near(64, 8)
 # Several sums after another, as in a layer and its gradients; also of float64 numbers.
 CHAINED = _near(512, 64)
 CHAINED64 = _near(512, 64, torch.float64)
+# Gradients that are small sums of large terms, as those before a norm.
+CANCELLED = _near(8192, 8192)
 # Sums of float64 numbers in another order.
 FLOAT64 = {"rtol": 1e-11, "atol": 1e-12}
 # Two functions whose formulas are equal, on a few float32 numbers.

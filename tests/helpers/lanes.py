@@ -31,6 +31,7 @@ NIGHTLY = {
     "pytorch/test_support.py::test_aotinductor": "compiles C++; test_export runs the same graph",
     "tools/test_bench_blocks.py::test_a_block_is_timed_before_and_after_fuse": "it times",
     "tools/test_docs.py::test_a_pages_processes_run": "the tests of distributed/ make these calls",
+    "tools/test_gpu.py::test_a_fault_is_its_ops": "it waits for processes that hang",
     "tools/test_gpu.py::test_scripts_run_to_their_end": "models train; other tests time and record",
     "tools/test_memory_over_calls.py": "a leak shows only after many calls",
     "tools/test_overhead.py::test_host_time_of_a_call": "it times",
