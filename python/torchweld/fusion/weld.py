@@ -438,7 +438,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Left:
+class Skipped:
     """A module that resembles a known kind, and the reason not to change it."""
 
     module: torch.nn.Module

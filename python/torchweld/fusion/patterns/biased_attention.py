@@ -15,9 +15,9 @@ from torchweld.fusion import probe
 from torchweld.fusion.rewrite import reads, rewrite, unwrap, why_not
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import (
-    Left,
     Proposal,
     Rewritten,
+    Skipped,
     forward_of,
     propose,
     why_not_change,
@@ -151,11 +151,11 @@ class _Scope(torch.nn.Module):
         return self.attention(x, **more)[0]
 
 
-def find_biased_attention(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+def find_biased_attention(module: torch.nn.Module, view: View) -> Iterator[Proposal | Skipped]:
     """An attention of T5's, Swin's or DeepSeek-V3's kind, and blocks of LongT5's kind."""
     forward, what = forward_of(module), type(module).__name__
     if reads(forward, "_split_into_blocks", "_concatenate_3_blocks"):
-        yield Left(module, what, _CUTS)
+        yield Skipped(module, what, _CUTS)
         return
     if not reads(forward, _FUNCTIONS, _GET) or not _has_slow_attention(module):
         return
@@ -164,7 +164,7 @@ def find_biased_attention(module: torch.nn.Module, view: View) -> Iterator[Propo
     if reason is None and hidden is None:
         reason = "it has no projection"
     if reason is not None:
-        yield Left(module, what, reason)
+        yield Skipped(module, what, reason)
         return
     assert hidden is not None
     device = view.device(module)

@@ -30,9 +30,9 @@ from torchweld.fusion.trial import why_not_same
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import (
     Change,
-    Left,
     Proposal,
     Rewritten,
+    Skipped,
     Weld,
     forward_of,
     name_hooks,
@@ -173,7 +173,7 @@ class LossHead(Weld):
             )
 
 
-def find_loss(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+def find_loss(module: torch.nn.Module, view: View) -> Iterator[Proposal | Skipped]:
     """A model of transformers whose forward calls its head, and then its loss.
 
     The loss is self.loss_function, or torch's CrossEntropyLoss.
@@ -197,7 +197,7 @@ def find_loss(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
     if reason is None:
         reason = view.ask_once("loss", module, lambda: _why_not_same(module, settings))
     if reason is not None:
-        yield Left(module, what, reason)
+        yield Skipped(module, what, reason)
         return
     becomes = "linear_cross_entropy in training, logits when read"
     changes = (Change(module, LanguageLoss, becomes, settings), Change(last, LossHead))
