@@ -23,6 +23,7 @@ import torch
 
 from torchweld import state
 from torchweld.dispatch import choice, proof, seeds
+from torchweld.dispatch.autograd import Ready
 from torchweld.dispatch.call import Decision
 from torchweld.dispatch.kernels import Casting, Kernel
 from torchweld.dispatch.warm.generate import compile_function
@@ -34,6 +35,7 @@ from torchweld.dispatch.warm.guards import (
     is_constant,
     make_guard,
 )
+from torchweld.dispatch.warm.plans import Planned, Repeated
 from torchweld.dispatch.warm.sizes import Extents, find_varying, measure
 from torchweld.registry import OPS, Op
 
@@ -45,10 +47,14 @@ _SIZES, _ALIKE, _FORMS, _CALLS = 1024, 4, 16, 8
 
 
 class _Way(NamedTuple):
-    """A cached call: which calls are like it, and the function that serves them."""
+    """A cached call: which calls are like it, and the function that serves them.
+
+    `narrow` makes the way of calls that have the sizes of a call, which a plan may serve.
+    """
 
     matches: Guard
     run: Callable[..., Any]
+    narrow: Callable[[Sequence[Any]], _Way | None] | None = None
 
 
 class _Form(NamedTuple):
@@ -102,6 +108,12 @@ class _Cache:
         others = [one for one in sizes.get(size, ()) if one is not way]
         sizes[size] = (way, *others)[:_ALIKE]
 
+    def adopt(self, size: int, way: _Way, given: Sequence[Any]) -> Callable[..., Any]:
+        """Keep a way of any sizes for calls of this one, whose plan hangs on it."""
+        way = (way.narrow and way.narrow(given)) or way
+        self.keep(size, way)
+        return way.run
+
     def clear(self) -> None:
         """Forget all calls."""
         self.ways.clear()
@@ -124,7 +136,8 @@ def list_generated(function: Callable[..., Any], given: Sequence[Any]) -> list[A
                 served = [cell.cell_contents for cell in way.run.__closure__ or ()]
                 nodes = [getattr(each, "__self__", None) for each in served]
                 forwards = [getattr(node, "forward", None) for node in nodes]
-                return [function, *way, *served, *forwards]
+                plans = [each.forward for each in served if isinstance(each, Repeated)]
+                return [function, *way[:2], *served, *forwards, *plans]
     return [function]
 
 
@@ -228,15 +241,14 @@ def _whole({given}):
 _SERVE = """\
     try:{small}
         _kept, _size = _ways[_choice.forced], _numel({first})
-        for _matches, _run in _kept.get(_size, ()):
+        for _matches, _run, _ in _kept.get(_size, ()):
             if _matches({given}):
                 break
         else:
             _run = None
             for _way in _kept[-1]:
                 if _way[0]({given}):
-                    _cache.keep(_size, _way)
-                    _run = _way[1]
+                    _run = _cache.adopt(_size, _way, ({given},))
                     break
     except _INCOMPARABLE:
         _run = None
@@ -281,18 +293,21 @@ def _find(function: Callable[..., Any], cache: _Cache, given: Sequence[Any]) -> 
 def _keep(cache: _Cache, decision: Decision, given: Sequence[Any]) -> None:
     """Keep a decision, for calls with other sizes too if one like it had others."""
     x = given[0]
+    function = decision.function
+    kernel = function.kernel if isinstance(function, Casting) else function
+    is_planned = isinstance(kernel, Kernel) and kernel.backend == "triton"
     # What is no op's decides by alignment itself, as losses do: their targets may be a slice.
-    aligned = decision.op is not None and choice.is_on_gpu(x)
+    aligned = is_planned or (decision.op is not None and choice.is_on_gpu(x))
     compare = functools.partial(
-        make_guard, given, aligned=aligned, shaped=cache.shaped, seed_at=cache.seed_at
+        make_guard, aligned=aligned, shaped=cache.shaped, seed_at=cache.seed_at
     )
-    matches = compare()
+    matches = compare(given)
     made = matches and _make_run(decision, cache, given)
     if not (matches and made):
         return
-    run, recipe = made
+    make_run, recipe = made
     recipe = (_describe(given, cache.shaped, cache.seed_at), recipe)
-    way = _Way(matches, run)
+    way = _Way(matches, make_run(True))
     calls: list[Extents] = [measure(given)]
     key = cache.key_of(x)
     forms = list(cache.forms.get(key, ())) if _may_vary(decision, x) else []
@@ -300,13 +315,24 @@ def _keep(cache: _Cache, decision: Decision, given: Sequence[Any]) -> None:
         if len(form.calls) >= _CALLS or not _is_equal(form.recipe, recipe):
             continue
         varying = find_varying([*form.calls, *calls], cache.sources)
-        if varying and (matches := compare(varying=varying, conditions=_write_span(decision))):
-            way, calls = _Way(matches, run), [*form.calls, *calls]
+        conditions = _write_span(decision)
+        if varying and (matches := compare(given, varying=varying, conditions=conditions)):
+            narrow = functools.partial(_narrow, compare, make_run) if is_planned else None
+            way, calls = _Way(matches, make_run(False), narrow), [*form.calls, *calls]
             del forms[at]
             break
     cache.keep(-1 if len(calls) > 1 else x.numel(), way)
     if _may_vary(decision, x):
         cache.forms[key] = (_Form(way, recipe, calls), *forms)[:_FORMS]
+
+
+def _narrow(
+    compare: Callable[..., Guard | None],
+    make_run: Callable[[bool], Callable[..., Any]],
+    given: Sequence[Any],
+) -> _Way | None:
+    matches = compare(given)
+    return _Way(matches, make_run(True)) if matches else None
 
 
 def _may_vary(decision: Decision, x: torch.Tensor) -> bool:
@@ -355,9 +381,10 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 def _make_run(
     decision: Decision, cache: _Cache, given: Sequence[Any]
-) -> tuple[Callable[..., Any], Any] | None:
-    """A function of the raw arguments that does what was decided, and its recipe.
+) -> tuple[Callable[[bool], Callable[..., Any]], Any] | None:
+    """What makes a function of the raw arguments that does what was decided, and its recipe.
 
+    It is told whether calls of that function have the same sizes, so that plans may serve them.
     None if an input is neither a raw argument of its name, nor a constant, the seed of dropout, or
     made of raw arguments by `arrange`.
     """
@@ -370,7 +397,14 @@ def _make_run(
         function, first, taken_at = decision.function, [], range(len(inputs))
         results = op.public if op else ()
         places = [f"r[{at}]" for at in range(len(results))] if len(results) > 1 else ["r"]
+    called = "function"
     constants, arguments = [*first], [f"c{at}" for at in range(len(first))]
+    if isinstance(function, Planned):
+        constants, called, function = [Ready(function, function)], "c0.forward", None
+    # Arguments that are compared by their form may be arranged as tensors of other sizes.
+    is_alike = not any(type(value) is cache.shaped for value in given)
+    is_planned = bool(constants) and is_alike and isinstance(constants[0].forward, Planned)
+    kept = len(constants)
     taken: dict[str, int] = {}
     arranging, others = "", []  # others must be constants
     if decision.arrange is not None:
@@ -402,19 +436,20 @@ def _make_run(
             others.append(value)
     if not is_constant(others):
         return None
-    constants[len(first) :] = copy_constant(constants[len(first) :])
+    constants[kept:] = copy_constant(constants[kept:])
     # A tensor that the op does not take may have decided an argument by its numbers.
     if {*raw.values()} - {*taken.values(), seed_at}:
         return None
-    code = (arranging, ", ".join(arguments), _write_results(decision, places, taken))
+    served = f"{called}({', '.join(arguments)})"
+    code = (arranging, served, _write_results(decision, places, taken))
     make = _write_run(len(given), *code, len(constants))
+
+    def make_run(is_exact: bool) -> Callable[..., Any]:
+        own = [Repeated(constants[0]), *constants[1:]] if is_exact and is_planned else constants
+        return make(function, decision.arrange, *own)  # type: ignore[no-any-return]
+
     functions = _identify(function), _identify(decision.arrange)
-    return make(function, decision.arrange, *constants), (
-        *functions,
-        code,
-        tuple(constants),
-        decision[-2:],
-    )
+    return make_run, (*functions, code, tuple(constants), decision[-2:])
 
 
 def _write_seed(op: Op, given: Sequence[Any], seed_at: int | None) -> str:
@@ -445,7 +480,7 @@ def _identify(function: Any) -> Any:
 
 @functools.cache
 def _write_run(
-    given: int, arranging: str, arguments: str, returned: str, constants: int
+    given: int, arranging: str, served: str, returned: str, constants: int
 ) -> Callable[..., Any]:
     """Make a function that makes the ready functions of such calls."""
     kept = "".join(f", c{at}" for at in range(constants))
@@ -453,7 +488,7 @@ def _write_run(
         f"def make(function, arrange{kept}):",
         f"    def run({', '.join(f'a{at}' for at in range(given))}):",
         f"        {arranging}" if arranging else "",
-        f"        r = function({arguments})",
+        f"        r = {served}",
         f"        return {returned}",
         "    return run",
     ]

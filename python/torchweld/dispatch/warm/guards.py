@@ -8,7 +8,7 @@ generated code compares the other arguments without a loop.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -130,7 +130,6 @@ def make_guard(
     if varying is not None:
         conditions = (*varying.conditions, *conditions)
         sizes, strides = ([each[at] for at in tensors] for each in varying[:2])  # type: ignore[assignment]
-    exact: dict[str, Any] = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
     kind = next(iter(places.values())).device.type
     autocast = torch.is_autocast_enabled(kind)
     elements: dict[str, type] = {}
@@ -138,13 +137,25 @@ def make_guard(
         _add_elements(elements, f"a{i}", value)
     classes = [type(v) for v, kind in zip(given, kinds, strict=True) if kind in ("v", "o")]
     return _write_guard((*kinds,), aligned, (*elements,), (*conditions,))(
-        guards.TensorGuards(*tensors.values(), **exact).check,
+        _compare(tensors.values(), sizes, strides),
         tuple(values),
         tuple(classes),
         (*elements.values(),),
         torch.is_grad_enabled(),
         (kind, torch.get_autocast_dtype(kind)) if autocast else None,
     )
+
+
+def compare_exactly(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """What compares tensors, which differ from one another, as a guard does, and nothing else."""
+    return _compare(tensors, [[*t.shape] for t in tensors], [[*t.stride()] for t in tensors])
+
+
+def _compare(
+    tensors: Collection[torch.Tensor], sizes: Sequence[Any], strides: Sequence[Any]
+) -> Callable[..., bool]:
+    exact: dict[str, Any] = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
+    return guards.TensorGuards(*tensors, **exact).check  # type: ignore[no-any-return]
 
 
 def _add_elements(to: dict[str, type], name: str, value: Any) -> None:

@@ -15,7 +15,7 @@ build tensor descriptors directly, skipping Triton's checks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchweld.dispatch.warm.generate import compile_function
-from torchweld.dispatch.warm.guards import Guard, guards, has_lazy, make_guard
+from torchweld.dispatch.warm.guards import (
+    ALIGNMENT,
+    Guard,
+    compare_exactly,
+    guards,
+    has_lazy,
+    make_guard,
+)
 from torchweld.isolate import leave_dispatch_modes
 
 _ALLOCATIONS = {
@@ -77,49 +84,98 @@ class _Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A recorded call."""
+    """A recorded call. Tensors are numbered: first the call's arguments, then those made."""
 
     device: int  # -1: the CPU, for Triton's interpreter
+    inputs: str  # a letter for each argument, of `_letter_of`
     steps: list[_Step]
+    made: Sequence[Callable[[], torch.Tensor]]  # what allocates them
+    results: Sequence[str]
     seed: int | None  # the argument whose number launches take
-    function: Callable[..., Any]
+    launching: Any
+    function: Callable[..., Any] | None = None  # by `bind`, for Planned
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """Allocate, launch, and return the results."""
+        assert self.function is not None
         return self.function(*inputs)
+
+    def bind(
+        self, otherwise: Callable[..., Any], matches: Callable[..., bool] | None = None
+    ) -> Callable[..., Any]:
+        """A function that repeats the call; `otherwise` serves calls that are not like it.
+
+        Its callers have compared all arguments; only a seed may have come to another device. With
+        `matches`, which compares tensors, the function asks about all but constants itself.
+        """
+        return _write(self, otherwise, matches)
+
+
+def _letter_of(x: Any) -> str:
+    """What a plan asks of an argument: "s" stands for seeds, which a GPU's graph keeps there."""
+    if isinstance(x, torch.Tensor):
+        is_seed = x.dtype is torch.int64 and x.numel() == 1
+        return ("h" if x.is_cpu else "s") if is_seed else "t"
+    return {None: "n", True: "y", False: "f"}[x] if x is None or isinstance(x, bool) else "v"
+
+
+def _ask(plan: Plan, is_compared: bool) -> Iterator[str]:
+    """The conditions under which a plan may be repeated, as code.
+
+    `matches` also notices modes and transforms, by what they add to a tensor's dispatch keys.
+    """
+    places = [*enumerate(plan.inputs)]
+    if plan.device >= 0:  # Triton launches on the current device, and has no other way to be told
+        yield f"current() == {plan.device}"
+    if is_compared:
+        yield from (f"t{at}.is_cpu is {kind == 'h'}" for at, kind in places if kind in "hs")
+        return
+    yield f"matches({', '.join(f't{at}' for at, kind in places if kind in 'ths')})"
+    words = {"n": "None", "y": "True", "f": "False"}
+    yield from (f"t{at} is {words[kind]}" for at, kind in places if kind in words)
 
 
 def _write(
-    inputs: int,
-    made: Sequence[torch.Tensor],
-    steps: Sequence[_Step],
-    results: Sequence[str],
-    seed: int | None,
-    launching: Any,
+    plan: Plan, otherwise: Callable[..., Any], matches: Callable[..., bool] | None
 ) -> Callable[..., Any]:
-    """Make a plan's function. Tensors are numbered: first the call's arguments, then those made."""
-    scope: dict[str, Any] = {"describe": _describe, "check": launching.check_allocated}
-    lines = [f"def run({', '.join(f't{number}' for number in range(inputs))}):"]
-    read = {number for step in steps for _, number in (*step.places, *step.described)}
-    for number in sorted(number for number in read if number < inputs):
-        lines.append(f"if t{number}.data_ptr() < {launching.FAR}: check(t{number})")
-    for number, tensor in enumerate(made, inputs):
-        scope[f"make{number}"] = _allocation_of(tensor)
+    """Make a plan's function."""
+    inputs, launching = len(plan.inputs), plan.launching
+    scope: dict[str, Any] = {
+        "describe": _describe,
+        "check": launching.check_allocated,
+        "otherwise": otherwise,
+        "matches": matches,
+        "current": getattr(torch._C, "_cuda_getDevice", None),
+    }
+    tensors = ", ".join(f"t{number}" for number in range(inputs))
+    refuse = f"    return otherwise({tensors})"
+    lines = [f"def run({tensors}):"]
+    if conditions := " and ".join(_ask(plan, matches is None)):
+        lines += [f"if not ({conditions}):", refuse]
+    taken = {number for step in plan.steps for _, number in (*step.places, *step.described)}
+    read = sorted(number for number in taken if number < inputs)
+    lines += [f"p{number} = t{number}.data_ptr()" for number in read]
+    if matches is not None and read:
+        lines += [f"if ({' | '.join(f'p{number}' for number in read)}) % {ALIGNMENT}:", refuse]
+    lines += [f"if p{number} < {launching.FAR}: check(t{number})" for number in read]
+    for number, allocate in enumerate(plan.made, inputs):
+        scope[f"make{number}"] = allocate
         lines.append(f"t{number} = make{number}()")
-    if seed is not None:
-        lines.append(f"seed = t{seed}.item()")
-    for at, step in enumerate(steps):
+    if plan.seed is not None:
+        lines.append(f"seed = t{plan.seed}.item()")
+    for at, step in enumerate(plan.steps):
         scope[f"launch{at}"] = step.launch
         scope |= {f"c{at}_{place}": value for place, value in enumerate(step.arguments)}
         given = [f"c{at}_{place}" for place in range(len(step.arguments))]
         for place, number in step.places:
-            given[place] = f"t{number}.data_ptr()" if step.by_address else f"t{number}"
+            address = f"p{number}" if number in read else f"t{number}.data_ptr()"
+            given[place] = address if step.by_address else f"t{number}"
         for place, number in step.described:
             given[place] = f"describe(t{number}, {given[place]})"
         if step.seed_at is not None:
             given[step.seed_at] = "seed"
         lines.append(f"launch{at}({', '.join(given)})")
-    lines.append(f"return {', '.join(results)}".strip())
+    lines.append(f"return {', '.join(plan.results)}".strip())
     return compile_function("run", "\n    ".join(lines), scope, "a plan")
 
 
@@ -187,8 +243,9 @@ class _Recorder(TorchDispatchMode):
         names = [f"t{number}" for number in numbers]
         if isinstance(result, tuple):
             names = [*names, ""]
-        function = _write(len(inputs), made, steps, names, seed, self._launching)
-        return Plan(device, steps, seed, function)
+        letters = "".join(map(_letter_of, inputs))
+        allocate = [*map(_allocation_of, made)]
+        return Plan(device, letters, steps, allocate, names, seed, self._launching)
 
     def _make_step(
         self,
@@ -282,7 +339,7 @@ class Planned:
     """
 
     def __init__(self, find: Callable[[], Callable[..., Any]], overload: Any) -> None:
-        self._find, self._overload = find, overload
+        self._find, self.overload = find, overload
         # By the elements of the first tensor; no plan where a call cannot be repeated.
         self._plans: dict[int, tuple[tuple[Guard, Plan | None], ...]] = {}
 
@@ -291,45 +348,76 @@ class Planned:
         plans = self._plans.get(size, ())
         for matches, plan in plans:
             if matches(*inputs):
-                if plan is not None and _is_current(plan.device):
+                if plan is not None:
                     return plan.run(inputs)
                 break
         else:
-            function = self._find()
-            launching = getattr(function, "launching", None)
-            is_fit = launching and not has_lazy(inputs)
-            found = is_fit and make_guard(inputs, aligned=True)
-            if found and len(plans) < _ALIKE and _recording.acquire(blocking=False):
-                try:
-                    plan, result = _record(function, launching, inputs)
-                finally:
-                    _recording.release()
+            tried = self.record(inputs) if len(plans) < _ALIKE else None
+            if tried is not None:
                 if len(self._plans) >= _SIZES:
                     self._plans.clear()
-                self._plans[size] = (*self._plans.get(size, ()), (found, plan))
+                matches, plan, result = tried
+                plan = plan and plan._replace(function=plan.bind(self.overload))
+                self._plans[size] = (*self._plans.get(size, ()), (matches, plan))
                 return result
-        return self._overload(*inputs)
+        return self.overload(*inputs)
+
+    def record(self, inputs: Sequence[Any]) -> tuple[Guard, Plan | None, Any] | None:
+        """Run a call that can be recognised: its guard, its plan, if it has one, and its results.
+
+        None if it cannot, or if another thread is recording; nothing ran.
+        """
+        function = self._find()
+        launching = getattr(function, "launching", None)
+        if launching is None or has_lazy(inputs):
+            return None
+        found = make_guard(inputs, aligned=True)
+        if found is None or not _recording.acquire(blocking=False):
+            return None
+        recorder = _Recorder(launching)
+        launching.watch(recorder)
+        try:
+            with recorder:
+                result = function(*inputs)
+        finally:
+            launching.watch(None)
+            _recording.release()
+        return found, recorder.make_plan(inputs, result), result
+
+
+class Repeated:
+    """Both steps of calls that are alike, as their caller has compared; it stands for a Ready.
+
+    A plan takes each step's place once a call was recorded. The forward's compares nothing again.
+    The backward's asks about its tensors: gradients come as they are, and hooks or a new `.data`
+    may have replaced saved ones. A call that is not like the plan's has the step's own plans.
+    """
+
+    __slots__ = ("_steps", "backward", "forward", "rest", "same", "unsaved")
+
+    def __init__(self, steps: Any) -> None:
+        self._steps = steps
+        self.forward, self.backward = self._record_forward, self._record_backward
+        self.rest, self.unsaved, self.same = steps.rest, steps.unsaved, steps.same
+
+    def _record_forward(self, *inputs: Any) -> Any:
+        step: Planned = self._steps.forward
+        if (tried := step.record(inputs)) is None:
+            return step.overload(*inputs)
+        _, plan, result = tried
+        self.forward = step.overload if plan is None else plan.bind(step)
+        return result
+
+    def _record_backward(self, *inputs: Any) -> Any:
+        step: Planned = self._steps.backward
+        if (tried := step.record(inputs)) is None:
+            return step.overload(*inputs)
+        _, plan, result = tried
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+        self.backward = step if plan is None else plan.bind(step, compare_exactly(tensors))
+        return result
 
 
 def _count_elements(inputs: Sequence[Any]) -> int:
     x = inputs[0]  # a gradient that is absent is None
     return next(t for t in inputs if t is not None).numel() if x is None else x.numel()  # type: ignore[no-any-return]
-
-
-def _record(
-    function: Callable[..., Any], launching: Any, inputs: Sequence[Any]
-) -> tuple[Plan | None, Any]:
-    """Run the call; returns its plan, too. `launching` is the module triton_kernels/launch.py."""
-    recorder = _Recorder(launching)
-    launching.watch(recorder)
-    try:
-        with recorder:
-            result = function(*inputs)
-    finally:
-        launching.watch(None)
-    return recorder.make_plan(inputs, result), result
-
-
-def _is_current(device: int) -> bool:
-    """Whether Triton launches on this device; it has no other way to be told."""
-    return device < 0 or torch._C._cuda_getDevice() == device
