@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import Launch, launch, replayed, run
 from .linear_act_specialised import runs_on
-from .symmetric_specialised import symmetric_launch
+from .symmetric_specialised import symmetric_launch, whole_launch
 from .tile import fits
 
 _TILE, _INNER = 128, 64
@@ -123,6 +123,27 @@ def symmetric_product(
     is_specialised = runs_on(x.device) and fits(result.view(-1, size))
     make = symmetric_launch if is_specialised else _launch
     run(x, make(x, y, result, alpha, beta))
+    return result
+
+
+@replayed
+def added_product(factor: torch.Tensor, x: torch.Tensor, beta: float) -> torch.Tensor:
+    """factor x + beta x, on sm_90."""
+    count, size, columns = x.shape
+    result = torch.empty_like(x)
+    if factor.shape != (count, size, size):
+        raise ValueError("the factor does not fit x")
+    if factor.dtype != x.dtype or factor.device != x.device:
+        raise ValueError("the matrices differ in dtype or device")
+    if not (factor.is_contiguous() and x.is_contiguous()):
+        raise ValueError("the matrices are not contiguous")
+    if max(x.numel(), factor.numel()) >= 2**31:
+        raise ValueError("the batch has 2**31 elements or more")
+    if not x.numel():
+        return result
+    if not (runs_on(x.device) and fits(factor.view(-1, size), x.view(-1, columns))):
+        raise ValueError("the GPU is another one, or rows do not begin at multiples of 16 bytes")
+    run(x, whole_launch(factor, x, result, beta))
     return result
 
 

@@ -10,6 +10,9 @@ memory where they will drop theirs, some steps before the end.
 
 At n = 8192 a product takes 33 x 32 tiles of 128 steps, each 1024 cycles of the tensor cores. Its
 end takes the four warps 8 squares of about 400 cycles, which the next tile's products hide.
+
+WHOLE products P X + beta X have tiles everywhere, which are copied out as they are. torch's begins
+with a copy of X, which it adds to.
 """
 
 # ruff: noqa: N803, SIM113 - constexprs are in capitals in Triton, which has no enumerate.
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -37,6 +41,7 @@ from .gluon_names import (
     warpgroup_mma_wait,
 )
 from .launch import Launch, launch, processors
+from .tile import tile_in_band
 
 _ROWS, _COLUMNS, _INNER, _STAGES = 128, 256, 64, 3
 _BAND = 16  # rows of tiles whose factors stay in L2
@@ -70,20 +75,38 @@ def place_of(number, BAND: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(factors, slots, ready, slot, place, sizes, BAND: gl.constexpr, ROWS: gl.constexpr,
-           COLUMNS: gl.constexpr, INNER: gl.constexpr):  # fmt: skip
+def _place(number, sizes, WHOLE: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
+           COLUMNS: gl.constexpr):  # fmt: skip
+    """Row and column of a matrix's tile."""
+    if WHOLE:
+        return tile_in_band(number, sizes[0], sizes[1], BAND, ROWS, COLUMNS)
+    else:
+        return place_of(number, BAND)
+
+
+@gluon.jit
+def _fetch(factors, slots, ready, slot, place, sizes, WHOLE: gl.constexpr, BAND: gl.constexpr,
+           ROWS: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr):  # fmt: skip
     """Start to copy the factors of a step, if there is one; returns the place of the next step."""
     tile, k, row, column = place
-    size, inner, tiles, each = sizes
+    size, _, inner, tiles, each = sizes
     if tile < tiles:
         if k == 0:
-            row_tile, column_tile = place_of(tile % each, BAND)
+            row_tile, column_tile = _place(tile % each, sizes, WHOLE, BAND, ROWS, COLUMNS)
             row = tile // each * size + row_tile * ROWS
-            column = tile // each * size + column_tile * COLUMNS
+            column = column_tile * COLUMNS
+            if not WHOLE:
+                column += tile // each * size
         arrived = ready.index(slot)
         mbarrier.expect(arrived, (ROWS + COLUMNS) * INNER * 2)
         copy_in(factors[0], [row, k], arrived, slots[0].index(slot))
-        copy_in(factors[1], [column, k], arrived, slots[1].index(slot))
+        right = slots[1].index(slot)
+        if WHOLE:  # rows past this matrix are zero, not the next one's
+            copy_in(
+                factors[1], [tile // each, k, column], arrived, right.reshape([1, INNER, COLUMNS])
+            )
+        else:
+            copy_in(factors[1], [column, k], arrived, right)
     k += INNER
     if k >= inner:
         k = 0
@@ -92,27 +115,28 @@ def _fetch(factors, slots, ready, slot, place, sizes, BAND: gl.constexpr, ROWS: 
 
 
 @gluon.jit
-def _multiply(factors, added, slots, dropping, barriers, sizes, alpha, beta, BAND: gl.constexpr,
-              ROWS: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr,
+def _multiply(factors, added, slots, dropping, barriers, sizes, alpha, beta, WHOLE: gl.constexpr,
+              BAND: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, INNER: gl.constexpr,
               STAGES: gl.constexpr):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, COLUMNS, 16]
     )
     PARTS: gl.constexpr = COLUMNS // SQUARE
     ready, dropped, taken, is_added = barriers
-    size, inner, tiles, each = sizes
+    size, _, inner, tiles, each = sizes
     flat: gl.constexpr = dropping.layout
     parts = reinterpret(dropping, dropping.dtype, [PARTS, ROWS, SQUARE], flat)
     place = gl.program_id(0), 0, 0, 0
     for first in gl.static_range(STAGES - 1):
-        place = _fetch(factors, slots, ready, first, place, sizes, BAND, ROWS, COLUMNS, INNER)
+        place = _fetch(factors, slots, ready, first, place, sizes, WHOLE, BAND, ROWS, COLUMNS,
+                       INNER)  # fmt: skip
     total = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     step, done = 0, 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         for k in range(0, inner, INNER):
             if added is not None and k == gl.maximum(inner - AHEAD * INNER, 0) // INNER * INNER:
                 mbarrier.wait(taken, (done & 1) ^ 1)
-                row_tile, column_tile = place_of(tile % each, BAND)
+                row_tile, column_tile = _place(tile % each, sizes, WHOLE, BAND, ROWS, COLUMNS)
                 mbarrier.expect(is_added, ROWS * COLUMNS * 2)
                 for part in gl.static_range(PARTS):
                     row = tile // each * size + row_tile * ROWS
@@ -120,12 +144,15 @@ def _multiply(factors, added, slots, dropping, barriers, sizes, alpha, beta, BAN
                     copy_in(added, corner, is_added, parts.index(part))
             slot = step % STAGES
             mbarrier.wait(ready.index(slot), (step // STAGES) & 1)
-            right = slots[1].index(slot).permute((1, 0))
+            right = slots[1].index(slot)
+            if not WHOLE:
+                right = right.permute((1, 0))
             total = warpgroup_mma(slots[0].index(slot), right, total, use_acc=k > 0, is_async=True)
             # Now the product before this one has read its slot, which is the next to be filled.
             total = warpgroup_mma_wait(1, deps=(total,))
             slot = (step + STAGES - 1) % STAGES
-            place = _fetch(factors, slots, ready, slot, place, sizes, BAND, ROWS, COLUMNS, INNER)
+            place = _fetch(factors, slots, ready, slot, place, sizes, WHOLE, BAND, ROWS, COLUMNS,
+                           INNER)  # fmt: skip
             step += 1
         total = warpgroup_mma_wait(0, deps=(total,))
         if added is not None:
@@ -182,16 +209,37 @@ def _finish(result, dropping, turned, barriers, sizes, BAND: gl.constexpr, ROWS:
         done += 1
 
 
+@gluon.jit
+def _copy_out(result, dropping, barriers, sizes, BAND: gl.constexpr, ROWS: gl.constexpr,
+              COLUMNS: gl.constexpr):  # fmt: skip
+    """Finish whole tiles."""
+    dropped, taken = barriers
+    PARTS: gl.constexpr = COLUMNS // SQUARE
+    flat: gl.constexpr = dropping.layout
+    parts = reinterpret(dropping, dropping.dtype, [PARTS, ROWS, SQUARE], flat)
+    tiles, each = sizes[3:]
+    done = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row_tile, column_tile = _place(tile % each, sizes, True, BAND, ROWS, COLUMNS)
+        mbarrier.wait(dropped, done & 1)
+        for part in gl.static_range(PARTS):
+            corner = [tile // each, row_tile * ROWS, column_tile * COLUMNS + part * SQUARE]
+            copy_out(result, corner, parts.index(part).reshape([1, ROWS, SQUARE]))
+        wait_for_stores(0)
+        mbarrier.arrive(taken, count=1)
+        done += 1
+
+
 @gluon.jit(do_not_specialize=["tiles", "each"])
-def symmetric_specialised(x, y, added, result, size, inner, tiles, each, alpha, beta,
-                          BAND: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-                          INNER: gl.constexpr, STAGES: gl.constexpr, FINISHING: gl.constexpr,
-                          REGISTERS: gl.constexpr):  # fmt: skip
-    """alpha x y^T + beta added, of each matrix in the batch."""
+def symmetric_specialised(x, y, added, result, size, columns, inner, tiles, each, alpha, beta,
+                          WHOLE: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
+                          COLUMNS: gl.constexpr, INNER: gl.constexpr, STAGES: gl.constexpr,
+                          FINISHING: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
+    """alpha x y^T + beta added, of each matrix in the batch; WHOLE: alpha x y + beta added."""
+    FACTOR: gl.constexpr = [STAGES, INNER, COLUMNS] if WHOLE else [STAGES, COLUMNS, INNER]
     x_slots = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, INNER], x.layout)
-    y_slots = gl.allocate_shared_memory(x.dtype, [STAGES, COLUMNS, INNER], y.layout)
+    y_slots = gl.allocate_shared_memory(x.dtype, FACTOR, x.layout)
     dropping = gl.allocate_shared_memory(x.dtype, [ROWS, COLUMNS], x.layout)
-    turned = gl.allocate_shared_memory(x.dtype, [SQUARE, SQUARE], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     dropped = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -202,24 +250,37 @@ def symmetric_specialised(x, y, added, result, size, inner, tiles, each, alpha, 
     mbarrier.init(taken, count=1)
     mbarrier.init(is_added, count=1)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_multiply, ((x, y), added, (x_slots, y_slots), dropping,
-                         (ready, dropped, taken, is_added), (size, inner, tiles, each), alpha, beta,
-                         BAND, ROWS, COLUMNS, INNER, STAGES)),
-            (_finish, (result, dropping, turned, (dropped, taken), (tiles, each), BAND, ROWS,
-                       COLUMNS)),
-        ],
-        [FINISHING],
-        [REGISTERS],
-    )  # fmt: skip
+    sizes = (size, columns, inner, tiles, each)
+    slots = (x_slots, y_slots)
+    barriers = (ready, dropped, taken, is_added)
+    if WHOLE:
+        gl.warp_specialize(
+            [
+                (_multiply, ((x, y), added, slots, dropping, barriers, sizes, alpha, beta, WHOLE,
+                             BAND, ROWS, COLUMNS, INNER, STAGES)),
+                (_copy_out, (result, dropping, (dropped, taken), sizes, BAND, ROWS, COLUMNS)),
+            ],
+            [FINISHING],
+            [REGISTERS],
+        )  # fmt: skip
+    else:
+        turned = gl.allocate_shared_memory(x.dtype, [SQUARE, SQUARE], x.layout)
+        gl.warp_specialize(
+            [
+                (_multiply, ((x, y), added, slots, dropping, barriers, sizes, alpha, beta, WHOLE,
+                             BAND, ROWS, COLUMNS, INNER, STAGES)),
+                (_finish, (result, dropping, turned, (dropped, taken), (tiles, each), BAND, ROWS,
+                           COLUMNS)),
+            ],
+            [FINISHING],
+            [REGISTERS],
+        )  # fmt: skip
 
 
-def _descriptor(matrices: torch.Tensor, *rows: int) -> TensorDescriptor:
+def _descriptor(matrices: torch.Tensor, *block: int) -> TensorDescriptor:
     dtype = gl.bfloat16 if matrices.dtype == torch.bfloat16 else gl.float16
-    block = [*rows, SQUARE.value]
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return TensorDescriptor.from_tensor(matrices, block, layout)
+    layout = gl.NVMMASharedLayout.get_default_for([*block], dtype)
+    return TensorDescriptor.from_tensor(matrices, [*block], layout)
 
 
 def count_tiles(size: int) -> tuple[int, int]:
@@ -235,14 +296,34 @@ def symmetric_launch(
     count, size, inner = x.shape
     each, band = count_tiles(size)
     rows, other = x.view(-1, inner), (x if y is None else y).view(-1, inner)
-    left = _descriptor(rows, _ROWS)
+    left = _descriptor(rows, _ROWS, _INNER)
+    factors = left, _descriptor(other, _COLUMNS, _INNER), left if beta else None
+    to = _descriptor(result, 1, SQUARE.value, SQUARE.value)
+    sizes = size, size, inner, count * each, each
+    return _launch(*factors, to, *sizes, float(alpha), float(beta), WHOLE=False, BAND=band)
+
+
+def whole_launch(
+    factor: torch.Tensor, x: torch.Tensor, result: torch.Tensor, beta: float
+) -> Launch:
+    """factor x + beta x."""
+    count, size, columns = x.shape
+    each = triton.cdiv(size, _ROWS) * triton.cdiv(columns, _COLUMNS)
+    left = _descriptor(factor.view(-1, size), _ROWS, _INNER)
+    added = _descriptor(x.view(-1, columns), _ROWS, SQUARE.value)
+    factors = left, _descriptor(x, 1, _INNER, _COLUMNS), added
+    to = _descriptor(result, 1, _ROWS, SQUARE.value)
+    sizes = size, columns, size, count * each, each
+    return _launch(*factors, to, *sizes, 1.0, float(beta), WHOLE=True, BAND=_BAND)
+
+
+def _launch(left: TensorDescriptor, *given: Any, **how: Any) -> Launch:
+    tiles = given[6]
     return launch(
         symmetric_specialised,
-        min(count * each, processors(x.device)),
-        *(left, _descriptor(other, _COLUMNS), left if beta else None),
-        *(_descriptor(result, 1, SQUARE.value), size, inner, count * each, each),
-        *(float(alpha), float(beta)),
-        BAND=band,
+        min(tiles, processors(left.base.device)),
+        *(left, *given),
+        **how,
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
         INNER=_INNER,
@@ -263,3 +344,4 @@ def aot_cases(capability: int) -> Iterator[tuple[str, Launch]]:
         name = f"symmetric {dtype}, warp-specialised".replace("torch.", "")
         yield name, symmetric_launch(x, None, x, 1.0, 0.0)
         yield f"{name}, added", symmetric_launch(x, x, x, 2.0, 0.5)
+        yield f"{name}, whole", whole_launch(x, x, x, 0.5)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,18 @@ def _worst(shape: tuple[int, int, int], is_added: bool, *, two: bool = False) ->
     return error if torch.equal(found, found.mT) else float("inf")
 
 
+def _worst_added(shape: tuple[int, int, int], first: float = 1.0) -> float:
+    """The largest error of a factor's product with a matrix that is added, in its bound."""
+    factor, x = _random(shape[0], shape[1], shape[1]), _random(*shape)
+    x[0] *= first
+    found = symmetric.added_product(factor, x, 0.5)
+    wide, left = x.double(), factor.double()
+    exact, terms = left @ wide + 0.5 * wide, left.abs() @ wide.abs() + 0.5 * wide.abs()
+    bound = 2.0**-11 * exact.abs() + (shape[1] + 2) * 2.0**-24 * terms + 2.0**-25
+    error = ((found.double() - exact).abs() / bound).nan_to_num(torch.inf)
+    return error[first != 1 :].max().item()
+
+
 SIZES = [(1, 128, 64), (3, 136, 136), (2, 264, 264), (1, 520, 520), (2, 384, 384)]
 
 
@@ -78,6 +92,18 @@ def test_products_by_specialised_warps(
     assert _worst(shape, is_added) <= 1
     assert _worst(shape, is_added, two=True) <= 1
     assert started == 2 * ["symmetric_specialised"]
+
+
+WHOLE = [(1, 128, 256), (2, 136, 520), (3, 264, 64), (2, 72, 1032), (1, 640, 640)]
+
+
+@pytest.mark.parametrize("shape", WHOLE, ids=lambda shape: "x".join(map(str, shape)))
+def test_products_with_an_added_matrix(shape: tuple[int, int, int], started: list[str]) -> None:
+    """Tiles and steps that end in the next matrix, whose numbers may be infinite."""
+    assert _worst_added(shape) <= 1
+    assert started == ["symmetric_specialised"]
+    if shape[0] > 1:
+        assert _worst_added(shape, math.inf) <= 1
 
 
 def test_rows_that_descriptors_do_not_take(started: list[str]) -> None:
@@ -94,6 +120,31 @@ def test_every_tile_has_a_place(size: int) -> None:
     assert sorted(found) == [(row, column) for row in range(rows) for column in range(row // 2 + 1)]
 
 
+WHOLE_FAULTS: dict[str, tuple[Any, ...]] = {
+    "a step's factor of another step": (
+        "factors[1], [tile // each, k, column]",
+        "factors[1], [tile // each, k // 2, column]",
+    ),
+    "another matrix's factor": (
+        "factors[1], [tile // each, k, column]",
+        "factors[1], [0, k, column]",
+    ),
+    "another part is added": ("parts.index(part))\n", "parts.index(0))\n"),
+    "no wait for a tile": (
+        "        mbarrier.wait(dropped, done & 1)\n        for part in gl.static_range(PARTS):\n",
+        "        for part in gl.static_range(PARTS):\n",
+    ),
+    "a tile is given back while it is copied out": (
+        "            copy_out(result, corner, parts.index(part).reshape([1, ROWS, SQUARE]))\n"
+        "        wait_for_stores(0)\n",
+        "            copy_out(result, corner, parts.index(part).reshape([1, ROWS, SQUARE]))\n",
+    ),
+    "another matrix's result": (
+        "[tile // each, row_tile * ROWS, column_tile * COLUMNS + part * SQUARE]",
+        "[0, row_tile * ROWS, column_tile * COLUMNS + part * SQUARE]",
+    ),
+    "tiles of a triangle": ("sizes, True, BAND", "sizes, False, BAND"),
+}
 FAULTS: dict[str, tuple[Any, ...]] = {
     "no wait for factors": (
         "            mbarrier.wait(ready.index(slot), (step // STAGES) & 1)\n",
@@ -116,10 +167,13 @@ FAULTS: dict[str, tuple[Any, ...]] = {
         "        fence_async_shared()\n        mbarrier.arrive(dropped, count=1)\n",
         "        mbarrier.arrive(dropped, count=1)\n",
     ),
-    "no wait for a tile": ("        mbarrier.wait(dropped, done & 1)\n", ""),
+    "no wait for a tile": (
+        "        mbarrier.wait(dropped, done & 1)\n        for part in range(COLUMNS",
+        "        for part in range(COLUMNS",
+    ),
     "a tile is given back while it is copied out": (
-        "        wait_for_stores(0)\n        mbarrier.arrive(taken, count=1)\n",
-        "        mbarrier.arrive(taken, count=1)\n        wait_for_stores(0)\n",
+        "turned.reshape([1, SQUARE, SQUARE]))\n        wait_for_stores(0)\n",
+        "turned.reshape([1, SQUARE, SQUARE]))\n",
     ),
     "a square is turned while the last one is copied out": (
         "                    wait_for_stores(0)\n",
@@ -136,14 +190,32 @@ FAULTS: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[tuple[Any, ...]], None]:
+    """What replaces the module by one with a fault."""
+
+    def plant(fault: tuple[Any, ...]) -> None:
+        name = "torchweld.triton_kernels.symmetric_specialised"
+        text = Path(str(symmetric_specialised.__file__)).read_text()
+        module = imitated_gluon.plant(text, fault, tmp_path, name)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    return plant
+
+
+@pytest.mark.parametrize("fault", WHOLE_FAULTS)
+def test_a_planted_fault_of_whole_tiles_is_found(
+    fault: str, started: list[str], plant: Callable[[tuple[Any, ...]], None]
+) -> None:
+    plant(WHOLE_FAULTS[fault])
+    assert imitated_gluon.is_found(lambda: _worst_added((3, 264, 520)), 1)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(
-    fault: str, started: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    fault: str, started: list[str], plant: Callable[[tuple[Any, ...]], None]
 ) -> None:
-    name = "torchweld.triton_kernels.symmetric_specialised"
-    text = Path(str(symmetric_specialised.__file__)).read_text()
-    module = imitated_gluon.plant(text, FAULTS[fault], tmp_path, name)
-    monkeypatch.setitem(sys.modules, name, module)
+    plant(FAULTS[fault])
 
     def measure() -> float:
         # Factors that commute but for rounding: only with two of them a tile is not symmetric.
@@ -230,12 +302,27 @@ def test_matrices_are_orthogonalised_by_it(gram: bool, monkeypatch: pytest.Monke
         assert (tiled - wide).norm() <= 1.5 * (plain - wide).norm() < 0.02 * wide.norm()
 
 
+def test_a_step_adds_by_it(monkeypatch: pytest.MonkeyPatch, started: list[str]) -> None:
+    """All three products of a step are warp-specialised, and as exact as torch's."""
+    x = _random(2, 64, 136) / 32
+    monkeypatch.setattr(orthogonal, "has_descriptors", lambda _: True)
+    monkeypatch.setattr(orthogonal, "has_warp_groups", lambda _: True)
+    monkeypatch.setattr(orthogonal, "_TILES_FROM", 8)
+    with torchweld.use_backend("triton"):
+        found = orthogonal._by_steps(x, [orthogonal.QUINTIC])
+    assert started == 3 * ["symmetric_specialised"]
+    (a, b, c), wide = orthogonal.QUINTIC, x.double()
+    gram = wide @ wide.mT
+    exact = a * wide + (b * gram + c * gram @ gram) @ wide
+    assert (found - exact).norm() <= 2 * 2.0**-11 * exact.norm()
+
+
 @pytest.mark.parametrize("gram", [False, True])
 def test_batches_repeat_plans(gram: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second batch on, with the coefficients of all steps, no product is planned again."""
     planned, ran = [], []
-    record, run = plans._record, plans.Plan.run
-    monkeypatch.setattr(plans, "_record", lambda *a: planned.append(a) or record(*a))
+    record, run = plans.Planned.record, plans.Plan.run
+    monkeypatch.setattr(plans.Planned, "record", lambda *a: planned.append(a) or record(*a))
     monkeypatch.setattr(plans.Plan, "run", lambda plan, x: ran.append(plan) or run(plan, x))
     monkeypatch.setattr(orthogonal, "has_descriptors", lambda _: True)
     monkeypatch.setattr(orthogonal, "_TILES_FROM", 8)
@@ -301,3 +388,18 @@ def test_every_tile_below_the_diagonal_has_a_number() -> None:
         _places[(1,)](numbers, *found, COUNT=len(rows))
         assert torch.equal(found[0], rows)
         assert torch.equal(found[1], columns)
+
+
+def test_factors_that_do_not_fit_are_refused() -> None:
+    product = torch.ops.torchweld.added_product.triton
+    x, factor = _random(2, 16, 24), _random(2, 16, 16)
+    for inputs, message in (
+        ((factor[:1], x), "does not fit"),
+        ((factor.float(), x), "differ in dtype"),
+        ((factor, _random(2, 24, 16).mT), "not contiguous"),
+        ((factor, x), "another one" if DEVICE == "cpu" else None),
+    ):
+        if message is not None:
+            with pytest.raises(ValueError, match=message):
+                product(*inputs, 0.5)
+    assert product(factor[:, :0, :0], x[:, :0], 0.5).shape == (2, 0, 24)

@@ -21,6 +21,12 @@ def has_descriptors(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@assume_constant_result
+def has_warp_groups(device: torch.device) -> bool:
+    """Whether a GPU multiplies by groups of four warps (wgmma), as only Hopper does."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 @functools.cache
 def _find(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():
