@@ -22,6 +22,7 @@ from torchweld.bench.measure import launched
 from torchweld.dispatch.autograd import Ready, as_tuple, complete_steps
 from torchweld.dispatch.library import _IN_TRITON
 from torchweld.dispatch.warm import plans as warm_plans
+from torchweld.ops.experts import route
 from torchweld.ops.loss import rows
 from torchweld.registry import OPS, Composite, Op, TensorSpec, materialize
 from torchweld.sparse import BlockLayout
@@ -533,6 +534,24 @@ def test_losses_repeat_their_rows_kernels(name: str, plans: list[Any]) -> None:
         for one, other in [(inputs[0], again[0]), *pairs]:
             torch.testing.assert_close(one, other, **numerics.SAME)
     assert len(plans) == 2
+
+
+@kernels
+def test_a_router_repeats_its_three_launches(plans: list[Any]) -> None:
+    """Both directions, with everything that is optional; it took its whole path in every call."""
+    how = [2, "softmax", 1, 1, 1, True, 1.5]
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        logits, bias = (torch.randn(*shape, generator=generator) for shape in ((9, 8), (8,)))
+        mask = torch.rand(9, generator=generator) > 0.3
+        given = [tensor.to(DEVICE) for tensor in (logits, bias, mask)]
+        indices, weights, *losses, counts = found = route._FORWARD.step("triton")(*given, *how)
+        _assert_equal(found, route._FORWARD.overload("triton")(*given, *how))
+        grads = [torch.ones_like(result) for result in (weights, *losses)]
+        back = [*grads, *given, indices, counts, *how]
+        found = route._BACKWARD.step("triton")(*back)
+        _assert_equal([found], [route._BACKWARD.overload("triton")(*back)])
+    assert [len(plan.steps) for plan in plans] == [3, 1] * 2
 
 
 # --- Plans that hang on a cached call -------------------------------------------------------------

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ..chunks import add_chunks_launches, chunk_range
-from ..launch import Launch, launch, processors, run
+from ..launch import Launch, launch, processors, replayed, run
 from ..tensors import contiguous, empty_like
 
 # Keeps a sum of zeros from dividing by zero; too small to change another sum's bits.
@@ -297,6 +297,7 @@ def _gradient_launch(
 # --- Called by dispatch, with the signatures of the ops' schemas ---
 
 
+@replayed
 def route(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
@@ -322,6 +323,7 @@ def route(
     return results
 
 
+@replayed
 def route_backward(
     grad_weights: torch.Tensor,
     grad_balance: torch.Tensor,

@@ -193,7 +193,7 @@ _SYMMETRIC = BareOp(
 )
 
 
-# P X + beta X. torch copies X first, 0.27 ms of 8192 x 8192 on an H200, whose product takes 1.4.
+# P X + beta X. torch copies X first: on an H200 1.62 ms at 8192 x 8192, whose product takes 1.40.
 _ADDED = BareOp(
     "added_product",
     "(Tensor factor, Tensor x, float beta) -> Tensor",
