@@ -52,28 +52,34 @@ def start(launch: Launch, options: dict[str, Any]) -> Any:
         return launch.kernel[(launch.grid,)](*launch.args, **options)
 
 
-def repeat(compiled: Any, grid: int, device: int) -> tuple[Callable[..., None], bool]:
-    """What starts a compiled kernel again on the current device, and whether it takes addresses.
+class Start(NamedTuple):
+    """What starts a compiled kernel again on the current device.
 
-    compiled[grid] takes nine Python calls, and asks CUDA about each address. Triton's
-    launcher in C takes addresses as they are. Where `_see_call` does not know what it is given,
-    compiled[grid] serves.
+    Triton's launcher in C takes `before`, the stream, `after`, and the kernel's arguments with
+    addresses for tensors, maybe as one tuple. Where `before` is None, compiled[grid] takes the
+    arguments themselves.
     """
-    public = compiled[(grid, 1, 1)]
+
+    function: Callable[..., Any]
+    before: tuple[Any, ...] | None = None
+    after: tuple[Any, ...] = ()
+    takes_tuple: bool = False
+
+
+def repeat(compiled: Any, grid: int) -> Start:
+    """What starts a compiled kernel again.
+
+    compiled[grid] takes nine Python calls, and asks CUDA about each address. Where `_see_call` does
+    not know what the launcher is given, it serves.
+    """
     if (seen := _see_call(compiled, grid)) is None:
-        return public, False
-    before, after, takes_tuple = seen
-    launch, hooks = compiled.run.launch, triton.knobs.runtime
-    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-    find_stream = torch._C._cuda_getCurrentRawStream
+        return Start(compiled[(grid, 1, 1)])
+    return Start(compiled.run.launch, *seen)
 
-    def start(*arguments: Any) -> None:
-        if enter.calls or leave.calls:
-            return public(*arguments)
-        given = (arguments,) if takes_tuple else arguments
-        return launch(*before, find_stream(device), *after, *given)
 
-    return start, True
+def find_hooks() -> tuple[Any, Any]:
+    """A profiler's hooks, which Triton's public way calls before and after each launch."""
+    return triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
 
 
 def _see_call(compiled: Any, grid: int) -> tuple[tuple[Any, ...], tuple[Any, ...], bool] | None:

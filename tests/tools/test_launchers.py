@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import triton
 
 from torchweld.triton_kernels import launch
@@ -70,43 +69,35 @@ class Compiled:
         return lambda *given: self._public.append(given)
 
 
-@pytest.fixture
-def on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "_cuda_getCurrentRawStream"
-    monkeypatch.setattr(torch._C, name, lambda device: f"stream {device}", raising=False)
+def _start(compiled: Compiled, *arguments: Any) -> bool:
+    """Start it again as a plan does; whether by addresses."""
+    found = launch.repeat(compiled, 5)
+    if found.before is None:
+        found.function(*arguments)
+        return False
+    given = (arguments,) if found.takes_tuple else arguments
+    found.function(*found.before, "stream 2", *found.after, *given)
+    return True
 
 
 @pytest.mark.parametrize("version", STARTED)
-@pytest.mark.parametrize("has_hook", [False, True])
-def test_launchers_start_by_address(
-    version: str, has_hook: bool, on_a_stream: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With hooks of a profiler, launches are Triton's own."""
+def test_launchers_start_by_address(version: str) -> None:
     started: list[Any] = []
     public: list[Any] = []
-    start, by_address = launch.repeat(Compiled(CudaLauncher(version, started), public), 5, 2)
-    hook = triton.knobs.runtime.launch_enter_hook
-    monkeypatch.setattr(hook, "calls", [print] if has_hook else [])
-    start(16, 7)
-    assert by_address
-    assert (started, public) == (([], [(16, 7)]) if has_hook else ([STARTED[version]], []))
+    assert _start(Compiled(CudaLauncher(version, started), public), 16, 7)
+    assert (started, public) == ([STARTED[version]], [])
 
 
 @pytest.mark.parametrize("why", UNKNOWN)
-def test_other_launchers_are_triton_s_own(why: str, on_a_stream: None) -> None:
+def test_other_launchers_are_triton_s_own(why: str) -> None:
     started: list[Any] = []
     public: list[Any] = []
     order, attributes = UNKNOWN[why]
-    compiled = Compiled(CudaLauncher(order, started, **attributes), public)
-    start, by_address = launch.repeat(compiled, 5, 2)
-    start(16, 7)
-    assert not by_address
+    assert not _start(Compiled(CudaLauncher(order, started, **attributes), public), 16, 7)
     assert (started, public) == ([], [(16, 7)])
 
 
-def test_the_installed_triton_starts_by_address(
-    on_a_stream: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_installed_triton_starts_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton 3.8 and newer had been unknown: a list named the versions that start by address.
 
     The launcher's own class is called; its function in C, and the driver, need a GPU.
@@ -121,9 +112,6 @@ def test_the_installed_triton_starts_by_address(
         setattr(run, name, 1)
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(), raising=False)
     compiled = Compiled(run, [])
-    start, by_address = launch.repeat(compiled, 5, 2)
-    assert by_address
-    monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [])
-    start(16, 7)
+    assert _start(compiled, 16, 7)
     run(5, 1, 1, "stream 2", "function", "metadata", None, None, None, 16, 7)
     assert given[0] == given[1]

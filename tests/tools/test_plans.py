@@ -28,6 +28,7 @@ from torchweld.registry import OPS, Composite, Op, TensorSpec, materialize
 from torchweld.sparse import BlockLayout
 from torchweld.triton_kernels import launch
 
+triton = pytest.importorskip("triton")
 PLACE = "gpu-triton" if torch.cuda.is_available() else "interpreter"
 DEVICE = PLACES[PLACE][1]
 kernels = pytest.mark.skipif(PLACES[PLACE][2] is not None, reason=str(PLACES[PLACE][2]))
@@ -485,19 +486,29 @@ def test_a_plan_gives_addresses(plans: list[Any], monkeypatch: pytest.MonkeyPatc
         launch.run(x, launch.launch(Kernel(), 5, x, y, 7, flag=True))
         return y
 
+    hook = triton.knobs.runtime.launch_enter_hook
     monkeypatch.setattr(launch, "start", lambda *_: "compiled")
-    monkeypatch.setattr(
-        launch, "repeat", lambda *how: (lambda *arguments: given.append((*how, *arguments)), True)
-    )
-    planned = _plan(function)
-    for _ in range(3):
-        x = torch.randn(4, 4)
-        y = planned(x)
-        assert given == (
-            [("compiled", 5, -1, x.data_ptr(), y.data_ptr(), 7, True)] if plans else []
-        )
-        given.clear()
-    assert len(plans) == 2
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", str, raising=False)
+    for takes_tuple in (False, True):
+
+        def repeat(*how: Any, takes_tuple: bool = takes_tuple) -> launch.Start:
+            return launch.Start(lambda *a: given.append(a), how, ("after",), takes_tuple)
+
+        monkeypatch.setattr(launch, "repeat", repeat)
+        planned = _plan(function)
+        for _ in range(3):
+            x = torch.randn(4, 4)
+            y = planned(x)
+            arguments = (x.data_ptr(), y.data_ptr(), 7, True)
+            last = (arguments,) if takes_tuple else arguments
+            assert given == ([("compiled", 5, "-1", "after", *last)] if plans else [])
+            given.clear()
+        assert len(plans) == 2
+        with monkeypatch.context() as profiled:  # launches are Triton's own
+            profiled.setattr(hook, "calls", [print])
+            planned(x)
+        assert given == []
+        plans.clear()
 
 
 def _loss_calls(seed: int) -> dict[str, list[Any]]:

@@ -10,6 +10,10 @@ their arguments. Later calls only allocate and launch. Only calls that have foun
 A call is recorded only if its function is marked (triton_kernels/launch.py says what that
 promises), and it does nothing but allocate, view and launch. Other calls run as they are. Plans
 build tensor descriptors directly, skipping Triton's checks.
+
+A plan hangs on the cached call that compared its arguments (`Repeated`), or on the function, which
+then compares them itself (`Planned`): parts of composites, ops outside the registry, and calls
+whose arguments the cache does not compare by all that decides a plan.
 """
 
 from __future__ import annotations
@@ -75,8 +79,7 @@ class _Step(NamedTuple):
     `described` are the pairs whose argument is a descriptor of the tensor.
     """
 
-    launch: Callable[..., Any]
-    by_address: bool  # how it takes tensors
+    start: Any  # a Start of triton_kernels/launch.py
     arguments: list[Any]
     places: list[tuple[int, int]]
     described: list[tuple[int, int]]
@@ -127,6 +130,8 @@ def _ask(plan: Plan, is_compared: bool) -> Iterator[str]:
     places = [*enumerate(plan.inputs)]
     if plan.device >= 0:  # Triton launches on the current device, and has no other way to be told
         yield f"current() == {plan.device}"
+    if any(step.start.before is not None for step in plan.steps):
+        yield "not (enter.calls or leave.calls)"  # of a profiler
     if is_compared:
         yield from (f"t{at}.is_cpu is {kind == 'h'}" for at, kind in places if kind in "hs")
         return
@@ -146,6 +151,8 @@ def _write(
         "otherwise": otherwise,
         "matches": matches,
         "current": getattr(torch._C, "_cuda_getDevice", None),
+        "find_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
+        **dict(zip(("enter", "leave"), launching.find_hooks(), strict=True)),
     }
     tensors = ", ".join(f"t{number}" for number in range(inputs))
     refuse = f"    return otherwise({tensors})"
@@ -164,19 +171,32 @@ def _write(
     if plan.seed is not None:
         lines.append(f"seed = t{plan.seed}.item()")
     for at, step in enumerate(plan.steps):
-        scope[f"launch{at}"] = step.launch
-        scope |= {f"c{at}_{place}": value for place, value in enumerate(step.arguments)}
-        given = [f"c{at}_{place}" for place in range(len(step.arguments))]
+        function, before, after, takes_tuple = step.start
+        scope[f"launch{at}"] = function
+        given = _name(scope, f"c{at}_", step.arguments)
         for place, number in step.places:
             address = f"p{number}" if number in read else f"t{number}.data_ptr()"
-            given[place] = address if step.by_address else f"t{number}"
+            given[place] = f"t{number}" if before is None else address
         for place, number in step.described:
             given[place] = f"describe(t{number}, {given[place]})"
         if step.seed_at is not None:
             given[step.seed_at] = "seed"
+        if takes_tuple:
+            given = [f"({', '.join(given)},)"]
+        if before is not None:
+            stream = f"find_stream({plan.device})"
+            ahead, behind = _name(scope, f"b{at}_", before), _name(scope, f"a{at}_", after)
+            given = [*ahead, stream, *behind, *given]
         lines.append(f"launch{at}({', '.join(given)})")
     lines.append(f"return {', '.join(plan.results)}".strip())
     return compile_function("run", "\n    ".join(lines), scope, "a plan")
+
+
+def _name(scope: dict[str, Any], prefix: str, values: Sequence[Any]) -> list[str]:
+    """The names of values, which the scope gets."""
+    names = [f"{prefix}{place}" for place in range(len(values))]
+    scope.update(zip(names, values, strict=True))
+    return names
 
 
 class _Recorder(TorchDispatchMode):
@@ -185,7 +205,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, launching: Any) -> None:
         super().__init__()
         self._launching = launching
-        self._start, self._repeat = launching.start, launching.repeat
+        self._start = launching.start
         self.made: list[torch.Tensor] = []
         self.launches: list[tuple[Any, dict[str, Any], Any]] = []
         self.fits = True
@@ -235,9 +255,9 @@ class _Recorder(TorchDispatchMode):
             numbers.append(number)
         by_place = {at: number for at, x in enumerate(inputs) if (number := _read_seed(x))}
         seed, value = next(iter(by_place.items()), (None, None))
-        steps, device = [], given[0].get_device()
+        steps = []
         for launched in self.launches:
-            if (step := self._make_step(numbered, value, device, *launched)) is None:
+            if (step := self._make_step(numbered, value, *launched)) is None:
                 return None
             steps.append(step)
         names = [f"t{number}" for number in numbers]
@@ -245,13 +265,12 @@ class _Recorder(TorchDispatchMode):
             names = [*names, ""]
         letters = "".join(map(_letter_of, inputs))
         allocate = [*map(_allocation_of, made)]
-        return Plan(device, letters, steps, allocate, names, seed, self._launching)
+        return Plan(given[0].get_device(), letters, steps, allocate, names, seed, self._launching)
 
     def _make_step(
         self,
         numbered: Sequence[Any],
         seed: int | None,
-        device: int,
         launch: Any,
         options: dict[str, Any],
         compiled: Any,
@@ -270,12 +289,13 @@ class _Recorder(TorchDispatchMode):
             (described if is_descriptor else places).append((at, number))
             arguments[at] = _describe(torch.empty(0), value) if is_descriptor else None
         if compiled is None:  # the interpreter
-            start = partial(_start_again, self._start, launch, options)
-            return _Step(start, False, arguments, places, described, seed_at)
+            again = partial(_start_again, self._start, launch, options)
+            start = self._launching.Start(again)
+            return _Step(start, arguments, places, described, seed_at)
         rest = launch.kernel.arg_names[len(arguments) :]
         arguments += [options[name] for name in rest]
-        start, by_address = self._repeat(compiled, launch.grid, device)
-        return _Step(start, by_address, arguments, places, described, seed_at)
+        start = self._launching.repeat(compiled, launch.grid)
+        return _Step(start, arguments, places, described, seed_at)
 
 
 def _start_again(start: Any, launch: Any, options: dict[str, Any], *arguments: Any) -> None:
