@@ -738,7 +738,7 @@ def test_layouts_of_one_form_have_lists_of_other_lengths(
         mask = layout.to_mask().to(DEVICE)
         wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
         found = functional.block_sparse_attention(q, k, v, layout)
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, wanted, **numerics.CHAINED)
     assert len(compared) >= 8  # all but the first
 
 
