@@ -204,7 +204,7 @@ def test_tolerances_have_names() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
         lines = re.findall(r"^.*\b[ar]tol\b.*$", path.read_text(), re.MULTILINE)
         found[path.relative_to(ROOT / "tests").parts[0]] += len(lines)
-    assert +found == TOLERANCES
+    assert found <= Counter(TOLERANCES), found
 
 
 def test_arguments_have_names_to_the_end() -> None:
