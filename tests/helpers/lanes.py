@@ -28,7 +28,7 @@ STAND_INS = (
 # Only `make nightly` runs these, for the reason given.
 NIGHTLY = {
     "distributed/test_grid.py": "an annex: a mode of tensor parallelism that few ask for",
-    "distributed/test_one_bit_distributed.py": "an annex; ops/test_quantize_one_bit.py has the bits",
+    "distributed/test_one_bit_distributed.py": "an annex; test_quantize_one_bit.py has the bits",
     "distributed/test_plan_unknown.py::test_a_planned_block_compiles": "parts compile elsewhere",
     "distributed/test_rules_distributed.py::"
     "test_checkpoints_go_from_four_processes_to_one_and_to_two": "test_checkpoint_table.py does it",
