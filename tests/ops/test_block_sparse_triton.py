@@ -299,7 +299,7 @@ def test_pieces_of_wide_heads_and_of_one_gradient(divided: None) -> None:
         inputs = {name: q.double().requires_grad_(name == wanted) for name in "qkv"}
         y, _ = as_tuple(OP.reference(*OP.inputs(*inputs.values(), layout)))  # type: ignore[misc]
         (exactly,) = torch.autograd.grad(y.square().sum(), [inputs[wanted]])
-        torch.testing.assert_close(found.double(), exactly, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.double(), exactly, **numerics.CHAINED)
 
 
 def test_any_pieces_give_the_same_numbers_each_time(
