@@ -225,7 +225,7 @@ def test_a_question_has_one_home(words: str) -> None:
 SHARED = {
     *("Activation", "Config", "Form", "GELU", "GatedMLP", "Kind", "LayerNorm", "LinearAct"),
     *("Plan", "Proposal", "QuickGELU", "RMSNorm", "Rewritten", "SiLU", "SoftmaxDropout"),
-    *("Tile", "_Call", "_Calls", "_Functions", "_Products", "_Scope"),
+    *("Tile", "_Call"),
 }
 
 
