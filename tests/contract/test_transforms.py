@@ -64,7 +64,7 @@ def _second(function: Function, tensors: list[torch.Tensor]) -> list[torch.Tenso
 
 
 def _assert_close(ours: Any, expected: Any) -> None:
-    torch.testing.assert_close(ours, expected, **numerics.CHAINED64)
+    torch.testing.assert_close(ours, expected, **numerics.SECOND64)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "eager"])

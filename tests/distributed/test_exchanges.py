@@ -191,7 +191,7 @@ def test_parts_are_not_stepped(rank: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
     found = [p.full_tensor() for p in many.parameters()]
-    torch.testing.assert_close(found, [*one.parameters()], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(found, [*one.parameters()], **numerics.FLOAT64)
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_a_route_is_eager_torchs(
                 *(torch.tensor([0.3, 0.7], dtype=dtype)),
             ]
             made.append((*found, *torch.autograd.grad(found[1:], logits, grads)))
-    torch.testing.assert_close(*made, **numerics.SUMMED)
+    torch.testing.assert_close(*made, **numerics.SUMMED_SMALL)
 
 
 def test_a_route_with_nan_and_equal_logits() -> None:

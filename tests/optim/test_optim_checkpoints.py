@@ -333,7 +333,9 @@ def test_both_ways(
     assert [g["lr"] for g in loaded.param_groups] == [g["lr"] for g in saved.param_groups]
     _train(model, saved, 2)
     _train(other, loaded, 2)
-    torch.testing.assert_close([*model.parameters()], [*other.parameters()], **numerics.SUMMED)
+    torch.testing.assert_close(
+        [*model.parameters()], [*other.parameters()], **numerics.SUMMED_SMALL
+    )
 
 
 @FLAT

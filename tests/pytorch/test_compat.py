@@ -98,10 +98,10 @@ def test_varlen_attn(window: tuple[int, int], lengths: tuple[Any, Any]) -> None:
         parts.append((scores.softmax(-1) @ one[2]).transpose(0, 1))
         sums.append(scores.logsumexp(-1).t())
     expected = torch.cat(parts)
-    torch.testing.assert_close(found, expected, **numerics.SUMMED)
-    torch.testing.assert_close(lse.double(), torch.cat(sums), **numerics.SUMMED)
+    torch.testing.assert_close(found, expected, **numerics.SUMMED_SMALL)
+    torch.testing.assert_close(lse.double(), torch.cat(sums), **numerics.SUMMED_SMALL)
     grads = [torch.autograd.grad(y.square().sum(), (q, k, v)) for y in (found, expected)]
-    torch.testing.assert_close(*grads, **numerics.SUMMED)
+    torch.testing.assert_close(*grads, **numerics.SUMMED_SMALL)
 
 
 def test_varlen_attn_has_the_arguments_of_torch() -> None:

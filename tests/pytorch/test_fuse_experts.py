@@ -138,7 +138,7 @@ class Router(torch.nn.Module):
 def test_experts_are_welded(kind: type[torch.nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = Router(kind()), 4 * torch.randn(50, H)
-    becomes = check_fused(model, lambda: run(model, x), **numerics.CHAINED)
+    becomes = check_fused(model, lambda: run(model, x), rtol=1e-4, atol=1e-3)
     assert any(name.startswith("experts_mlp") for name in becomes)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), model(x))

@@ -223,7 +223,7 @@ def _check(
         expected = run(mutant, copy.deepcopy(mutant.model))
         assert not torch.equal(expected, run(plain, plain.model)), "the condition was not true"
         fused = fuse(mutant.model)
-        near = numerics.CHAINED if "float16" in condition.test else {}
+        near = numerics.HALF if "float16" in condition.test else {}
         torch.testing.assert_close(run(mutant, fused), expected, equal_nan=True, **near)
 
 

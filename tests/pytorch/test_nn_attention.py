@@ -46,7 +46,7 @@ def test_multihead_attention_loads_torchs_weights(options: dict, batch_first: bo
     given |= {"attn_mask": hidden, "need_weights": False}
     expected, *wanted = run(theirs, query, key, value, **given)
     torch.testing.assert_close(y, expected, **numerics.SUMMED)
-    torch.testing.assert_close(found, wanted, **numerics.CHAINED)
+    torch.testing.assert_close(found, wanted, **numerics.CANCELLED)
 
 
 def test_layers_with_layouts_of_one_length_do_not_mix() -> None:
@@ -212,7 +212,7 @@ def test_masks_of_scores(kind: str, of_heads: bool, padding: str | None) -> None
         leaves = [*module.parameters(), *(m for m in masks if m.requires_grad)]
         results.append([result, *torch.autograd.grad(result.sin().sum(), leaves)])
     # A key's bias shifts all scores of a query: its gradient is only rounding.
-    torch.testing.assert_close(*results, **numerics.CHAINED)
+    torch.testing.assert_close(*results, **numerics.CHAINED_SMALL)
     # Without a batch a mask is of the heads.
     if not of_heads and padding is None:
         expected = theirs(x[0], y[0], y[0], need_weights=False, attn_mask=mask)[0]

@@ -1,7 +1,13 @@
 """Adaptive norms and gated residuals: blocks whose norms are modulated by a condition.
 
+    adaptive_norm(x) = norm(x) * (1 + scale) + shift
+    gated_residual(x, branch) = x + gate * branch
+
 A modulation (scale, shift, gate) has a row for each sample, or for each token. All modulations of a
 call have the same shape; often they are parts of one projection.
+
+Read on in: csrc/core/modulation.h, csrc/cpu/modulation.cpp, csrc/bind/modulation.cpp,
+triton_kernels/modulation.py, triton_kernels/modulation_rows.py, bench/cases/modulation.py.
 """
 
 from __future__ import annotations

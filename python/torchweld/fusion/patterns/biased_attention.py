@@ -45,11 +45,11 @@ class BiasedAttention(Rewritten):
 
     @classmethod
     def weld_rewrite(cls, forward: Any) -> Callable[..., Any]:
-        cls.weld_functions = _Functions(unwrap(forward).__globals__[_FUNCTIONS])
+        cls.weld_functions = _BiasFunctions(unwrap(forward).__globals__[_FUNCTIONS])
         return rewrite(forward, _FUNCTIONS, "weld_functions")
 
 
-class _Functions:
+class _BiasFunctions:
     """Transformers' attention functions, with ours for "sdpa" as it was, where it can serve."""
 
     def __init__(self, registry: Any) -> None:
@@ -120,7 +120,7 @@ def _make_bias(
     return torch.where(mask, bias.to(query.dtype), lowest)
 
 
-class _Scope(torch.nn.Module):
+class _BiasScope(torch.nn.Module):
     """An attention, called with the arguments that a probe has.
 
     Its input is normed, as in models, and its scores are about one: if one key has all of the
@@ -172,7 +172,7 @@ def find_biased_attention(module: torch.nn.Module, view: View) -> Iterator[Propo
     if "position_embeddings" in unwrap(forward).__code__.co_varnames:
         width = getattr(module, "qk_rope_head_dim", 0) or getattr(module, "head_dim", hidden)
         inputs.append(probe.values((2, _count_tokens(module), width), device))
-    becomes, scope = "on the CPU block_sparse_attention over all keys", _Scope(module)
+    becomes, scope = "on the CPU block_sparse_attention over all keys", _BiasScope(module)
     yield propose(module, BiasedAttention, becomes, scope=scope, inputs=tuple(inputs), drops=True)
 
 

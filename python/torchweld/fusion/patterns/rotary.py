@@ -185,7 +185,7 @@ class RotaryAttention(Rewritten):
         return functional.rotary_embedding_qk(q.to(dtype), k.to(dtype), cos, sin, **options)
 
 
-class _Scope(torch.nn.Module):
+class _RotaryScope(torch.nn.Module):
     """An attention, called with as many angles as each of `widths` says.
 
     With the name of its function it returns too what that makes of other tensors: softmax hides
@@ -303,7 +303,7 @@ def _list_widths(
     widths: list[int] = []
     for width in sorted((size for size in sizes if size > 1), reverse=True):  # one serves all pairs
         try:
-            twin = Twin(_Scope(module, (width,), tables), device, torch.float32)
+            twin = Twin(_RotaryScope(module, (width,), tables), device, torch.float32)
             probe.run(twin.module, inputs, torch.float32)
         except Exception as error:
             probe.read_refusal(error)
@@ -410,7 +410,7 @@ def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Skip
                 "attends": attends,
                 "inner": tuple(_NORMS) if norm else (),
             }
-            scope = _Scope(module, widths, tables, function, bool(norm))
+            scope = _RotaryScope(module, widths, tables, function, bool(norm))
             inner = tuple(part for part in norms if norm and isinstance(part, torch.nn.Module))
             yield propose(
                 module, RotaryAttention, becomes, settings, scope, inner=inner, inputs=inputs

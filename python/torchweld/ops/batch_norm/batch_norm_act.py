@@ -1,4 +1,11 @@
-"""batch_norm_act: batch normalisation of columns, then an activation."""
+"""batch_norm_act: batch normalisation of columns, then an activation.
+
+    y = act((x - mean(x)) / sqrt(var(x) + eps) * weight + bias), of each column
+
+Read on in: python/torchweld/ops/batch_norm/columns.py,
+python/torchweld/ops/batch_norm/normalize_act.py, python/torchweld/ops/batch_norm/statistics.py,
+csrc/cpu/batch_norm.cpp, triton_kernels/batch_norm.py.
+"""
 
 from __future__ import annotations
 

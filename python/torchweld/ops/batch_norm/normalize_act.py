@@ -1,4 +1,11 @@
-"""normalize_act: columns of given statistics, then an activation."""
+"""normalize_act: columns of given statistics, then an activation.
+
+    y = act((x - mean) / sqrt(var + eps) * weight + bias), of each column
+
+Read on in: python/torchweld/ops/batch_norm/columns.py, csrc/core/batch_norm.h,
+csrc/cpu/batch_norm.cpp, csrc/bind/batch_norm.cpp, triton_kernels/batch_norm.py,
+bench/cases/batch_norm.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""experts_mlp: the feed-forward blocks of a mixture's experts, each on the rows routed to it."""
+"""experts_mlp: the feed-forward blocks of a mixture's experts, each on the rows routed to it.
+
+    y = sum over a row's experts e of weight_e * down_e(act(gate_e(x)) * up_e(x))
+
+Read on in: python/torchweld/ops/experts/grouped.py, csrc/cpu/experts.cpp,
+triton_kernels/experts/grouped.py, triton_kernels/act.py, triton_kernels/experts/products.py,
+bench/cases/experts.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""route: a router's choice of experts for each token, and its side losses."""
+"""route: a router's choice of experts for each token, and its side losses.
+
+    weights, indices = the k largest of softmax(logits) or sigmoid(logits), of each row
+
+Read on in: csrc/core/route.h, csrc/cpu/route.cpp, csrc/bind/route.cpp,
+triton_kernels/experts/route.py.
+"""
 
 from __future__ import annotations
 

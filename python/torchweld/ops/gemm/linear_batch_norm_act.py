@@ -1,4 +1,11 @@
-"""linear_batch_norm_act: torch's GEMM, then batch_norm_act on its result."""
+"""linear_batch_norm_act: torch's GEMM, then batch_norm_act on its result.
+
+    y = batch_norm_act(x weight^T + bias)
+
+Read on in: python/torchweld/ops/batch_norm/batch_norm_act.py,
+python/torchweld/ops/batch_norm/statistics.py, python/torchweld/ops/gemm/gemm.py,
+csrc/cpu/batch_norm.cpp, triton_kernels/batch_norm.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""cross_entropy: of logits, in one pass forward and one backward."""
+"""cross_entropy: of logits, in one pass forward and one backward.
+
+    loss of a row = -log softmax(u)[target], u = softcap(scale * logits) / temperature
+
+Read on in: python/torchweld/ops/loss/results.py, python/torchweld/ops/loss/rows.py,
+python/torchweld/ops/loss/ways/fused.py, csrc/core/loss_rows.h, csrc/cpu/loss_rows.cpp,
+triton_kernels/loss/rows.py.
+"""
 
 from __future__ import annotations
 

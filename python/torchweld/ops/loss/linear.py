@@ -1,7 +1,13 @@
 """linear_cross_entropy and linear_logprobs: the logits exist only in chunks.
 
+    loss = cross_entropy(x linear_weight^T + linear_bias, target)
+
 This file checks the arguments. `find_way` of ways/find.py decides whether logits are kept, or
 computed again in chunks of rows, and `find_rows` of chunks.py how many rows a chunk has.
+
+Read on in: python/torchweld/ops/loss/ways/find.py, python/torchweld/ops/loss/ways/kind.py,
+python/torchweld/ops/loss/chunks.py, python/torchweld/ops/loss/ways/kept.py,
+python/torchweld/ops/loss/ways/again.py, python/torchweld/ops/loss/rows.py.
 """
 
 from __future__ import annotations
