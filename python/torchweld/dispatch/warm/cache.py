@@ -400,7 +400,7 @@ def _make_run(
     called = "function"
     constants, arguments = [*first], [f"c{at}" for at in range(len(first))]
     if isinstance(function, Planned):
-        constants, called, function = [Ready(function, function)], "c0.forward", None
+        constants, called = [Ready(function, function)], "c0.forward"
     # Arguments that are compared by their form may be arranged as tensors of other sizes.
     is_alike = not any(type(value) is cache.shaped for value in given)
     is_planned = bool(constants) and is_alike and isinstance(constants[0].forward, Planned)
