@@ -10,6 +10,7 @@ import torch
 from torchweld.fusion.graph.patterns import (
     activation,
     dropout_add,
+    experts,
     gated_act,
     layer_norm,
     linear_act,
@@ -28,6 +29,15 @@ class Case(NamedTuple):
     run: Any
     shapes: tuple[Any, ...]
     constants: tuple[Any, ...] = ()
+    exact: Any = None  # in float64, where the reference does not take it
+
+
+class Routes(NamedTuple):
+    """The experts of tokens."""
+
+    tokens: int
+    top: int
+    experts: int
 
 
 _X, _W = (3, 7, 16), (16,)
@@ -65,7 +75,54 @@ _ROTATIONS = (
 )
 
 
+_SILU = activation.Activation("silu", "silu")
+_HOW = experts.How(
+    grouped=True,
+    biases=False,
+    kind=_SILU,
+    gated=True,
+    interleaved=False,
+    transposed=False,
+    limit=None,
+    up_offset=0.0,
+)
+_HOWS = {
+    "": _HOW,
+    "with biases": _HOW._replace(biases=True),
+    "without gates": _HOW._replace(gated=False, kind=activation._SQUARED),
+    "transposed": _HOW._replace(transposed=True),
+    "of GPT-OSS": _HOW._replace(
+        **{"biases": True, "transposed": True, "interleaved": True, "kind": activation._QUICK},
+        **{"limit": 0.7, "up_offset": 1.0},
+    ),
+}
+
+
+def _compute_exactly(*inputs: Any) -> torch.Tensor:
+    """torch's grouped products take no float64."""
+    *given, how = inputs
+    return experts._reference(*given, how._replace(grouped=False))
+
+
+def _list_shapes(how: experts.How) -> list[Any]:
+    first = 16 if how.gated else 8
+    shapes = [(3, 16, first), (3, 8, 16)] if how.transposed else [(3, first, 16), (3, 16, 8)]
+    biases = [(3, first), (3, 16)] if how.biases else []
+    return [(12, 16), *shapes, Routes(12, 2, 3), (12, 2), *biases]
+
+
 CASES: dict[str, Case] = {
+    **{
+        f"experts {name} {'grouped' if grouped else 'by rows'}": Case(
+            experts._reference,
+            experts._run,
+            tuple(_list_shapes(how)),
+            (how._replace(grouped=grouped),),
+            _compute_exactly,
+        )
+        for name, how in _HOWS.items()
+        for grouped in (True, False)
+    },
     **{
         f"rms_norm {kind}": Case(rms_norm.compute, rms_norm._run_norm, (_X, _W), (1e-5, kind))
         for kind in rms_norm._KINDS
@@ -186,7 +243,10 @@ def _make(shapes: tuple[Any, ...], dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     made = []
     for shape in shapes:
-        if isinstance(shape, int):  # classes of rows
+        if isinstance(shape, Routes):
+            made.append(torch.rand(shape.tokens, shape.experts, generator=generator).argsort(-1))
+            made[-1] = made[-1][:, : shape.top]
+        elif isinstance(shape, int):  # classes of rows
             target = torch.randint(0, 30, (shape,), generator=generator)
             target[2], target[5] = -100, 7
             made.append(target.clamp(min=0) if dtype == torch.int else target)
@@ -209,8 +269,8 @@ def _run(function: Any, inputs: list[torch.Tensor], constants: Any) -> list[torc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_a_pattern_runs_its_reference(name: str, dtype: torch.dtype) -> None:
-    reference, run, shapes, constants = CASES[name]
-    exact = _run(reference, _make(shapes, torch.float64), constants)
+    reference, run, shapes, constants, compute = CASES[name]
+    exact = _run(compute or reference, _make(shapes, torch.float64), constants)
     got = _run(run, _make(shapes, dtype), constants)
     eager = _run(reference, _make(shapes, dtype), constants)
     for a, b, c in zip(got, exact, eager, strict=True):

@@ -36,6 +36,7 @@ LARGEST = 64  # operations between a graph's inputs and a number that decides a 
 _QUESTIONS = ("compiler.is_compiling", "compiler.is_dynamo_compiling", "_utils.is_compiling")
 _OURS = tuple(f"{Path(path).parent}/" for path in (torch.__file__, __file__.split("/fusion/")[0]))
 _HANDS = (TensorVariable, NNModuleVariable, UnspecializedNNModuleVariable)
+_MARK = torch._dynamo.mark_static_address  # says of a tensor that it stays in its place
 _now = threading.local()
 
 
@@ -63,7 +64,7 @@ class Answers:
         before, _now.answers = getattr(_now, "answers", None), self
         self._denied = []
         try:
-            with _allowing(_find(state.CAPTURING[1])):
+            with _allowing(_find(state.CAPTURING[1])), _allowing(_MARK):
                 yield
         finally:
             _now.answers = before
@@ -311,18 +312,28 @@ def _tell_capturing(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     return ConstantVariable.create(state.is_capturing_at_all()) if is_served else None
 
 
+def _pass_over(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call that changes nothing of what is computed, nor of what eager torch runs."""
+    return ConstantVariable.create(None) if getattr(_now, "answers", None) is not None else None
+
+
 @contextlib.contextmanager
 def _allowing(function: Any) -> Iterator[None]:
-    """Let Dynamo ask its table for a function that it leaves out otherwise."""
+    """Let Dynamo ask its table for a function that it leaves out or forbids otherwise."""
     allowed = trace_rules._allowed_callable_ids
     is_new = function is not None and id(function) not in allowed()
+    is_forbidden = getattr(function, "_dynamo_forbidden", False)
     if is_new:
         allowed.add(id(function))
+    if is_forbidden:
+        function._dynamo_forbidden = False
     try:
         yield
     finally:
         if is_new:
             allowed.remove(id(function))
+        if is_forbidden:
+            function._dynamo_forbidden = True
 
 
 _lock = threading.Lock()
@@ -342,6 +353,7 @@ def _install() -> None:
         for name in state.CAPTURING:
             if (question := _find(name)) is not None:  # not of XPU in torch 2.10
                 handlers.setdefault(question, _tell_capturing)
+        handlers.setdefault(_MARK, _pass_over)
         _meta_registrations._meta_grouped_mm_common = _widen(
             _meta_registrations._meta_grouped_mm_common
         )

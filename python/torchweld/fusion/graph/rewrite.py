@@ -227,7 +227,8 @@ class _Writing:
         storages = {x.untyped_storage()._cdata for x in values}
         for at, step in enumerate(self.record.steps[first:], first):
             between = at <= last or step.node <= place
-            if step.writes and (between or not storages.isdisjoint(step.writes)):
+            own = at in region  # to memory that it makes
+            if step.writes and not own and (between or not storages.isdisjoint(step.writes)):
                 return True
         return False
 

@@ -13,6 +13,7 @@ import torch
 
 from torchweld.fusion.graph.patterns.activation import find_act
 from torchweld.fusion.graph.patterns.dropout_add import find_dropout_add
+from torchweld.fusion.graph.patterns.experts import find_experts
 from torchweld.fusion.graph.patterns.gated_act import find_gated_act
 from torchweld.fusion.graph.patterns.layer_norm import (
     find_add_layer_norm,
@@ -31,6 +32,7 @@ from torchweld.ops.gemm.linear_act import is_left_to_compiler
 
 FINDERS: list[Callable[[Record, int], Iterable[Proposal]]] = [
     find_loss,
+    find_experts,
     find_modulated_norm,
     find_gated_residual,
     find_normed_rotary,
