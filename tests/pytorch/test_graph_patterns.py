@@ -9,6 +9,8 @@ import torch
 
 from torchweld.fusion.graph.patterns import (
     activation,
+    attention,
+    complex_rotary,
     dropout_add,
     experts,
     gated_act,
@@ -111,6 +113,15 @@ def _list_shapes(how: experts.How) -> list[Any]:
     return [(12, 16), *shapes, Routes(12, 2, 3), (12, 2), *biases]
 
 
+class Turns(NamedTuple):
+    """Complex numbers of absolute value one."""
+
+    rows: int
+    first: int
+    second: int
+    width: int
+
+
 CASES: dict[str, Case] = {
     **{
         f"experts {name} {'grouped' if grouped else 'by rows'}": Case(
@@ -200,6 +211,27 @@ CASES: dict[str, Case] = {
             (True, ((2, 6, 4, 8), (2, 6, 2, 8))),
         )
     },
+    **{
+        f"rotation by complex numbers along {seq_dim}": Case(
+            complex_rotary._both,
+            complex_rotary._run_both,
+            ((2, 4, 6, 8), (2, *rows, 8), Turns(*angles)),
+            (seq_dim,),
+        )
+        for seq_dim, rows, angles in ((-2, (2, 6), (1, 1, 6, 4)), (-3, (4, 2), (2, 4, 1, 4)))
+    },
+    **{
+        f"attention {name}": Case(
+            attention._reference,
+            attention._run,
+            ((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, width), *mask),
+            (attention._Options(0.0, causal, scale),),
+        )
+        for name, width, mask, causal, scale in (
+            ("with biases", 8, ((1, 4, 6, 6),), False, 0.3),
+            ("of wide values", 24, (), True, None),
+        )
+    },
     "rotation of one": Case(
         rotary._one,
         rotary._run_one,
@@ -246,6 +278,10 @@ def _make(shapes: tuple[Any, ...], dtype: torch.dtype) -> list[torch.Tensor]:
         if isinstance(shape, Routes):
             made.append(torch.rand(shape.tokens, shape.experts, generator=generator).argsort(-1))
             made[-1] = made[-1][:, : shape.top]
+        elif isinstance(shape, Turns):
+            angles = torch.rand(shape, generator=generator, dtype=torch.float64)
+            turns = torch.polar(torch.ones_like(angles), angles)
+            made.append(turns if dtype == torch.float64 else turns.to(torch.complex64))
         elif isinstance(shape, int):  # classes of rows
             target = torch.randint(0, 30, (shape,), generator=generator)
             target[2], target[5] = -100, 7

@@ -218,7 +218,8 @@ class _Functions(TorchFunctionMode):
         out = func(*args, **kwargs)
         if func is torch.nn.functional.scaled_dot_product_attention:
             self.record.cut(length)
-            self.record.add("scaled_dot_product_attention", args, kwargs, out, ())
+            given = _read_attention(*args, **kwargs)
+            self.record.add("scaled_dot_product_attention", given, {}, out, ())
         return out
 
     def _drop(self, x: torch.Tensor, p: float, training: bool, inplace: bool) -> torch.Tensor:
@@ -240,6 +241,20 @@ def _read_dropout(
 ) -> tuple[torch.Tensor, float, bool, bool]:
     """The arguments of torch.nn.functional.dropout; torch.dropout calls the third one `train`."""
     return input, p, training if train is None else train, inplace
+
+
+def _read_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Any, ...]:
+    """The arguments of torch.nn.functional.scaled_dot_product_attention, in order."""
+    return query, key, value, attn_mask, float(dropout_p), is_causal, scale, enable_gqa
 
 
 @functools.cache

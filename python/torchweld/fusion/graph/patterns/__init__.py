@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from torchweld.fusion.graph.patterns.activation import find_act
+from torchweld.fusion.graph.patterns.attention import find_attention
+from torchweld.fusion.graph.patterns.complex_rotary import find_complex_rotary
 from torchweld.fusion.graph.patterns.dropout_add import find_dropout_add
 from torchweld.fusion.graph.patterns.experts import find_experts
 from torchweld.fusion.graph.patterns.gated_act import find_gated_act
@@ -33,6 +35,7 @@ from torchweld.ops.gemm.linear_act import is_left_to_compiler
 FINDERS: list[Callable[[Record, int], Iterable[Proposal]]] = [
     find_loss,
     find_experts,
+    find_attention,
     find_modulated_norm,
     find_gated_residual,
     find_normed_rotary,
@@ -43,6 +46,7 @@ FINDERS: list[Callable[[Record, int], Iterable[Proposal]]] = [
     find_layer_norm_by_hand,
     find_dropout_add,
     find_rotary,
+    find_complex_rotary,
     find_gated_act,
     find_linear_act,
     find_act,
