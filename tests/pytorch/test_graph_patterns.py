@@ -10,7 +10,6 @@ import torch
 from torchweld.fusion.graph.patterns import (
     activation,
     attention,
-    complex_rotary,
     dropout_add,
     experts,
     gated_act,
@@ -20,6 +19,7 @@ from torchweld.fusion.graph.patterns import (
     modulation,
     rms_norm,
     rotary,
+    rotary_forms,
     softmax,
 )
 
@@ -213,13 +213,19 @@ CASES: dict[str, Case] = {
     },
     **{
         f"rotation by complex numbers along {seq_dim}": Case(
-            complex_rotary._both,
-            complex_rotary._run_both,
+            rotary_forms._both,
+            rotary_forms._run_both,
             ((2, 4, 6, 8), (2, *rows, 8), Turns(*angles)),
             (seq_dim,),
         )
         for seq_dim, rows, angles in ((-2, (2, 6), (1, 1, 6, 4)), (-3, (4, 2), (2, 4, 1, 4)))
     },
+    "rotation half by half": Case(
+        rotary_forms._both,
+        rotary_forms._run_both,
+        ((2, 4, 6, 8), (2, 2, 6, 8), (1, 1, 6, 4), (1, 1, 6, 4)),
+        (-2,),
+    ),
     **{
         f"attention {name}": Case(
             attention._reference,
