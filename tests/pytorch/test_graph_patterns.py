@@ -321,3 +321,19 @@ def test_a_pattern_runs_its_reference(name: str, dtype: torch.dtype) -> None:
         # Rounding of one result, where eager's happens to be exact.
         least = torch.finfo(a.dtype).eps * float(b.norm())
         assert errors[0] <= 1.2 * errors[1] + least, (errors, float(b.norm()))
+
+
+def test_a_rotation_by_angles_of_another_dtype() -> None:
+    """Under autocast queries have 16 bits and angles 32; the result has the angles' dtype.
+
+    The op returns its input's dtype, so that the weld was refused in each step under autocast.
+    """
+    results = []
+    for run in (rotary._both, rotary._run_both):
+        q, k = _make(((2, 4, 6, 8), (2, 2, 6, 8)), torch.bfloat16)
+        cos, sin = (x.detach() for x in _make(((1, 1, 6, 8),) * 2, torch.float32))
+        results.append(_run(run, [q, k, cos, sin], (-2, rotary.Form())))
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == b.dtype
+        # torch adds two gradients of 16 bits.
+        torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6)
