@@ -150,6 +150,15 @@ CASES: dict[str, Case] = {
     "add and layer_norm": Case(
         layer_norm._sum_and_norm, layer_norm._run_sum_and_norm, (_X, _X, _W, _W), (1e-5, 0.0)
     ),
+    "layer_norm without bias": Case(
+        layer_norm._norm, layer_norm._run_norm, (_X, _W), ((16,), 1e-5)
+    ),
+    "add and layer_norm without bias": Case(
+        layer_norm._sum_and_norm, layer_norm._run_sum_and_norm, (_X, _X, _W), (1e-5, 0.0)
+    ),
+    "layer_norm of a sum without bias": Case(
+        layer_norm._norm_of_sum, layer_norm._run_norm_of_sum, (_X, _X, _W), (1e-5, 0.0)
+    ),
     "layer_norm of a sum": Case(
         layer_norm._norm_of_sum, layer_norm._run_norm_of_sum, (_X, _X, _W, _W), (1e-5, 0.0)
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,6 +45,7 @@ class Proposal:
         run: computes the same by torchweld.
         constants: numbers and names, further arguments of both.
         late: inner tensors that the graph may return.
+        unsaved: outputs that the op's node does not save, so that they may be written later.
     """
 
     op: str
@@ -54,6 +55,7 @@ class Proposal:
     run: Callable[..., Any]
     constants: tuple[Any, ...] = ()
     late: Late | None = None
+    unsaved: Collection[int] = ()
 
 
 @dataclass
