@@ -159,7 +159,7 @@ def _read(tx: Any, node: torch.fx.Node) -> bool | None:
         return None
     memory = {x.untyped_storage()._cdata for x in record.values}
     for each in node.graph.nodes:
-        if _may_write(each) and not memory.isdisjoint(_list_memory(each)):
+        if may_write(each) and not memory.isdisjoint(_list_memory(each)):
             return None
     numbers = [holder.meta["grapharg"].example for holder in cut.holders]
     numbers = [x.node.hint if isinstance(x, torch.SymInt) else x for x in numbers]
@@ -172,7 +172,8 @@ _IN_PLACE |= {f"i{name}" for name in ("and", "or", "xor", "lshift", "rshift", "m
 _IN_PLACE |= {f"__{name}__" for name in _IN_PLACE}
 
 
-def _may_write(node: torch.fx.Node) -> bool:
+def may_write(node: torch.fx.Node) -> bool:
+    """Whether a node has the name of an operation that writes in place."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")
     writes = is_in_place or name in _IN_PLACE or "set" in name or "out" in node.kwargs
