@@ -138,13 +138,17 @@ CASES: dict[str, Case] = {
         f"rms_norm {kind}": Case(rms_norm.compute, rms_norm._run_norm, (_X, _W), (1e-5, kind))
         for kind in rms_norm._KINDS
     },
-    "rms_norm without weight": Case(rms_norm._norm_only, rms_norm._run_norm_only, (_X,), (1e-5,)),
-    "torch's rms_norm": Case(rms_norm._fused, rms_norm._run_fused, (_X, _W), (1e-5,)),
+    "rms_norm without weight": Case(
+        rms_norm._norm_only, rms_norm._run_norm_only, (_X,), (1e-5, "")
+    ),
+    "torch's rms_norm without weight": Case(
+        rms_norm._norm_only, rms_norm._run_norm_only, (_X,), (1e-5, "torch")
+    ),
     **{
         f"add and rms_norm {kind}": Case(
             rms_norm._add_norm, rms_norm._run_add_norm, (_X, _X, _W), (1e-5, kind)
         )
-        for kind in ("rounded", "wide", "promoted")
+        for kind in ("rounded", "wide", "promoted", "torch")
     },
     "layer_norm": Case(layer_norm._norm, layer_norm._run_norm, (_X, _W, _W), ((16,), 1e-5)),
     "add and layer_norm": Case(

@@ -91,3 +91,13 @@ def test_a_write(call: Callable[..., torch.Tensor]) -> None:
         for a, b in zip(_run(got, rows), _run(want, rows), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
     assert ("layer_norm" in list_ops(got)) == (call in WELDED)
+
+
+def test_torchs_rms_norm() -> None:
+    """On the CPU it adds eps in place to a mean that it made, so that none was known."""
+    torch.manual_seed(0)
+    want = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH, 1e-3, False))
+    got = torchweld.fuse(copy.deepcopy(want), by="graph")
+    for a, b in zip(_run(got, 4), _run(want, 4), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+    assert list_ops(got) == ["rms_norm", "rms_norm"]
