@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import _meta_registrations
 from torch._dynamo import symbolic_convert, trace_rules
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.nn_module import NNModuleVariable, UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import TensorVariable
@@ -30,6 +33,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from torchweld import state
 from torchweld.fusion import probe
+from torchweld.fusion.graph import repeat
 from torchweld.fusion.graph.record import Record, recording
 
 LARGEST = 64  # operations between a graph's inputs and a number that decides a branch
@@ -55,6 +59,7 @@ class Answers:
 
     def __init__(self, decides: bool) -> None:
         self.decides = decides
+        self.repeats = repeat.Repeats() if decides and repeat.IS_KNOWN else None
         self._denied: list[list[Any]] = []  # the frames that were told no, from the outermost one
 
     @contextlib.contextmanager
@@ -81,7 +86,13 @@ class Answers:
         return False
 
     def learn(self, error: BaseException) -> bool:
-        """After a capture failed: whether a yes, which changes no tensor, may help."""
+        """After a capture failed: whether another attempt may help.
+
+        It is without copies of layers if that failed, or with a yes, which changes no tensor.
+        """
+        if self.repeats is not None and self.repeats.made and not isinstance(error, Unsupported):
+            self.repeats = None
+            return True
         stack = _FRAME.findall(str(error))
         for frames in reversed(self._denied):
             common = None
@@ -275,6 +286,36 @@ def _branch(jump: Callable[..., Any]) -> Callable[..., Any]:
     return jump_or_decide
 
 
+def _unless_served(find_name: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo reads whole files for the names of functions in its log."""
+
+    def find_or_leave(*args: Any) -> Any:
+        return find_name(*args) if getattr(_now, "answers", None) is None else None
+
+    return find_or_leave
+
+
+def _if_imported(is_local_map: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo imports much of torch.distributed to ask whether a function is one of its."""
+
+    def ask(value: Any) -> Any:
+        return "torch.distributed.tensor.experimental._func_map" in sys.modules and is_local_map(
+            value
+        )
+
+    return ask
+
+
+def _call_layer(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    def call_or_copy(module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        repeats = getattr(getattr(_now, "answers", None), "repeats", None)
+        if repeats is None or not hasattr(type(module.value), "weld_captures"):
+            return evaluate(module, tx, args, kwargs)
+        return repeats.call(evaluate, module, tx, args, kwargs)
+
+    return call_or_copy
+
+
 def _item(method: Callable[..., Any]) -> Callable[..., Any]:
     def read_or_decide(variable: Any, *args: Any, **kwargs: Any) -> Any:
         if _decides() and variable.dtype is torch.bool:
@@ -346,6 +387,14 @@ def _install() -> None:
             _meta_registrations._meta_grouped_mm_common
         )
         TensorVariable.method_item = _item(TensorVariable.method_item)  # type: ignore[method-assign]
+        UnspecializedNNModuleVariable.call_function = _call_layer(  # type: ignore[method-assign]
+            UnspecializedNNModuleVariable.call_function
+        )
+        if hasattr(symbolic_convert, "get_funcname"):  # not in torch 2.10?
+            symbolic_convert.get_funcname = _unless_served(symbolic_convert.get_funcname)
+        wrapped = getattr(higher_order_ops, "LocalMapWrappedHigherOrderVariable", None)
+        if wrapped is not None:
+            wrapped.should_wrap_in_hop = staticmethod(_if_imported(wrapped.should_wrap_in_hop))
         jumps = [dis.opmap[name] for name in dis.opmap if re.search("JUMP.*_IF_(TRUE|FALSE)", name)]
         for cls in _list_subclasses(symbolic_convert.InstructionTranslatorBase):
             for opcode in jumps:
