@@ -30,6 +30,7 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.nn_module import NNModuleVariable, UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.fx.experimental import symbolic_shapes
 
 from torchweld import state
 from torchweld.fusion import probe
@@ -286,13 +287,21 @@ def _branch(jump: Callable[..., Any]) -> Callable[..., Any]:
     return jump_or_decide
 
 
-def _unless_served(find_name: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo reads whole files for the names of functions in its log."""
+# What takes long and is needless here: names of functions for a log, which are read from whole
+# files; all backends, imported to ask whether one of them runs in a transform of torch.func;
+# torch.export and Inductor, imported to leave their lines out of messages.
+_NEEDLESS = (
+    (symbolic_convert, "get_funcname", None),
+    (symbolic_convert.InstructionTranslator, "_throw_if_in_functorch", None),
+    (symbolic_shapes, "uninteresting_files", frozenset()),
+)
 
-    def find_or_leave(*args: Any) -> Any:
-        return find_name(*args) if getattr(_now, "answers", None) is None else None
 
-    return find_or_leave
+def _unless_served(function: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+    def call_or_leave(*args: Any) -> Any:
+        return function(*args) if getattr(_now, "answers", None) is None else answer
+
+    return call_or_leave
 
 
 def _if_imported(is_local_map: Callable[..., Any]) -> Callable[..., Any]:
@@ -390,8 +399,9 @@ def _install() -> None:
         UnspecializedNNModuleVariable.call_function = _call_layer(  # type: ignore[method-assign]
             UnspecializedNNModuleVariable.call_function
         )
-        if hasattr(symbolic_convert, "get_funcname"):  # not in torch 2.10?
-            symbolic_convert.get_funcname = _unless_served(symbolic_convert.get_funcname)
+        for home, name, answer in _NEEDLESS:
+            if (function := getattr(home, name, None)) is not None:
+                setattr(home, name, _unless_served(function, answer))
         wrapped = getattr(higher_order_ops, "LocalMapWrappedHigherOrderVariable", None)
         if wrapped is not None:
             wrapped.should_wrap_in_hop = staticmethod(_if_imported(wrapped.should_wrap_in_hop))

@@ -79,12 +79,10 @@ def _without_names(find: Callable[..., Any]) -> Callable[..., Any]:
 
 
 eval_frame.get_compiler_fn = _without_names(eval_frame.get_compiler_fn)
-# Forgets tensors of a compilation after it, for known backends only, which it imports for that.
-_FORGET = (
-    {"invalidate_compile_context_weakrefs": False}
-    if hasattr(config, "invalidate_compile_context_weakrefs")
-    else {}
-)
+# Settings of later versions: what is forgotten after a compilation for known backends only, which
+# are imported for that; and a log of what a frame writes.
+_LATER = {"invalidate_compile_context_weakrefs": False, "side_effect_replay_policy": "silent"}
+_LATER = {name: value for name, value in _LATER.items() if hasattr(config, name)}
 
 
 def is_known(run: Any) -> bool:
@@ -112,7 +110,7 @@ class _Patched:
             # The name in torch 2.10; later ones have it as an alias.
             ignore_logger_methods=config.ignore_logger_methods | _list_logging(),
             specialize_float=True,  # a factor is a part of what is proven
-            **_FORGET,
+            **_LATER,
         )
         with warnings.catch_warnings(), settings:
             # Dynamo reads gradients of inputs, which warns, and gives advice how to write models.

@@ -13,18 +13,20 @@ evaluated.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 from torch._dynamo import guards as dynamo_guards
 from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
-from torch._dynamo.variables.base import MutationType, VariableTracker
+from torch._dynamo.variables.base import MutationType
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.functions import UserMethodVariable
@@ -322,9 +324,10 @@ class _Recording:
         for source in self.sources:
             made.update(self.tx.output.guards.get_guards_for_source(source))
         listed, find = [], _Finder(self.tx)
+        swap = _Swap(self.module.source, LocalSource("no layer"))
         for guard in made:
             source = guard.originating_source
-            if not _has(source, self.module.source):
+            if swap(source) is source:
                 continue
             if _is_alias(guard):
                 other = guard.create_fn.keywords["source_b"]
@@ -378,18 +381,6 @@ def _watched(cls: type[Any]) -> type[Any]:
     return type(cls.__name__, (cls,), {"__getattribute__": read})
 
 
-def _has(source: Any, part: Any) -> bool:
-    found = False
-
-    def look(each: Any) -> Any:
-        nonlocal found
-        found = found or each == part
-        return each
-
-    source.clone(look)
-    return found
-
-
 def _is_alias(guard: Guard) -> bool:
     return guard.create_fn_name() == "DUPLICATE_INPUT"
 
@@ -406,6 +397,27 @@ _PART = re.compile(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]")
 def _read_path(module: Any) -> str:
     """The path of a module as Dynamo notes it in nodes."""
     return _PART.sub(r".\2", module.get_nn_module_stack_source().name)
+
+
+@functools.cache
+def _list_fields(cls: type[Any]) -> tuple[str, ...]:
+    return tuple(each.name for each in dataclasses.fields(cls)) if is_dataclass(cls) else ()
+
+
+class _Swap:
+    """Puts one source in the place of another one in all that begin with it."""
+
+    def __init__(self, old: Any, new: Any) -> None:
+        self._known = {old: new}
+
+    def __call__(self, source: Any) -> Any:
+        if source not in self._known:
+            values = {name: getattr(source, name) for name in _list_fields(type(source))}
+            parts = {name: each for name, each in values.items() if isinstance(each, Source)}
+            other = {name: self(each) for name, each in parts.items()}
+            is_same = all(other[name] is each for name, each in parts.items())
+            self._known[source] = source if is_same else dataclasses.replace(source, **other)
+        return self._known[source]
 
 
 class _Finder:
@@ -447,13 +459,7 @@ class _Layer:
     def find(self, tx: Any, module: Any) -> _Found | None:
         """Check each guard for another layer; None if one does not hold."""
         old, new, find = self.module.source, module.source, _Finder(tx)
-        names: dict[Any, Any] = {}
-
-        def swap(source: Any) -> Any:
-            if source not in names:
-                names[source] = source.clone(lambda each: new if each == old else each)
-            return names[source]
-
+        swap = _Swap(old, new)
         if not tx.output.side_effects.mutated_sources.isdisjoint(map(swap, self.sources)):
             return None
         if any(tx.output.side_effects.has_pending_mutation_of_attr(*each) for each in self.methods):
