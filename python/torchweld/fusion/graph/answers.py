@@ -23,8 +23,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import _meta_registrations
-from torch._dynamo import symbolic_convert, trace_rules
-from torch._dynamo.exc import Unsupported
+from torch._dynamo import guards, output_graph, symbolic_convert, trace_rules
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.nn_module import NNModuleVariable, UnspecializedNNModuleVariable
@@ -50,6 +50,10 @@ class OtherNumbersError(Exception):
 
 def holds(number: torch.Tensor, wanted: bool) -> None:
     """Stands in a graph for a branch that was decided."""
+
+
+# Errors that another way to capture does not change: of the model's code, and of a backend.
+_NO_FAULT = (Unsupported, BackendCompilerFailed)
 
 
 class Answers:
@@ -91,7 +95,7 @@ class Answers:
 
         It is without copies of layers if that failed, or with a yes, which changes no tensor.
         """
-        if self.repeats is not None and self.repeats.made and not isinstance(error, Unsupported):
+        if self.repeats is not None and self.repeats.made and not isinstance(error, _NO_FAULT):
             self.repeats = None
             return True
         stack = _FRAME.findall(str(error))
@@ -293,7 +297,8 @@ def _branch(jump: Callable[..., Any]) -> Callable[..., Any]:
 _NEEDLESS = (
     (symbolic_convert, "get_funcname", None),
     (symbolic_convert.InstructionTranslator, "_throw_if_in_functorch", None),
-    (symbolic_shapes, "uninteresting_files", frozenset()),
+    (symbolic_shapes, "uninteresting_files", guards.uninteresting_files()),
+    (output_graph, "uninteresting_files", guards.uninteresting_files()),
 )
 
 

@@ -301,12 +301,12 @@ class _Recording:
         """The nodes to copy and the holes between them, in order."""
         parts: list[Any] = []
         inner: dict[Any, None] = {}
-        starts = {hole.first: hole for hole in self.holes}
+        holes = self.holes[::-1]
         node, root = self.last, self.tracer.graph._root
         while True:
-            while (hole := starts.pop(node, None)) is not None:
-                parts.append(hole)
-                node = hole.last
+            while holes and holes[-1].first is node:  # some make no nodes
+                parts.append(holes.pop())
+                node = parts[-1].last
             node = node._next
             if node is root:
                 return parts, inner  # type: ignore[return-value]
