@@ -26,10 +26,15 @@ from torch._dynamo import guards as dynamo_guards
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
-from torch._dynamo.variables.base import MutationType
+from torch._dynamo.variables.base import (
+    AttributeMutationNew,
+    MutationType,
+    ValueMutationNew,
+)
 from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.functions import UserMethodVariable
+from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
@@ -70,7 +75,8 @@ class Repeats:
         if is_inner or module.source is None:
             return evaluate(module, tx, args, named)
         given = _Values()
-        key = (type(module.value), given.read((tuple(args), dict(named))), _read_state(tx))
+        read = functools.partial(_Values.read, value=(tuple(args), dict(named)))
+        key = (type(module.value), read(given), _read_state(tx))
         layers = self._known.setdefault(key, [])
         for layer in layers:
             if (found := layer.find(tx, module)) is not None:
@@ -85,6 +91,8 @@ class Repeats:
                 result = evaluate(module, tx, args, named)
         finally:
             self._is_recording = False
+        if read(_Values()) != key[1]:
+            recording.why = "it changes its arguments"
         with contextlib.suppress(_UnlikeError):
             layers.append(recording.finish(result))
         return result
@@ -101,6 +109,10 @@ class _Values:
     def __init__(self) -> None:
         self.tensors: list[Any] = []
         self.others: list[Any] = []  # compared by identity
+
+    @property
+    def nodes(self) -> set[Any]:
+        return {each.as_proxy().node for each in self.tensors}
 
     def read(self, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -136,7 +148,9 @@ class _Hole:
     last: Any
     results: _Values = field(default_factory=_Values)
     key: Any = None
-    lazy: list[Any] = field(default_factory=list)  # (value, source, variable) that nothing has read
+    tensors: list[Any] = field(default_factory=list)  # among its arguments
+    dictionaries: list[tuple[Any, Any]] = field(default_factory=list)
+    lazy: dict[int, Any] = field(default_factory=dict)  # sources of arguments that nothing has read
 
 
 class _Recording:
@@ -160,27 +174,34 @@ class _Recording:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        allow = SideEffects.check_allowed_side_effect
+        allow, load = SideEffects.check_allowed_side_effect, SideEffects.load_attr
         begin = MutationType.__init__
         inline = InliningInstructionTranslator.inline_call
         recording = self
 
         def check_allowed(effects: Any, item: Any) -> Any:
-            if not (self._in_hole or any(item.mutation_type is each for each in self._born)):
+            if not (self._in_hole or self._is_born(item)):
                 self.why = "it writes to an object from outside"
             return allow(effects, item)
 
         def begin_mutation(mutation: Any, *args: Any) -> None:
-            self._born.append(mutation)
+            if isinstance(mutation, (ValueMutationNew, AttributeMutationNew)):
+                self._born.append(mutation)
             begin(mutation, *args)
+
+        def load_attr(effects: Any, item: Any, *args: Any, **more: Any) -> Any:
+            if not (self._in_hole or self._is_born(item)):
+                self.why = "it reads what was written"
+            return load(effects, item, *args, **more)
 
         def inline_call(
             cls: Any, parent: Any, function: Any, args: Any, named: Any, **more: Any
         ) -> Any:
             run = functools.partial(inline.__func__, cls, parent, function, **more)
-            owner = args[0].unwrap() if args and isinstance(args[0], LazyVariableTracker) else None
-            owner = owner or (args[0] if args else None)
-            if recording._in_hole or not any(owner is each for each in self.given.others):
+            owner = args[0] if args else None
+            if isinstance(owner, LazyVariableTracker):
+                owner = owner.unwrap()
+            if recording._in_hole or not recording._is_other(owner):
                 return run(args=args, kwargs=named)
             return recording._evaluate_hole(run, function, args, named)
 
@@ -188,6 +209,7 @@ class _Recording:
         try:
             with (
                 mock.patch.object(SideEffects, "check_allowed_side_effect", check_allowed),
+                mock.patch.object(SideEffects, "load_attr", load_attr),
                 mock.patch.object(MutationType, "__init__", begin_mutation),
                 mock.patch.object(
                     InliningInstructionTranslator, "inline_call", classmethod(inline_call)
@@ -198,6 +220,10 @@ class _Recording:
         finally:
             self.sources = self.tracer.traced_sources
             self.tracer.traced_sources = self._sources | self.sources
+
+    def _is_born(self, item: Any) -> bool:
+        """Whether an object was made in this layer."""
+        return any(item.mutation_type is each for each in self._born)
 
     @contextlib.contextmanager
     def _watch_others(self) -> Iterator[None]:
@@ -227,27 +253,48 @@ class _Recording:
 
     def _evaluate_hole(self, run: Any, function: Any, args: Any, named: Any) -> Any:
         hole = _Hole(function, list(args), dict(named), self.tracer.graph._root._prev, None)
-        given = []
-        for each in args:
-            if isinstance(each, LazyVariableTracker) and not each.is_realized():
-                # Another one, so that a later use outside of this call is seen.
-                value, source = each.original_value(), each.original_source()
-                hole.lazy.append((each, source))
-                each = LazyVariableTracker.create(value, source)
-            given.append(each)
+        if type(function) not in (UserFunctionVariable, UserMethodVariable):
+            self.why = "it hands an object from outside to a function that it makes"
+        args = [self._hand(hole, each) for each in args]
+        named = {name: self._hand(hole, each) for name, each in named.items()}
         sources, before = self.tracer.traced_sources, set(self.tx.output.guards)
         self.tracer.traced_sources, self._in_hole = type(sources)(), True
         try:
-            result = run(args=given, kwargs=named)
+            result = run(args=args, kwargs=named)
         finally:
             self.tracer.traced_sources, self._in_hole = sources, False
         self.inside |= set(self.tx.output.guards) - before
         hole.last = self.tracer.graph._root._prev
         hole.key = hole.results.read(result)
+        if any(value.items != items for value, items in hole.dictionaries):
+            self.why = "a method of an object from outside writes to a dictionary"
         if hole.results.others:
             self.why = "a method of an object from outside returns no tensors"
         self.holes.append(hole)
         return result
+
+    def _hand(self, hole: _Hole, value: Any) -> Any:
+        """Look at an argument of a hole, which a copy has to make again."""
+        if isinstance(value, LazyVariableTracker):
+            if not value.is_realized():
+                # Another one, so that a later use outside of this call is seen.
+                hole.lazy[id(value)] = source = value.original_source()
+                return LazyVariableTracker.create(value.original_value(), source)
+            value = value.unwrap()
+        if type(value) is TensorVariable:
+            hole.tensors.append(value)
+        elif type(value) is TupleVariable:
+            return TupleVariable([self._hand(hole, each) for each in value.items])
+        elif type(value) is ConstDictVariable:
+            hole.dictionaries.append((value, dict(value.items)))
+            for each in value.items.values():
+                self._hand(hole, each)
+        elif type(value) is not ConstantVariable and not self._is_other(value):
+            self.why = "it hands an object of its own to one from outside"
+        return value
+
+    def _is_other(self, value: Any) -> bool:
+        return any(value is each for each in self.given.others)
 
     # --- Afterwards
 
@@ -258,7 +305,7 @@ class _Recording:
             self.why = "it draws random numbers in Python"
         self._unless(not self.why)
         parts, inner = self._list_parts()
-        made = {each.as_proxy().node for hole in self.holes for each in hole.results.tensors}
+        made = {node for hole in self.holes for node in hole.results.nodes}
         given = {each.as_proxy().node: at for at, each in enumerate(self.given.tensors)}
         lifted: dict[Any, Any] = {}
         for node in inner:
@@ -269,18 +316,10 @@ class _Recording:
                 lifted[each] = getattr(each.meta.get("grapharg"), "source", None)
         results = _Values()
         results.read(result)
-        known = [node for node in (*given, *inner, *made, *lifted) if node in results_of(results)]
-        self._unless(not results.others and len(known) == len(results_of(results)))
-        for node in results_of(results) & set(inner):
-            x = node.meta["example_value"]
-            outside = {
-                find_storage(n.meta["example_value"])
-                for n in (*given, *lifted)
-                if isinstance(n.meta.get("example_value"), torch.Tensor)
-            }
-            self._unless(
-                find_storage(x) not in outside and _describe(_renew(self.tx, x)) == _describe(x)
-            )
+        handed = {each.as_proxy().node for hole in self.holes for each in hole.tensors}
+        self._unless(not results.others)
+        self._unless(results.nodes | handed <= {*given, *inner, *made})
+        self._check_memory(results.nodes & set(inner), (*given, *lifted))
         return _Layer(
             module=self.module,
             given=self.given,
@@ -293,11 +332,19 @@ class _Recording:
             methods=self.methods,
         )
 
+    def _check_memory(self, results: set[Any], outside: tuple[Any, ...]) -> None:
+        """A result that shares memory, or has gaps in it, is not described by its metadata."""
+        values = [node.meta.get("example_value") for node in (*results, *outside)]
+        memory = [find_storage(x) for x in values if isinstance(x, torch.Tensor)]
+        for x in values[: len(results)]:
+            self._unless(memory.count(find_storage(x)) == 1)
+            self._unless(_describe(_renew(self.tx, x)) == _describe(x))
+
     def _unless(self, holds: bool) -> None:
         if not holds:
             raise _UnlikeError(self.why)
 
-    def _list_parts(self) -> tuple[list[Any], set[Any]]:
+    def _list_parts(self) -> tuple[list[Any], dict[Any, None]]:
         """The nodes to copy and the holes between them, in order."""
         parts: list[Any] = []
         inner: dict[Any, None] = {}
@@ -309,12 +356,13 @@ class _Recording:
                 node = parts[-1].last
             node = node._next
             if node is root:
-                return parts, inner  # type: ignore[return-value]
+                return parts, inner
             if node.op == "placeholder":
                 continue
             is_plain = node.op in ("call_function", "call_method")
             self._unless(is_plain and not isinstance(node.target, torch._ops.HigherOrderOperator))
-            self._unless(getattr(node.target, "__name__", "") != "holds")
+            name = getattr(node.target, "__name__", node.target)
+            self._unless(name != "holds" and not name.startswith("register_"))
             parts.append(node)
             inner[node] = None
 
@@ -341,10 +389,7 @@ class _Recording:
         return listed
 
 
-def results_of(values: _Values) -> set[Any]:
-    return {each.as_proxy().node for each in values.tensors}
-
-
+# What Dynamo asks a variable to hand it on, or for its class.
 _PASSING = {
     "__class__",
     "__dict__",
@@ -379,6 +424,15 @@ def _watched(cls: type[Any]) -> type[Any]:
         return get(name)
 
     return type(cls.__name__, (cls,), {"__getattribute__": read})
+
+
+def _is_like(value: Any, first: Any) -> bool:
+    """What torch does not compare of two values of a guard: 1, 1.0 and True are equal."""
+    if isinstance(value, torch.Tensor):
+        keys = torch._C._dispatch_keys
+        return type(value) is type(first) and keys(value) == keys(first)
+    is_number = isinstance(value, (int, float, complex, tuple))
+    return type(value) is type(first) and (not is_number or repr(value) == repr(first))
 
 
 def _is_alias(guard: Guard) -> bool:
@@ -439,6 +493,7 @@ class _Found:
     swap: Callable[[Any], Any]
     find: _Finder
     guards: list[Guard]
+    tensors: list[tuple[Any, torch.Tensor]]
     module: Any
 
 
@@ -464,7 +519,7 @@ class _Layer:
             return None
         if any(tx.output.side_effects.has_pending_mutation_of_attr(*each) for each in self.methods):
             return None
-        guards = []
+        guards, tensors = [], []
         for guard, check, wanted in self.guards:
             source, make = swap(guard.originating_source), guard.create_fn
             try:
@@ -474,15 +529,17 @@ class _Layer:
                     is_same = value is find(other)
                     make = functools.partial(make.func, source_b=other)  # type: ignore[attr-defined]
                 else:
-                    is_same = bool(check.eval_fn(value, wanted))
-                    is_same = is_same and type(value) is type(find(guard.originating_source))
+                    first = find(guard.originating_source)
+                    is_same = check.eval_fn(value, wanted) and _is_like(value, first)
             except Exception:  # e.g. an attribute that this layer lacks
                 return None
             if not is_same:
                 return None
-            if guard.create_fn_name() != "TENSOR_MATCH":  # made with the graph's input
+            if guard.create_fn_name() == "TENSOR_MATCH":  # made with the graph's input
+                tensors.append((source, value))
+            else:
                 guards.append(Guard(source, make, stack=guard.stack, user_stack=guard.user_stack))
-        return _Found(swap, find, guards, module)
+        return _Found(swap, find, guards, tensors, module)
 
     def repeat(self, tx: Any, given: _Values, found: _Found) -> Any:
         """Copy the nodes for another layer; returns its result."""
@@ -501,6 +558,8 @@ class _Layer:
             if new != source:
                 value = VariableBuilder(tx, new)(found.find(new))
                 made[old] = value.as_proxy().node
+        for source, value in found.tensors:
+            VariableBuilder(tx, source)(value)
         tracer.traced_sources |= type(tracer.traced_sources)(map(found.swap, self.sources))
         dynamo_guards.install_guard(*found.guards)
         stacks = self._list_stacks(found.module)
@@ -533,10 +592,9 @@ class _Layer:
             new = tracer.graph.node_copy(part, made.__getitem__)
             if (stack := new.meta.get("nn_module_stack")) is not None:
                 new.meta["nn_module_stack"] = {
-                    stacks.get(key, (key, None))[0]: (stacks[key][1], cls)
-                    if key in stacks
-                    else (path, cls)
+                    name: (place, cls)
                     for key, (path, cls) in stack.items()
+                    for name, place in (stacks.get(key.split("@")[0], (key, path)),)
                 }
             made[part] = new
         return get(self.result)
@@ -545,12 +603,14 @@ class _Layer:
         self, tx: Any, hole: _Hole, get: Any, found: _Found, variables: dict[Any, Any]
     ) -> None:
         """Evaluate a call that writes outside of the layer."""
-        lazy = {id(each): found.swap(source) for each, source in hole.lazy}
 
         def give(value: Any) -> Any:
-            if id(value) in lazy:
-                source = lazy[id(value)]
+            if id(value) in hole.lazy:
+                source = found.swap(hole.lazy[id(value)])
                 return LazyVariableTracker.create(found.find(source), source)
+            if isinstance(value, ConstDictVariable):
+                items = {key: give(each) for key, each in value.items.items()}
+                return ConstDictVariable(items, value.user_cls, mutation_type=ValueMutationNew())
             return get(value)
 
         args = [give(each) for each in hole.args]
