@@ -273,17 +273,17 @@ def test_a_loss_reads_a_keyword_that_it_does_not_declare() -> None:
     assert (with_it - unused).abs() > 0.1
 
 
-@pytest.mark.parametrize("way", ["torch", "fused", "8 bits"])
+@pytest.mark.parametrize("kind", ["torch", "fused", "8 bits"])
 @pytest.mark.usefixtures("way")
-def test_weights_of_another_step_are_refused(way: str) -> None:
+def test_weights_of_another_step_are_refused(kind: str) -> None:
     """They would give logits of no step: old hidden states, new weights."""
     _, fused = _pair(torch.float32)
     output = _step(fused)
     output.loss.backward()
-    if way == "8 bits":
+    if kind == "8 bits":
         optim.AdamW8bit(fused.parameters(), lr=1e-4).step()
     else:
-        torch.optim.AdamW(fused.parameters(), lr=1e-4, fused=way == "fused").step()
+        torch.optim.AdamW(fused.parameters(), lr=1e-4, fused=kind == "fused").step()
     with pytest.raises(RuntimeError, match=r"weights changed since.*before optimizer.step\(\)"):
         output.logits.argmax(-1)
 
