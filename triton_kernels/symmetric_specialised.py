@@ -231,7 +231,7 @@ def _copy_out(result, dropping, barriers, sizes, BAND: gl.constexpr, ROWS: gl.co
 
 
 @gluon.jit(do_not_specialize=["tiles", "each"])
-def symmetric_specialised(x, y, added, result, size, columns, inner, tiles, each, alpha, beta,
+def symmetric_specialised(x, y, added, result, size, inner, tiles, each, alpha, beta, columns,
                           WHOLE: gl.constexpr, BAND: gl.constexpr, ROWS: gl.constexpr,
                           COLUMNS: gl.constexpr, INNER: gl.constexpr, STAGES: gl.constexpr,
                           FINISHING: gl.constexpr, REGISTERS: gl.constexpr):  # fmt: skip
@@ -240,6 +240,8 @@ def symmetric_specialised(x, y, added, result, size, columns, inner, tiles, each
     x_slots = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, INNER], x.layout)
     y_slots = gl.allocate_shared_memory(x.dtype, FACTOR, x.layout)
     dropping = gl.allocate_shared_memory(x.dtype, [ROWS, COLUMNS], x.layout)
+    if not WHOLE:
+        turned = gl.allocate_shared_memory(x.dtype, [SQUARE, SQUARE], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     dropped = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -264,7 +266,6 @@ def symmetric_specialised(x, y, added, result, size, columns, inner, tiles, each
             [REGISTERS],
         )  # fmt: skip
     else:
-        turned = gl.allocate_shared_memory(x.dtype, [SQUARE, SQUARE], x.layout)
         gl.warp_specialize(
             [
                 (_multiply, ((x, y), added, slots, dropping, barriers, sizes, alpha, beta, WHOLE,
@@ -299,8 +300,8 @@ def symmetric_launch(
     left = _descriptor(rows, _ROWS, _INNER)
     factors = left, _descriptor(other, _COLUMNS, _INNER), left if beta else None
     to = _descriptor(result, 1, SQUARE.value, SQUARE.value)
-    sizes = size, size, inner, count * each, each
-    return _launch(*factors, to, *sizes, float(alpha), float(beta), WHOLE=False, BAND=band)
+    sizes = size, inner, count * each, each
+    return _launch(*factors, to, *sizes, float(alpha), float(beta), size, WHOLE=False, BAND=band)
 
 
 def whole_launch(
@@ -313,12 +314,12 @@ def whole_launch(
     added = _descriptor(x.view(-1, columns), _ROWS, SQUARE.value)
     factors = left, _descriptor(x, 1, _INNER, _COLUMNS), added
     to = _descriptor(result, 1, _ROWS, SQUARE.value)
-    sizes = size, columns, size, count * each, each
-    return _launch(*factors, to, *sizes, 1.0, float(beta), WHOLE=True, BAND=_BAND)
+    sizes = size, size, count * each, each
+    return _launch(*factors, to, *sizes, 1.0, float(beta), columns, WHOLE=True, BAND=_BAND)
 
 
 def _launch(left: TensorDescriptor, *given: Any, **how: Any) -> Launch:
-    tiles = given[6]
+    tiles = given[5]
     return launch(
         symmetric_specialised,
         min(tiles, processors(left.base.device)),
