@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchweld
 from model_with_head import WORDS, LanguageModel, Output
-from torchweld import functional, optim
+from torchweld import functional, numerics, optim
 from torchweld.fusion.patterns import logits as logits_of
 from ways import is_by_graph, way  # noqa: F401
 
@@ -185,7 +185,7 @@ def test_any_use_gives_eagers_values_and_gradients(name: str, kind: Any) -> None
     model, fused = _pair(kind=kind)
     for mine, theirs in zip(_use(fused, USES[name]), _use(model, USES[name]), strict=True):
         assert type(mine) is type(theirs)
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(mine, theirs, **numerics.CHAINED64)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -197,7 +197,7 @@ def test_a_first_read_without_gradients_keeps_the_graph(mode: Callable[[], Any])
         return z.logsumexp(-1).sum()
 
     model, fused = _pair()
-    torch.testing.assert_close(_use(fused, use), _use(model, use), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(_use(fused, use), _use(model, use), **numerics.CHAINED64)
 
 
 @pytest.mark.usefixtures("way")
@@ -242,7 +242,7 @@ def test_second_derivatives() -> None:
             _step(each).logits.logsumexp(-1).sum(), weight, create_graph=True
         )
         found.append(torch.autograd.grad(grad.square().sum(), weight)[0])
-    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*found, **numerics.CHAINED64)
 
 
 @pytest.mark.usefixtures("way")
@@ -273,17 +273,17 @@ def test_a_loss_reads_a_keyword_that_it_does_not_declare() -> None:
     assert (with_it - unused).abs() > 0.1
 
 
-@pytest.mark.parametrize("way", ["torch", "fused", "8 bits"])
+@pytest.mark.parametrize("kind", ["torch", "fused", "8 bits"])
 @pytest.mark.usefixtures("way")
-def test_weights_of_another_step_are_refused(way: str) -> None:
+def test_weights_of_another_step_are_refused(kind: str) -> None:
     """They would give logits of no step: old hidden states, new weights."""
     _, fused = _pair(torch.float32)
     output = _step(fused)
     output.loss.backward()
-    if way == "8 bits":
+    if kind == "8 bits":
         optim.AdamW8bit(fused.parameters(), lr=1e-4).step()
     else:
-        torch.optim.AdamW(fused.parameters(), lr=1e-4, fused=way == "fused").step()
+        torch.optim.AdamW(fused.parameters(), lr=1e-4, fused=kind == "fused").step()
     with pytest.raises(RuntimeError, match=r"weights changed since.*before optimizer.step\(\)"):
         output.logits.argmax(-1)
 
@@ -307,7 +307,7 @@ def test_replicas(settings: dict[str, bool], one_process: None) -> None:
             output = _step(each)
             (output.loss + output.logits.logsumexp(-1).square().mean()).backward()
         for mine, theirs in zip(fused.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(mine.grad, theirs.grad, **numerics.CHAINED64)
 
 
 _REFUSED: dict[str, Callable[[Any], Any]] = {
@@ -326,7 +326,7 @@ _REFUSED: dict[str, Callable[[Any], Any]] = {
 def test_a_compiled_step_says_what_to_do(name: str) -> None:
     model, fused = _pair(kind=WithLossFunction)
     output = torch.compile(fused, backend="aot_eager", fullgraph=True)(_ids(), _ids())
-    torch.testing.assert_close(output.loss, model(_ids(), _ids()).loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(output.loss, model(_ids(), _ids()).loss, **numerics.CHAINED64)
     with pytest.raises((RuntimeError, AttributeError), match=r"unfuse the model, or leave it out"):
         _REFUSED[name](output.logits)
 
@@ -338,5 +338,5 @@ def test_a_compiled_step_has_logits(kind: Any) -> None:
     model, fused = _pair(kind=kind)
     output = torch.compile(fused, backend="aot_eager", fullgraph=True)(_ids(), _ids())
     expected = model(_ids(), _ids())
-    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(output.logits, expected.logits, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(output.loss, expected.loss, **numerics.CHAINED64)
+    torch.testing.assert_close(output.logits, expected.logits, **numerics.CHAINED64)

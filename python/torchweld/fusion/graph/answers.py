@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,19 +23,27 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import _meta_registrations
-from torch._dynamo import symbolic_convert, trace_rules
+from torch._dynamo import guards, output_graph, symbolic_convert, trace_rules
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.nn_module import NNModuleVariable, UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.fx.experimental import symbolic_shapes
 
 from torchweld import state
+from torchweld.dispatch.warm import generate
 from torchweld.fusion import probe
+from torchweld.fusion.graph import repeat
 from torchweld.fusion.graph.record import Record, recording
 
 LARGEST = 64  # operations between a graph's inputs and a number that decides a branch
 _QUESTIONS = ("compiler.is_compiling", "compiler.is_dynamo_compiling", "_utils.is_compiling")
-_OURS = tuple(f"{Path(path).parent}/" for path in (torch.__file__, __file__.split("/fusion/")[0]))
+_OURS = (
+    *(f"{Path(path).parent}/" for path in (torch.__file__, __file__.split("/fusion/")[0])),
+    generate.FILES,
+)
 _HANDS = (TensorVariable, NNModuleVariable, UnspecializedNNModuleVariable)
 _MARK = torch._dynamo.mark_static_address  # says of a tensor that it stays in its place
 _now = threading.local()
@@ -48,6 +57,10 @@ def holds(number: torch.Tensor, wanted: bool) -> None:
     """Stands in a graph for a branch that was decided."""
 
 
+# Errors that another way to capture does not change: of the model's code, and of a backend.
+_NO_FAULT = (Unsupported, BackendCompilerFailed)
+
+
 class Answers:
     """The answers of one kind of capture. `decides` says whether it may branch on numbers."""
 
@@ -56,6 +69,7 @@ class Answers:
 
     def __init__(self, decides: bool) -> None:
         self.decides = decides
+        self.repeats = repeat.Repeats() if decides and repeat.IS_KNOWN else None
         self._denied: list[list[Any]] = []  # the frames that were told no, from the outermost one
 
     @contextlib.contextmanager
@@ -82,7 +96,13 @@ class Answers:
         return False
 
     def learn(self, error: BaseException) -> bool:
-        """After a capture failed: whether a yes, which changes no tensor, may help."""
+        """After a capture failed: whether another attempt may help.
+
+        It is without copies of layers if that failed, or with a yes, which changes no tensor.
+        """
+        if self.repeats is not None and self.repeats.made and not isinstance(error, _NO_FAULT):
+            self.repeats = None
+            return True
         stack = _FRAME.findall(str(error))
         for frames in reversed(self._denied):
             common = None
@@ -277,6 +297,45 @@ def _branch(jump: Callable[..., Any]) -> Callable[..., Any]:
     return jump_or_decide
 
 
+# What takes long and is needless here: names of functions for a log, which are read from whole
+# files; all backends, imported to ask whether one of them runs in a transform of torch.func;
+# torch.export and Inductor, imported to leave their lines out of messages.
+_NEEDLESS = (
+    (symbolic_convert, "get_funcname", None),
+    (symbolic_convert.InstructionTranslator, "_throw_if_in_functorch", None),
+    (symbolic_shapes, "uninteresting_files", guards.uninteresting_files()),
+    (output_graph, "uninteresting_files", guards.uninteresting_files()),
+)
+
+
+def _unless_served(function: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+    def call_or_leave(*args: Any) -> Any:
+        return function(*args) if getattr(_now, "answers", None) is None else answer
+
+    return call_or_leave
+
+
+def _if_imported(is_local_map: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo imports much of torch.distributed to ask whether a function is one of its."""
+
+    def ask(value: Any) -> Any:
+        return "torch.distributed.tensor.experimental._func_map" in sys.modules and is_local_map(
+            value
+        )
+
+    return ask
+
+
+def _call_layer(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    def call_or_copy(module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        repeats = getattr(getattr(_now, "answers", None), "repeats", None)
+        if repeats is None or not hasattr(type(module.value), "weld_captures"):
+            return evaluate(module, tx, args, kwargs)
+        return repeats.call(evaluate, module, tx, args, kwargs)
+
+    return call_or_copy
+
+
 def _item(method: Callable[..., Any]) -> Callable[..., Any]:
     def read_or_decide(variable: Any, *args: Any, **kwargs: Any) -> Any:
         if _decides() and variable.dtype is torch.bool:
@@ -359,6 +418,15 @@ def _install() -> None:
             _meta_registrations._meta_grouped_mm_common
         )
         TensorVariable.method_item = _item(TensorVariable.method_item)  # type: ignore[method-assign]
+        UnspecializedNNModuleVariable.call_function = _call_layer(  # type: ignore[method-assign]
+            UnspecializedNNModuleVariable.call_function
+        )
+        for home, name, answer in _NEEDLESS:
+            if (function := getattr(home, name, None)) is not None:
+                setattr(home, name, _unless_served(function, answer))
+        wrapped = getattr(higher_order_ops, "LocalMapWrappedHigherOrderVariable", None)
+        if wrapped is not None:
+            wrapped.should_wrap_in_hop = staticmethod(_if_imported(wrapped.should_wrap_in_hop))
         jumps = [dis.opmap[name] for name in dis.opmap if re.search("JUMP.*_IF_(TRUE|FALSE)", name)]
         for cls in _list_subclasses(symbolic_convert.InstructionTranslatorBase):
             for opcode in jumps:

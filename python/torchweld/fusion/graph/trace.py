@@ -18,6 +18,8 @@ _AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._e
 # What computes but where Dynamo may note no value.
 _WITHOUT_VALUES = (operator.setitem, operator.getitem, *_AUTOCAST)
 _COUNTERS = (torch._C._log_api_usage_once,)  # they do nothing to what is computed
+# Dynamo leaves the call where code asks; regions ask before each run.
+_QUESTIONS = (state.is_transforming,)
 _VALUES: tuple[type, ...] = (
     torch.Tensor,
     torch.SymInt,
@@ -110,7 +112,7 @@ class Trace(torch.fx.Interpreter):
         if isinstance(node.target, torch._ops.HigherOrderOperator):  # its body is another graph
             self._begin_epoch(node)
             return node.meta["example_value"]
-        if node.target in _COUNTERS:
+        if node.target in _COUNTERS or (node.target in _QUESTIONS and not node.users):
             return None
         if self._batches or _name(node) in _BATCHING:
             return self._pass_over(node)
