@@ -20,9 +20,10 @@ class _AttentionOptions(NamedTuple):
 
 
 def _reference(q: Any, k: Any, v: Any, *given: Any) -> Any:
-    *mask, options = given
+    *masks, options = given
+    mask = masks[0] if masks else None
     return torch.nn.functional.scaled_dot_product_attention(
-        *(q, k, v, *mask), dropout_p=options.p, is_causal=options.causal, scale=options.scale
+        q, k, v, mask, dropout_p=options.p, is_causal=options.causal, scale=options.scale
     )
 
 

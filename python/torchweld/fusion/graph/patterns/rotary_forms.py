@@ -76,7 +76,9 @@ def _read(record: Record, step: Step) -> Iterator[_RotationForm]:
         return
     half, cos = step.args
     split = record.maker(half, aten.split.Tensor)
-    for minus in record.readers(out, aten.sub.Tensor) if split else ():
+    if split is None:
+        return
+    for minus in record.readers(out, aten.sub.Tensor):
         turned = record.maker(minus.args[1], _MUL)
         if turned is not None and isinstance(turned.args[1], Ref) and len(minus.args) == 2:
             for end in _follow(record, [minus.outs[0]], aten.cat.default):
