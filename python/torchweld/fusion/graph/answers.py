@@ -33,14 +33,19 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.experimental import symbolic_shapes
 
 from torchweld import state
+from torchweld.dispatch.warm import generate
 from torchweld.fusion import probe
 from torchweld.fusion.graph import repeat
 from torchweld.fusion.graph.record import Record, recording
 
 LARGEST = 64  # operations between a graph's inputs and a number that decides a branch
 _QUESTIONS = ("compiler.is_compiling", "compiler.is_dynamo_compiling", "_utils.is_compiling")
-_OURS = tuple(f"{Path(path).parent}/" for path in (torch.__file__, __file__.split("/fusion/")[0]))
+_OURS = (
+    *(f"{Path(path).parent}/" for path in (torch.__file__, __file__.split("/fusion/")[0])),
+    generate.FILES,
+)
 _HANDS = (TensorVariable, NNModuleVariable, UnspecializedNNModuleVariable)
+_MARK = torch._dynamo.mark_static_address  # says of a tensor that it stays in its place
 _now = threading.local()
 
 
@@ -73,7 +78,7 @@ class Answers:
         before, _now.answers = getattr(_now, "answers", None), self
         self._denied = []
         try:
-            with _allowing(_find(state.CAPTURING[1])):
+            with _allowing(_find(state.CAPTURING[1])), _allowing(_MARK):
                 yield
         finally:
             _now.answers = before
@@ -174,7 +179,7 @@ def _read(tx: Any, node: torch.fx.Node) -> bool | None:
         return None
     memory = {x.untyped_storage()._cdata for x in record.values}
     for each in node.graph.nodes:
-        if _may_write(each) and not memory.isdisjoint(_list_memory(each)):
+        if may_write(each) and not memory.isdisjoint(_list_memory(each)):
             return None
     numbers = [holder.meta["grapharg"].example for holder in cut.holders]
     numbers = [x.node.hint if isinstance(x, torch.SymInt) else x for x in numbers]
@@ -187,7 +192,8 @@ _IN_PLACE |= {f"i{name}" for name in ("and", "or", "xor", "lshift", "rshift", "m
 _IN_PLACE |= {f"__{name}__" for name in _IN_PLACE}
 
 
-def _may_write(node: torch.fx.Node) -> bool:
+def may_write(node: torch.fx.Node) -> bool:
+    """Whether a node has the name of an operation that writes in place."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")
     writes = is_in_place or name in _IN_PLACE or "set" in name or "out" in node.kwargs
@@ -366,18 +372,28 @@ def _tell_capturing(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     return ConstantVariable.create(state.is_capturing_at_all()) if is_served else None
 
 
+def _pass_over(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call that changes nothing of what is computed, nor of what eager torch runs."""
+    return ConstantVariable.create(None) if getattr(_now, "answers", None) is not None else None
+
+
 @contextlib.contextmanager
 def _allowing(function: Any) -> Iterator[None]:
-    """Let Dynamo ask its table for a function that it leaves out otherwise."""
+    """Let Dynamo ask its table for a function that it leaves out or forbids otherwise."""
     allowed = trace_rules._allowed_callable_ids
     is_new = function is not None and id(function) not in allowed()
+    is_forbidden = getattr(function, "_dynamo_forbidden", False)
     if is_new:
         allowed.add(id(function))
+    if is_forbidden:
+        function._dynamo_forbidden = False
     try:
         yield
     finally:
         if is_new:
             allowed.remove(id(function))
+        if is_forbidden:
+            function._dynamo_forbidden = True
 
 
 _lock = threading.Lock()
@@ -397,6 +413,7 @@ def _install() -> None:
         for name in state.CAPTURING:
             if (question := _find(name)) is not None:  # not of XPU in torch 2.10
                 handlers.setdefault(question, _tell_capturing)
+        handlers.setdefault(_MARK, _pass_over)
         _meta_registrations._meta_grouped_mm_common = _widen(
             _meta_registrations._meta_grouped_mm_common
         )

@@ -228,11 +228,13 @@ class _Writing:
     def _is_written(self, proposal: Proposal, region: set[int], anchor: torch.fx.Node) -> bool:
         """Whether something writes between its steps, or later to what its node may save."""
         first, last, place = min(region), max(region), self.trace.place[anchor]
-        values = (self.record.values[n] for n in (*proposal.inputs, *proposal.outputs))
+        saved = {*proposal.inputs, *proposal.outputs} - {*proposal.unsaved}
+        values = (self.record.values[n] for n in saved)
         storages = {x.untyped_storage()._cdata for x in values}
         for at, step in enumerate(self.record.steps[first:], first):
             between = at <= last or step.node <= place
-            if step.writes and (between or not storages.isdisjoint(step.writes)):
+            own = at in region  # to memory that it makes
+            if step.writes and not own and (between or not storages.isdisjoint(step.writes)):
                 return True
         return False
 
