@@ -30,13 +30,13 @@ def _forget() -> Any:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The layers that were copied."""
     made: list[Any] = []
-    finish = repeat._Layer.repeat
+    finish = repeat._Evaluated.repeat
 
     def note(layer: Any, *args: Any) -> Any:
         made.append(layer)
         return finish(layer, *args)
 
-    monkeypatch.setattr(repeat._Layer, "repeat", note)
+    monkeypatch.setattr(repeat._Evaluated, "repeat", note)
     return made
 
 
@@ -392,7 +392,7 @@ def test_a_copy_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> Any:
         raise AssertionError("planted")
 
-    monkeypatch.setattr(repeat._Layer, "_repeat", fail)
+    monkeypatch.setattr(repeat._Evaluated, "_repeat", fail)
     got = check(make())
     assert list_ops(got).count("gated_act") == LAYERS
     (slot,) = type(got).weld_captures.slots.values()

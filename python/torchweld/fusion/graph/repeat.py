@@ -61,7 +61,7 @@ class Repeats:
     def __init__(self) -> None:
         self.made = 0
         self._output: Any = None
-        self._known: dict[Any, list[_Layer]] = {}
+        self._known: dict[Any, list[_Evaluated]] = {}
         self._is_recording = False
 
     def call(
@@ -298,7 +298,7 @@ class _Recording:
 
     # --- Afterwards
 
-    def finish(self, result: Any) -> _Layer:
+    def finish(self, result: Any) -> _Evaluated:
         if self.last.op == "placeholder":
             self.why = "nothing comes before it"
         if self.random != len(self.tx.output.random_calls):
@@ -320,7 +320,7 @@ class _Recording:
         self._unless(not results.others)
         self._unless(results.nodes | handed <= {*given, *inner, *made})
         self._check_memory(results.nodes & set(inner), (*given, *lifted))
-        return _Layer(
+        return _Evaluated(
             module=self.module,
             given=self.given,
             parts=parts,
@@ -498,7 +498,7 @@ class _Found:
 
 
 @dataclass
-class _Layer:
+class _Evaluated:
     """An evaluated layer."""
 
     module: Any
