@@ -139,6 +139,7 @@ class Watcher(Protocol):
     """What starts the launches of a thread in place of `start`, to repeat them later if it fits."""
 
     fits: bool
+    traces: bool  # tensors have no addresses, and no device waits for kernels
 
     def start(self, launch: Launch, options: dict[str, Any]) -> None: ...
 
@@ -175,6 +176,11 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def run(on: torch.Tensor, *launches: Launch) -> None:
     """Run the launches in order on the device of `on`, which need not be the current one."""
+    if _watched.by is not None and _watched.by.traces:
+        for each in launches:
+            if each.grid:
+                _watched.by.start(each, each.options)
+        return
     with torch.cuda.device_of(on):
         for each in launches:
             if not each.grid:

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchweld
 from torchweld import functional
+from torchweld.fusion.graph import patterns
 from torchweld.fusion.graph.patterns import loss
+from torchweld.ops.residual import ADD_LAYER_NORM, ADD_RMS_NORM
 from words import Words, make_ids, step
 
 _X, _W = torch.randn(4, 6, 16), torch.randn(16)
@@ -84,6 +87,18 @@ def test_a_region_keeps_its_kernels() -> None:
     seen = {event.key for event in profile.key_averages()}
     assert "aten::_fused_rms_norm" not in seen
     assert "aten::rms_norm" not in seen
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_sum_and_its_norm_stay_on_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor starts their kernel itself there; elsewhere the op would be one call of its own."""
+    monkeypatch.setattr(patterns, "is_left_to_compiler", lambda x: True)
+    with FakeTensorMode():
+        x = torch.empty(4, 16, device=device)
+    for op in (ADD_LAYER_NORM.op, ADD_RMS_NORM.op):
+        assert op.left_to_compiler(x) == (device == "cpu")
+    names = [finder.__name__ for finder in patterns.list_for_inductor(x)]
+    assert ("find_add_rms_norm" in names) == (device == "cuda")
 
 
 @pytest.mark.parametrize("least", [0, 1 << 40])

@@ -262,8 +262,8 @@ class _AddNorm:
                 "triton": ("triton_kernels/dropout_add_norm.py",),
             },
             eager_rounds=True,
-            # A sum of several layers and its norm: until Inductor sees the kernel.
-            left_to_compiler=lambda *_: True,
+            # A sum of several layers and its norm; Inductor starts the GPU's kernel itself.
+            left_to_compiler=lambda x, *_: not x.is_cuda,
         )
         define(self.op)
 

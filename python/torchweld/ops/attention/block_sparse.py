@@ -402,5 +402,6 @@ OP = Op(
         "triton": ("triton_kernels/block_sparse_attention.py",),
     },
     refuses=_refuses,
+    visible=False,
 )
 define(OP)
