@@ -105,7 +105,9 @@ def trace(function: Callable[..., Any], inputs: Sequence[Any]) -> torch.fx.Graph
     return graphs[0]
 
 
-def write_code(graph: torch.fx.GraphModule, inputs: Sequence[Any], fakes: FakeTensorMode) -> str:
+def write_code(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], fakes: FakeTensorMode, **options: Any
+) -> str:
     """The code that Inductor generates for a graph."""
     from torch._inductor import codecache, config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -120,11 +122,12 @@ def write_code(graph: torch.fx.GraphModule, inputs: Sequence[Any], fakes: FakeTe
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         enter(mock.patch.object(codecache.PyCodeCache, "load_by_key_path", keep))
-        enter(config.patch(fx_graph_cache=False, compile_threads=1))
+        enter(config.patch({"fx_graph_cache": False, "compile_threads": 1, **options}))
         enter(torch._guards.tracing(torch._guards.TracingContext(fakes)))
         enter(V.set_fake_mode(fakes))
         try:
-            compile_fx_inner(graph, inputs)
+            cudagraphs = torch._inductor.utils.BoxedBool(bool(options))
+            compile_fx_inner(graph, inputs, cudagraphs=cudagraphs)
         except Exception:
             if not found:
                 raise
@@ -299,6 +302,28 @@ def _tell(value: Any) -> Any:
     return value.shape, value.stride(), value.storage_offset(), value.dtype
 
 
+def write_block() -> str:
+    """Inductor's code for CUDA graphs of a block with dropout, a residual, its norm and a loss."""
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def run(x: Any, weight: Any, residual: Any, norm: Any, scores: Any) -> Any:
+        ops, shape = torch.ops.torchweld, norm.shape
+        seeds = [ops.seed(torch.empty(1, device="cuda")) for _ in range(2)]
+        place = (seeds[0], [], [])
+        z, y, *_ = ops.dropout_add_rms_norm.triton(
+            *(torch.relu(x @ weight), residual, shape, norm, 0.1, 1e-6, *place, False)
+        )
+        ops = torch.ops.torchweld
+        kept = ops.softmax_dropout.triton(scores, None, 1.0, False, 0.1, seeds[1], [], [])
+        return z + 1, y * 2, kept[0] if isinstance(kept, tuple) else kept
+
+    with fakes, torch.no_grad():
+        sizes = ((512, 256), (256, 256), (512, 256), (256,), (4, 8, 64, 64))
+        inputs = [torch.empty(size, device="cuda") for size in sizes]
+        graph = trace(run, inputs)
+    return write_code(graph, inputs, fakes, **{"triton.cudagraphs": True})
+
+
 def main() -> None:
     from torchweld.bench.cases import CASES, Case
     from torchweld.registry import OPS
@@ -310,6 +335,7 @@ def main() -> None:
             case = Case(op, CASES[name].benchmarks_on_gpu[0], torch.bfloat16, "cuda")
             for call in list_calls(case):
                 told[call.name] = compare(call, Path(folder))
+        told["block"] = {"code": write_block()}
     print(json.dumps(told))
 
 

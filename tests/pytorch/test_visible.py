@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fresh
 import visible as helper
@@ -52,25 +56,31 @@ def test_inductor_starts_the_same_kernels(name: str) -> None:
         assert not told["copies"]
 
 
+def test_one_cuda_graph_holds_them() -> None:
+    """Mode "reduce-overhead" divides code where a CUDA graph must end: at no op and no seed."""
+    code = _compile()["block"]["code"]
+    (first, _, rest), runner = code.partition("def partition_0("), code.partition("class Runner")[2]
+    assert "partitions=[partition_0,]" in runner
+    assert "_1.run(" in rest
+    assert rest.count("torch.ops.torchweld.seed.default(") == 2
+    assert ".run(" not in first + runner
+
+
 # --- Numbers --------------------------------------------------------------------------------------
 
 
 LIBRARY = torch.library.Library("torchweld_visible", "DEF")
-LIBRARY.define("launch(int at, Tensor(a!)[] tensors, SymInt[] sizes) -> ()")
+LIBRARY.define("launch(int at, Tensor(a!)[] tensors) -> ()")
 _launches: list[tuple[Any, dict[str, Any]]] = []
 
 
-def _launch(at: int, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
+def _launch(at: int, tensors: Sequence[torch.Tensor]) -> None:
     from torchweld.triton_kernels.launch import start
 
     launched, options = _launches[at]
-    rest = {torch.Tensor: iter(tensors), torch.SymInt: iter(sizes)}
-
-    def fill(value: Any) -> Any:
-        return next((next(rest[kind]) for kind in rest if isinstance(value, kind)), value)
-
-    *given, grid = map(fill, (*launched.args, launched.grid))
-    start(launched._replace(args=given, grid=grid), options)
+    rest = iter(tensors)
+    given = [next(rest) if isinstance(x, torch.Tensor) else x for x in launched.args]
+    start(launched._replace(args=given), options)
 
 
 LIBRARY.impl("launch", _launch, "CPU")
@@ -83,10 +93,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def add_node(launched: Any, options: dict[str, Any]) -> None:
         _launches.append((launched, options))
-        given = (*launched.args, launched.grid)
-        kinds = (torch.Tensor, torch.SymInt)
-        tensors, sizes = ([x for x in given if isinstance(x, kind)] for kind in kinds)
-        torch.ops.torchweld_visible.launch(len(_launches) - 1, tensors, sizes)
+        given = [x for x in launched.args if isinstance(x, torch.Tensor)]
+        torch.ops.torchweld_visible.launch(len(_launches) - 1, given)
 
     monkeypatch.setattr(visible, "_is_on_gpu", lambda x: True)
     monkeypatch.setattr(visible, "_why_opaque", lambda *_: None)
@@ -133,19 +141,41 @@ def test_numbers(on_cpu: None, function: Callable[..., Any], p: float, compiler:
         torch.testing.assert_close(mine, plain)
 
 
-def test_lengths_are_symbolic(on_cpu: None) -> None:
-    """Graphs serve other numbers of rows, since launches and allocations follow them.
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_checkpoint_asks_about_the_op(
+    on_cpu: None, saves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy of selective checkpointing sees the op, and its launches are saved or repeated."""
+    from torchweld.triton_kernels import launch
 
-    Only the number of chunks divides them: one, some, and as many as fill the GPU.
-    """
-    counted = CompileCounterWithBackend("aot_eager")
-    compiled: Any = torch.compile(_layer_norm, dynamic=True, fullgraph=True, backend=counted)
-    weight, counts = _make(24), []
-    for rows in (5, 9, 16):
-        x = _make(3, rows, 24)
-        torch.testing.assert_close(compiled(x, x, weight, 0.0), _layer_norm(x, x, weight, 0.0))
-        counts.append(counted.frame_count)
-    assert len({*counts}) == 1
+    started: list[str] = []
+    start = launch.start
+
+    def count(launched: Any, options: dict[str, Any]) -> None:
+        started.append(launched.kernel.fn.__name__)
+        start(launched, options)
+
+    def decide(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+        is_saved = saves and op is torch.ops.torchweld.rms_norm.triton
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x * 2, (24,), weight).sin() * x
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        context = functools.partial(create_selective_checkpoint_contexts, decide)
+        return checkpoint(block, x, weight, use_reentrant=False, context_fn=context)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    x, weight = _make(3, 5, 24), _make(24)
+    compiled(x, weight)
+    monkeypatch.setattr(launch, "start", count)
+    found, expected = (
+        torch.autograd.grad(function(x, weight).sum(), (x, weight))
+        for function in (compiled, block)
+    )
+    torch.testing.assert_close(found, expected)
+    assert started.count("_forward") == (2 if saves else 3)  # the block's one is the last
 
 
 # --- What stays one node --------------------------------------------------------------------------
@@ -188,6 +218,20 @@ def test_the_cpu_and_exports_keep_the_op(
         exported = torch.export.export(Norm(), (x, weight)).run_decompositions()
     assert "torchweld.rms_norm.triton" in str(exported)
     assert "the graph is exported" in caplog.text
+
+
+def test_symbolic_sizes_keep_the_op(on_cpu: None, caplog: pytest.LogCaptureFixture) -> None:
+    """One graph serves all lengths, as before: a launch's grid and tile would divide them."""
+    caplog.set_level(logging.INFO, visible.__name__)
+    compiled: Any = torch.compile(_layer_norm, dynamic=True, fullgraph=True, backend="aot_eager")
+    weight, before = _make(24), len(_launches)
+    for rows in (5, 9, 200):
+        x = _make(3, rows, 24)
+        with torch._dynamo.config.patch(error_on_recompile=rows > 5):
+            found = compiled(x, x, weight, 0.0)
+        torch.testing.assert_close(found, _layer_norm(x, x, weight, 0.0))
+    assert len(_launches) == before
+    assert "its sizes are symbolic" in caplog.text
 
 
 def test_what_depends_on_a_setting_stays(

@@ -90,6 +90,8 @@ def _trace(find: Callable[[], Callable[..., Any]], args: Sequence[Any]) -> Any:
         raise _Opaque("not all of its tensors are on a GPU")
     if _keeps_ops():
         raise _Opaque("the graph is exported")
+    if any(map(_has_symbols, args)):  # each branch of the function would be a guard of the graph
+        raise _Opaque("its sizes are symbolic")
     function = find()
     launching = getattr(function, "launching", None)
     if launching is None:
@@ -98,10 +100,6 @@ def _trace(find: Callable[[], Callable[..., Any]], args: Sequence[Any]) -> Any:
     launching.watch(tracer)
     try:
         results = function(*args)
-    except Exception as error:
-        if isinstance(error, _Opaque) or not any(map(_has_symbols, args)):
-            raise
-        raise _Opaque(f"its sizes are symbolic: {error}") from error
     finally:
         launching.watch(None)
     if not tracer.fits:
