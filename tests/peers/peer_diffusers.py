@@ -85,7 +85,7 @@ CASES = {
             "pooled_projections": _x(2, 20),
             "timestep": _TIME,
         },
-        {ADAPTIVE: 2, GATED: 2, BOTH: 4},
+        {ADAPTIVE: 2, BOTH: 6},
     ),
     "Flux": Case(
         lambda: diffusers.FluxTransformer2DModel(
@@ -104,7 +104,7 @@ CASES = {
             "img_ids": _x(16, 3).round(),
             "txt_ids": torch.zeros(5, 3),
         },
-        {ADAPTIVE: 4, GATED: 4, BOTH: 6},
+        {ADAPTIVE: 5, GATED: 4, BOTH: 6},
     ),
     "Wan": Case(
         lambda: diffusers.WanTransformer3DModel(

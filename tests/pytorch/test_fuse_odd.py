@@ -475,3 +475,25 @@ def test_functions_of_a_model_that_takes_no_rows(has_linear: bool) -> None:
     (row,) = (row for row in torchweld.explain_fusion(OfWords(has_linear)) if row.where == "")
     assert row.what == "torch.nn.functional.gelu + layer_norm + cross_entropy"
     assert FUNCTIONS in row.reason
+
+
+class Shared(nn.Module):
+    """GELU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(x)
+
+
+shared = Shared()
+
+
+def test_a_module_that_other_models_share_keeps_its_class() -> None:
+    """transformers' Flaubert and XLM hold `transformers.activations.gelu`, which CamemBERT's head
+    calls as a function. `fuse` of one changed the other. No test looked at a second model.
+    """
+    model = nn.ModuleList([shared, Shared()])
+    torchweld.fuse(model)
+    first, second = torchweld.explain_fusion(model)
+    assert (type(shared), first.becomes) == (Shared, "")
+    assert first.reason == f"other models share it: it is a global, {__name__}.shared"
+    assert (type(model[1]), second.becomes) != (Shared, "")

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+FILES = "<torchweld: "  # how the names of all generated files begin
 _numbers = itertools.count(1)
 
 
@@ -22,7 +23,7 @@ def compile_function(
     `about` names it in tracebacks; by default its name does. `into` gets all that the source
     defines, by default `scope` does; other functions are shown as long as this one lives.
     """
-    file = f"<torchweld: {about or name}, {next(_numbers)}>"
+    file = f"{FILES}{about or name}, {next(_numbers)}>"
     defined = scope if into is None else into
     exec(compile(source, file, "exec"), scope, defined)
     function = defined[name]
@@ -35,6 +36,6 @@ def compile_function(
 def show_code(function: Callable[..., Any]) -> str | None:
     """The source that a generated function was compiled from; None for others."""
     code = getattr(function, "__code__", None)
-    if code is None or not code.co_filename.startswith("<torchweld: "):
+    if code is None or not code.co_filename.startswith(FILES):
         return None
     return "".join(linecache.getlines(code.co_filename))

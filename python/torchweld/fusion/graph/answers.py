@@ -29,12 +29,16 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from torchweld import state
+from torchweld.dispatch.warm import generate
 from torchweld.fusion import probe
 from torchweld.fusion.graph.record import Record, recording
 
 LARGEST = 64  # operations between a graph's inputs and a number that decides a branch
 _QUESTIONS = ("compiler.is_compiling", "compiler.is_dynamo_compiling", "_utils.is_compiling")
-_OURS = tuple(f"{Path(path).parent}/" for path in (torch.__file__, __file__.split("/fusion/")[0]))
+_OURS = (
+    *(f"{Path(path).parent}/" for path in (torch.__file__, __file__.split("/fusion/")[0])),
+    generate.FILES,
+)
 _HANDS = (TensorVariable, NNModuleVariable, UnspecializedNNModuleVariable)
 _now = threading.local()
 

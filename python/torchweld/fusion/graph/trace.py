@@ -15,6 +15,8 @@ from torchweld.fusion.graph.record import Record, Ref, find_storage, read_casts,
 
 _AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
 _COUNTERS = (torch._C._log_api_usage_once,)  # they do nothing to what is computed
+# Dynamo leaves the call where code asks; regions ask before each run.
+_QUESTIONS = (state.is_transforming,)
 _VALUES: tuple[type, ...] = (
     torch.Tensor,
     torch.SymInt,
@@ -98,7 +100,7 @@ class Trace(torch.fx.Interpreter):
         if isinstance(node.target, torch._ops.HigherOrderOperator):  # its body is another graph
             self._begin_epoch(node)
             return node.meta["example_value"]
-        if node.target in _COUNTERS:
+        if node.target in _COUNTERS or (node.target in _QUESTIONS and not node.users):
             return None
         if node.target is torch._C._set_grad_enabled:
             self._begin_epoch(node)
