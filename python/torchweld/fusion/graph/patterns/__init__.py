@@ -28,7 +28,6 @@ from torchweld.fusion.graph.patterns.softmax import find_softmax
 from torchweld.fusion.graph.prove import Proposal
 from torchweld.fusion.graph.record import Record
 from torchweld.ops.gemm.linear_act import is_left_to_compiler
-from torchweld.ops.residual import ADD_RMS_NORM
 
 FINDERS: list[Callable[[Record, int], Iterable[Proposal]]] = [
     find_loss,
@@ -52,8 +51,11 @@ FINDERS: list[Callable[[Record, int], Iterable[Proposal]]] = [
 def list_for_inductor(x: torch.Tensor) -> list[Callable[[Record, int], Iterable[Proposal]]]:
     """The finders that pay on x's device where Inductor compiles the rest, and fuses all else."""
     finders: list[Callable[[Record, int], Iterable[Proposal]]] = [find_large_loss]
-    if not ADD_RMS_NORM.op.left_to_compiler(x):
-        finders += [find_add_rms_norm, find_add_layer_norm]
-    if not is_left_to_compiler(x):
-        finders += [find_linear_act]
-    return finders
+    finders += [find_add_rms_norm, find_add_layer_norm] if x.is_cuda else [_find_dropped_norm]
+    finders += [find_dropout_add]
+    return finders if is_left_to_compiler(x) else [*finders, find_linear_act]
+
+
+def _find_dropped_norm(record: Record, at: int) -> Iterable[Proposal]:
+    """Norms behind a dropout, whose p is the last constant: a kernel draws in less time."""
+    return (each for each in find_add_layer_norm(record, at) if each.constants[-1])
