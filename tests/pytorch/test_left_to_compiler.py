@@ -67,7 +67,7 @@ def test_an_op_that_is_left(name: str) -> None:
 
 @pytest.mark.parametrize("name", _KEPT)
 def test_an_op_that_stays(name: str) -> None:
-    assert _list_ops(_KEPT[name])
+    assert {*_list_ops(_KEPT[name])} - {"torchweld.seed.default", "torchweld.seed"}
 
 
 def test_a_region_keeps_its_kernels() -> None:
