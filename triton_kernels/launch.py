@@ -179,7 +179,7 @@ def run(on: torch.Tensor, *launches: Launch) -> None:
     if _watched.by is not None and _watched.by.traces:
         for each in launches:
             if each.grid:
-                _watched.by.start(each, each.options)
+                _watched.by.start(each, _choose_options(each))
         return
     with torch.cuda.device_of(on):
         for each in launches:
@@ -187,12 +187,16 @@ def run(on: torch.Tensor, *launches: Launch) -> None:
                 continue
             for value in each.args:
                 check_allocated(getattr(value, "base", value))  # of a descriptor: its tensor
-            unaligned = each.spreads and not are_aligned(*each.args)
-            options = each.unaligned_options() if unaligned else each.options
+            options = _choose_options(each)
             if _watched.by is not None:
                 _watched.by.start(each, options)
             else:
                 start(each, options)
+
+
+def _choose_options(launch: Launch) -> dict[str, Any]:
+    unaligned = launch.spreads and not are_aligned(*launch.args)
+    return launch.unaligned_options() if unaligned else launch.options
 
 
 # Addresses of a storage that was freed are offsets in it, and lower; most GPUs' memory is higher.

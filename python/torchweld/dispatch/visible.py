@@ -72,8 +72,11 @@ def show_launches(library: Library, name: str, find: Callable[[], Callable[..., 
         mode: FunctionalTensorMode, op: Any, types: Any, args: Sequence[Any], kwargs: Any = None
     ) -> Any:
         try:
+            if kwargs:
+                raise _Opaque("it is called by keyword")
+            function = _find_function(find, args)
             with mode:
-                return _trace(find, args)
+                return _trace(function, args)
         except _Opaque as why:
             _LOG.info("%s stays one node: %s", op, why)
         return mode.__torch_dispatch__(op, types, args, kwargs)
@@ -83,8 +86,8 @@ def show_launches(library: Library, name: str, find: Callable[[], Callable[..., 
     )
 
 
-def _trace(find: Callable[[], Callable[..., Any]], args: Sequence[Any]) -> Any:
-    """The function's results on tensors of the trace; raises _Opaque."""
+def _find_function(find: Callable[[], Callable[..., Any]], args: Sequence[Any]) -> Any:
+    """The Triton function, if it can be traced with these arguments; else raises _Opaque."""
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     if not all(map(_is_on_gpu, tensors)):
         raise _Opaque("not all of its tensors are on a GPU")
@@ -93,15 +96,19 @@ def _trace(find: Callable[[], Callable[..., Any]], args: Sequence[Any]) -> Any:
     if any(map(_has_symbols, args)):  # each branch of the function would be a guard of the graph
         raise _Opaque("its sizes are symbolic")
     function = find()
-    launching = getattr(function, "launching", None)
-    if launching is None:
+    if not hasattr(function, "launching"):
         raise _Opaque("its launches depend on more than its arguments")
+    return function
+
+
+def _trace(function: Any, args: Sequence[Any]) -> Any:
+    """The function's results on tensors of the trace; raises _Opaque."""
     tracer = _Tracer()
-    launching.watch(tracer)
+    function.launching.watch(tracer)
     try:
         results = function(*args)
     finally:
-        launching.watch(None)
+        function.launching.watch(None)
     if not tracer.fits:
         raise _Opaque("its launches depend on a setting of torch's")
     return results
