@@ -85,7 +85,7 @@ def _find_address(tensor: torch.Tensor) -> int:
     """The tensor's address; of a tensor of a trace, its place in memory that will be aligned."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return tensor.data_ptr()
-    return tensor.storage_offset() * tensor.element_size()
+    return tensor.storage_offset() * tensor.element_size()  # type: ignore[return-value]
 
 
 def are_aligned(*values: Any) -> bool:

@@ -222,13 +222,14 @@ def compare(call: Call, folder: Path) -> dict[str, Any]:
 
         graph = trace(run, tensors)
     seen = list(map(Launched.read, find_launches(graph)))
-    told = {"kernels": [each.kernel.__name__ for each in seen], "differ": [], "code": ""}
+    told: dict[str, Any] = {"kernels": [each.kernel.__name__ for each in seen]}
+    told |= {"differ": [], "code": ""}
     if not seen:
         return told
-    made = sum("empty" in str(node.target) for node in graph.graph.nodes)
-    made += len(graph.graph.find_nodes(op="output")[0].args[0])  # from the kernels', by + 1
+    results: Any = graph.graph.find_nodes(op="output")[0].args[0]  # of the kernels', by + 1
+    most = sum("empty" in str(node.target) for node in graph.graph.nodes) + len(results)
     told["code"] = write_code(graph, tensors, fakes)
-    told["copies"] = told["code"].count("= empty_strided_cuda(") > made
+    told["copies"] = told["code"].count("= empty_strided_cuda(") > most
     kernels = load_kernels(told["code"], folder)
     assert len(seen) == len(call.launches), (told["kernels"], call.launches)
     for each, (launch, options) in zip(seen, call.launches, strict=True):
@@ -250,8 +251,8 @@ class Launched(NamedTuple):
     def read(cls, node: torch.fx.Node) -> Launched:
         from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table as table
 
-        given = node.kwargs
-        tuned = table.get_kernel(given["kernel_idx"])
+        given: dict[str, Any] = node.kwargs
+        tuned: Any = table.get_kernel(given["kernel_idx"])
         constants = table.get_constant_args(given["constant_args_idx"])
         arguments = given["kwargs"] | constants
         grid, written = given["grid"][0][0], list(given["tensors_to_clone"])
@@ -303,19 +304,18 @@ def _tell(value: Any) -> Any:
 
 
 def write_block() -> str:
-    """Inductor's code for CUDA graphs of a block with dropout, a residual, its norm and a loss."""
+    """Inductor's code for CUDA graphs of a product, a residual with dropout and norm, a softmax."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
 
     def run(x: Any, weight: Any, residual: Any, norm: Any, scores: Any) -> Any:
-        ops, shape = torch.ops.torchweld, norm.shape
-        seeds = [ops.seed(torch.empty(1, device="cuda")) for _ in range(2)]
-        place = (seeds[0], [], [])
-        z, y, *_ = ops.dropout_add_rms_norm.triton(
-            *(torch.relu(x @ weight), residual, shape, norm, 0.1, 1e-6, *place, False)
+        ops: Any = torch.ops.torchweld
+        first, second = (ops.seed(torch.empty(1, device="cuda")) for _ in range(2))
+        x = torch.relu(x @ weight)
+        z, y, _ = ops.dropout_add_rms_norm.triton(
+            *(x, residual, norm.shape, norm, 0.1, 1e-6, first, [], [], False)
         )
-        ops = torch.ops.torchweld
-        kept = ops.softmax_dropout.triton(scores, None, 1.0, False, 0.1, seeds[1], [], [])
-        return z + 1, y * 2, kept[0] if isinstance(kept, tuple) else kept
+        kept, _ = ops.softmax_dropout.triton(scores, None, 1.0, False, 0.1, second, [], [])
+        return z + 1, y * 2, kept
 
     with fakes, torch.no_grad():
         sizes = ((512, 256), (256, 256), (512, 256), (256,), (4, 8, 64, 64))

@@ -69,7 +69,7 @@ def show_launches(library: Library, name: str, find: Callable[[], Callable[..., 
     """Make the launches of `torchweld::name.triton` visible; `find` returns its function."""
 
     def rule(
-        mode: FunctionalTensorMode, op: Any, types: Any, args: Sequence[Any], kwargs: Any = None
+        mode: FunctionalTensorMode, op: Any, types: Any, args: tuple[Any, ...], kwargs: Any = None
     ) -> Any:
         try:
             if kwargs:
