@@ -90,7 +90,7 @@ NUMBERS := numbers
 SANITIZED_TESTS := numbers kernels
 
 .PHONY: nightly
-nightly: test-isa sanitize test-peers test-lane-all mutants ## Run what `.ci/run` leaves out, and its lanes whole
+nightly: test-matrix test-isa sanitize test-peers test-lane-all mutants ## Run what `.ci/run` leaves out, and its lanes whole
 	@$(PYTEST) -n 2 -m nightly tests || [ $$? = 5 ]
 
 .PHONY: mutants

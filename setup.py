@@ -43,9 +43,7 @@ setup(
     # The last two have folders of their own at the top. Studies and tests are not installed.
     packages=[
         *find_packages("python"),
-        "torchweld.bench",
-        "torchweld.bench.cases",
-        "torchweld.triton_kernels",
+        *("torchweld." + found for found in find_packages(include=["bench*", "triton_kernels*"])),
     ],
     ext_modules=[Extension("torchweld.native", sources=[])],
     cmdclass={"build_ext": BuildNative, "bdist_wheel": StableWheel},

@@ -13,22 +13,24 @@ from pathlib import Path
 
 import torch
 
-from torchweld.bench import evidence, gpu, jobs, launched, limits, machine, own_model, plots, steps
-from torchweld.bench.blocks import BLOCKS
 from torchweld.bench.cases import DTYPES, MIDDLE, name_dtype
-from torchweld.bench.contenders import COMPILE, PEERS, rivals
-from torchweld.bench.jobs import Job
-from torchweld.bench.machine import (
+from torchweld.bench.measure import evidence, gpu, jobs, launched, limits, machine, steps
+from torchweld.bench.measure.contenders import COMPILE, PEERS, rivals
+from torchweld.bench.measure.jobs import Job
+from torchweld.bench.measure.machine import (
     Refusal,
     check_outputs,
     choose_device,
     describe_machine,
     parse_positive,
 )
-from torchweld.bench.overhead import overhead
-from torchweld.bench.report import Report, load, markdown, show, show_machine, table_csv
-from torchweld.bench.runner import Plan
-from torchweld.bench.timing import clock_for
+from torchweld.bench.measure.overhead import overhead
+from torchweld.bench.measure.runner import Plan
+from torchweld.bench.measure.timing import clock_for
+from torchweld.bench.models import own_model
+from torchweld.bench.models.blocks import BLOCKS
+from torchweld.bench.show import plots
+from torchweld.bench.show.report import Report, load, markdown, show, show_machine, table_csv
 from torchweld.files import write_json, write_text
 from torchweld.ops.optimizer.rule import RULES
 from torchweld.registry import BACKENDS, OPS
@@ -169,7 +171,7 @@ def _record(options: argparse.Namespace) -> Report:
         raise Refusal("--record: nothing was measured or recorded: " + "; ".join(lacks))
     report = _begin_report("cuda")
     folder = options.evidence or root / "bench" / "evidence"
-    record = gpu.Record(folder, report.machine, root)
+    record = gpu.EvidenceRecord(folder, report.machine, root)
     names = options.ops or [*evidence.PROVEN, *BLOCKS]
     try:
         report.results = gpu.run(names, record, root, options.minutes, rivals=options.vs or [])

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from torchweld import functional, nn, optim
-from torchweld.bench import evidence, report
-from torchweld.bench.runner import Result
+from torchweld.bench.measure import evidence
+from torchweld.bench.measure.runner import Result
+from torchweld.bench.show import report
 from torchweld.registry import OPS, Composite, Op
 
 HEADER = """# Ops

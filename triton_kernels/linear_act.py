@@ -13,8 +13,8 @@ about 720; copies of 4.3 TB/s):
     (8192, 1024) x 4096      0.095       0.03        0.03         1.33x
 
 The floor of a fused kernel is the GEMM with one tensor more to write: 1.04x the GEMM at the first
-shape and 1.16x at the second. Without z it is the GEMM itself. On sm_90 `linear_act_roles.py`,
-whose warps have roles, reaches it: the end of a tile overlaps the products of the next one. This
+shape and 1.16x at the second. Without z it is the GEMM itself. On sm_90 the warp-specialised kernel
+of `linear_act_specialised.py` reaches it: a tile's end overlaps the products of the next one. This
 kernel, which loads through pointers and is for all GPUs, takes 1.26x the GEMM there, and two steps
 take 1.09x. On sm_80, where loads through pointers are as fast as any, it should win. So all forms,
 the unfused one included, are timed on the GPU at hand to choose one:
@@ -40,8 +40,8 @@ import triton.language as tl
 
 from .act import _kind, activate
 from .launch import Launch, forbid_replay, launch, processors, replayed, run
-from .linear_act_roles import roles_launch
-from .linear_act_roles import runs_on as has_roles
+from .linear_act_specialised import runs_on as runs_specialised
+from .linear_act_specialised import specialised_launch
 from .tensors import aligned, check_beside, contiguous, load_parameter, store
 from .tile import Tile, fits, halves, tile_in_band
 
@@ -116,22 +116,22 @@ def _finish(total, row, column, rows, columns, bias_ptr, y_ptr, z_ptr, ACTIVATIO
 # A large tile, for the most products per byte; half of it, for two programs on a processor; a tile
 # for fewer rows. The last serves elements whose loads would not fit the registers of larger tiles:
 # those loaded one by one because rows are not a multiple of 16 bytes, and float32 without tensor
-# cores. All three stages fit the shared memory of sm_80; tiles with roles are for sm_90.
+# cores. All three stages fit the shared memory of sm_80; warp-specialised tiles are for sm_90.
 _LAST = Tile(64, 64, 32, 4, 3)
 _TILES = {
     2: (
         Tile(128, 256, 64, 8, 3),
         Tile(128, 128, 64, 8, 3),
         Tile(64, 128, 64, 4, 3),
-        Tile(128, 256, 64, 8, 3, roles=True),
+        Tile(128, 256, 64, 8, 3, specialised=True),
         _LAST,
     ),
     4: (Tile(128, 128, 32, 8, 3), _LAST),
 }
 
 
-# The tile with roles. Where its tiles fill the processors it serves without being timed: an H200
-# takes it in 1.00x to 1.03x the bare GEMM's time at (8192, 4096) x 16384, and in 1.02x to 1.23x at
+# The warp-specialised tile. Where its tiles fill the processors it serves without being timed: on
+# an H200 it takes 1.00x to 1.03x the bare GEMM's time at (8192, 4096) x 16384, 1.02x to 1.23x at
 # (8192, 1024) x 4096, where a GEMM and a pass take 1.09x and 1.35x.
 BY_RULE = 3
 
@@ -148,14 +148,14 @@ def candidates(x: torch.Tensor, weight: torch.Tensor) -> list[int]:
     tensor_cores = size == 2 or precision() == "tf32"
     if not tensor_cores or inner * size % 16:
         return [every.index(_LAST)]
-    roles = (
-        has_roles(x.device)
+    specialised = (
+        runs_specialised(x.device)
         and fits(x.reshape(-1, inner), _as_row_major(weight))
         and columns * size % 16 == 0
     )
-    if roles and _fills(x, columns, every[BY_RULE]):
+    if specialised and _fills(x, columns, every[BY_RULE]):
         return [BY_RULE]  # others need not be compiled to be checked
-    return [i for i, tile in enumerate(every[:-1]) if roles or not tile.roles]
+    return [i for i, tile in enumerate(every[:-1]) if specialised or not tile.specialised]
 
 
 def _fills(x: torch.Tensor, columns: int, tile: Tile) -> bool:
@@ -173,7 +173,7 @@ def serves_gated(x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Te
     columns, inner = gate_weight.shape
     return (
         x.dtype.itemsize == 2
-        and has_roles(x.device)
+        and runs_specialised(x.device)
         and fits(x.reshape(-1, inner), gate_weight, up_weight)
         and columns * x.dtype.itemsize % 16 == 0
         and _fills(x, columns, _GATED)
@@ -216,8 +216,13 @@ def _linear_act_launch(
     # A sum that is rounded before the bias is added may change the sign, where relu's slope jumps.
     keeps_sign = kind != "relu" or bias is None
     factors = x, _as_row_major(weight)
-    if tile.roles and keeps_sign and has_roles(x.device) and fits(*factors, *as_matrices):
-        return roles_launch(x, weight, bias, *as_matrices, kind, tile)
+    if (
+        tile.specialised
+        and keeps_sign
+        and runs_specialised(x.device)
+        and fits(*factors, *as_matrices)
+    ):
+        return specialised_launch(x, weight, bias, *as_matrices, kind, tile)
     return launch(
         _linear_act,
         triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),
@@ -286,7 +291,7 @@ def gated_linear(
     products = [None if t is None else t.view(-1, columns) for t in saved]
     kind = _kind(activation, approximate)
     matrices = x.reshape(-1, inner), gate_weight, None, y.view(-1, columns), products[0]
-    run(x, roles_launch(*matrices, kind, _GATED, up_weight, products[1]))
+    run(x, specialised_launch(*matrices, kind, _GATED, up_weight, products[1]))
     return y, *(x.new_empty(0) if t is None else t for t in saved)
 
 
@@ -302,7 +307,7 @@ def aot_cases() -> Iterator[tuple[str, Launch]]:
         return name, _linear_act_launch(x, weight, weight[0], y, y, kind, tile, precision)
 
     for tile in tiles(torch.bfloat16):
-        if tile != _LAST and not tile.roles:
+        if tile != _LAST and not tile.specialised:
             yield case(torch.bfloat16, 4096, "gelu", tile, "ieee")
     yield case(torch.bfloat16, 4095, "gelu_tanh", _LAST, "ieee")
     yield case(torch.float32, 4096, "gelu", tiles(torch.float32)[0], "tf32")

@@ -6,8 +6,8 @@ n = 2048 there are 136 of 256. On an H200, in ms against torch.bmm's (cuBLAS): 4
 0.081 of 0.094, 4096 x 4096 0.118 of 0.176, 8192 x 8192 0.91 of 1.40; with an added matrix, which
 bmm first copies, 0.087 of 0.119, 0.128 of 0.196 and 1.00 of 1.62. At 1024 rows it is slower.
 
-On sm_90, symmetric_roles.py serves matrices of 16-byte rows. Tiles are copied by descriptors (TMA,
-sm_90 and later). A tile may begin in one matrix of the batch
+On sm_90, symmetric_specialised.py serves matrices of 16-byte rows. Tiles are copied by descriptors
+(TMA, sm_90 and later). A tile may begin in one matrix of the batch
 and end in the next one; what it has of the next is not stored.
 """
 
@@ -23,8 +23,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import Launch, launch, replayed, run
-from .linear_act_roles import runs_on
-from .symmetric_roles import symmetric_launch
+from .linear_act_specialised import runs_on
+from .symmetric_specialised import symmetric_launch
 from .tile import fits
 
 _TILE, _INNER = 128, 64
@@ -120,8 +120,8 @@ def symmetric_product(
         return result.zero_()
     if not fits(*[t.view(-1, inner) for t in every]):
         raise ValueError("rows do not begin at multiples of 16 bytes")
-    has_roles = runs_on(x.device) and fits(result.view(-1, size))
-    make = symmetric_launch if has_roles else _launch
+    is_specialised = runs_on(x.device) and fits(result.view(-1, size))
+    make = symmetric_launch if is_specialised else _launch
     run(x, make(x, y, result, alpha, beta))
     return result
 

@@ -19,10 +19,10 @@ class Tile(NamedTuple):
     inner: int
     warps: int
     stages: int
-    roles: bool = False  # of warps: linear_act_roles.py
+    specialised: bool = False  # its warps: linear_act_specialised.py
 
     def __str__(self) -> str:
-        how = ", with roles" if self.roles else ""
+        how = ", warp-specialised" if self.specialised else ""
         return f"{self.rows} x {self.columns} x {self.inner} by {self.warps} warps{how}"
 
 

@@ -21,12 +21,12 @@ class Tile(NamedTuple):
     taken: int
     warps: int
     stages: int
-    roles: bool = False  # of the warps: one copies, others multiply
+    specialised: bool = False  # its warps: one copies, others multiply
     persistent: bool = False  # as many programs as fit the GPU
 
     def __str__(self) -> str:
         words = f"{self.own} x {self.taken} by {self.warps} warps, {self.stages} stages"
-        words += ", with roles" if self.roles else ""
+        words += ", warp-specialised" if self.specialised else ""
         return f"{words}, persistent" if self.persistent else words
 
 
@@ -40,10 +40,10 @@ class TiledLaunch(NamedTuple):
     tiles: Sequence[Tile]
     launch: Callable[[Tile], Launch]
     results: Sequence[torch.Tensor]  # each launch overwrites them, and reads none of them
-    after: Sequence[Launch] = ()  # what follows a launch whose warps have no roles
+    after: Sequence[Launch] = ()  # what follows a launch that is not warp-specialised
 
     def launches_with(self, tile: Tile) -> list[Launch]:
-        return [self.launch(tile), *(() if tile.roles else self.after)]
+        return [self.launch(tile), *(() if tile.specialised else self.after)]
 
     def launches(self) -> list[Launch]:
         return [*[self.launch(tile) for tile in self.tiles], *self.after]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchweld.bench.cases.activation import activated, every_kind
 from torchweld.bench.cases.declare import CASES, Cases, vary
 from torchweld.ops.activation import ACTIVATIONS, KINDS
-from torchweld.ops.batch_norm import rows_of
+from torchweld.ops.batch_norm.columns import rows_of
 from torchweld.registry import parameter
 
 # Benchmark shapes, [rows, width]: small, a layer of a classifier or a projection head, and wide.

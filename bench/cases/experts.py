@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from torchweld.bench.cases.declare import CASES, Arguments, Cases
 from torchweld.ops.activation import ACTIVATIONS
 from torchweld.ops.experts import mlp
-from torchweld.ops.experts.grouped import Form, Needs
+from torchweld.ops.experts.grouped import ExpertNeeds, Form
 
 
 def _terms(
@@ -113,11 +113,11 @@ CASES[mlp.OP.name] = Cases(
     # A chain of two GEMMs with three roundings to 16 bits between them, and the result's own after
     # a sum of such rows. The terms of a router weight's gradient cancel.
     rounding={
-        **dict.fromkeys(("y", *(f"grad_{name}" for name in Needs._fields)), 3.0),
+        **dict.fromkeys(("y", *(f"grad_{name}" for name in ExpertNeeds._fields)), 3.0),
         **dict.fromkeys(("grad_gate_up_bias", "grad_down_bias"), 4.0),
         "grad_weights": 6.0,
     },
     # Where GEMMs are of 16 bits, as with AVX-512, a few elements of the smallest samples decide,
     # whose roundings are other ones in eager.
-    eager=dict.fromkeys(("y", *(f"grad_{name}" for name in Needs._fields)), 2.0),
+    eager=dict.fromkeys(("y", *(f"grad_{name}" for name in ExpertNeeds._fields)), 2.0),
 )

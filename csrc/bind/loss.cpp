@@ -1,4 +1,4 @@
-// A whole loss of logits for rows with one class; the schemas are in python/torchweld/ops/loss/fused.py.
+// A whole loss of logits for rows with one class; ops/loss/ways/fused.py has the schemas.
 //
 // The row kernels read what torch's ops would prepare: targets in which -1 is ignored, inverse
 // temperatures, and the gradient's coefficients. Here a loop over the rows does, and adds up losses.

@@ -4,7 +4,8 @@ import torch
 
 from torchweld.ops.activation import bias_act, gated_act
 from torchweld.ops.attention.block_sparse import block_sparse_attention
-from torchweld.ops.batch_norm import batch_norm_act, normalize_act
+from torchweld.ops.batch_norm.batch_norm_act import batch_norm_act
+from torchweld.ops.batch_norm.normalize_act import normalize_act
 from torchweld.ops.experts.mlp import experts_mlp
 from torchweld.ops.experts.route import route
 from torchweld.ops.gemm.gated_mlp import gated_mlp

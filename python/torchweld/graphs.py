@@ -79,7 +79,7 @@ class _KeptGraphs:
     def __init__(self, model: torch.nn.Module, most: int, before: Any) -> None:
         self.model, self.most, self.before = model, most, before
         self.kinds: list[_Kind] = []  # the last used first
-        self.last: Callable[[], _Step | None] = lambda: None
+        self.last: Callable[[], _CapturedStep | None] = lambda: None
 
     def __reduce__(self) -> Any:
         """Copies and pickles capture graphs of their own."""
@@ -108,7 +108,7 @@ class _KeptGraphs:
             self._capture(kind, leaves, spec)
         if kind.graph is None or waits:
             return self.__wrapped__(*args, **kwargs)
-        step = _Step(kind.graph)
+        step = _CapturedStep(kind.graph)
         self.last = weakref.ref(step)
         return step.run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
 
@@ -246,7 +246,7 @@ class _Graph(NamedTuple):
     gradients: list[int]  # addresses of the gradients of parameters, once known
 
 
-class _Step:
+class _CapturedStep:
     """A call that a graph serves, until its backward pass has run."""
 
     def __init__(self, graph: _Graph) -> None:

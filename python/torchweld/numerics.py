@@ -42,6 +42,30 @@ PATHS = {dtype: strict._replace(slack=8.0) for dtype, strict in MODULE.items()}
 # up to this part of the largest number are accepted. Bugs make far larger ones.
 REORDERED = 2.0**-20
 
+
+def _near(relative: float, absolute: float, dtype: torch.dtype = torch.float32) -> dict[str, float]:
+    """Tolerances of two equally exact results in units of rounding: of a number, and about one."""
+    unit = float(torch.finfo(dtype).eps)
+    return {"rtol": relative * unit, "atol": absolute * unit}
+
+
+# The tolerances of torch.testing.assert_close for results that are equally exact.
+# The same operations on the same numbers.
+SAME = _near(0, 0)
+# The same float32 formula of each number, written otherwise.
+ROUNDED = _near(8, 0.8)
+# Sums of up to some thousand float32 terms in another order; terms are about one, or a tenth.
+SUMMED, SUMMED_SMALL = _near(80, 80), _near(80, 8)
+# Several sums after another, as in a layer and its gradients; also of float64 numbers.
+CHAINED, CHAINED_SMALL = _near(800, 800), _near(800, 80)
+CHAINED64 = _near(4500, 4500, torch.float64)
+# Second derivatives of float64 numbers, which are sums of large terms.
+SECOND64 = _near(2**22, 2**22, torch.float64)
+# Results that are rounded to 16 bits, a few of them the other way.
+HALF = _near(2, 2, torch.float16)
+BFLOAT16 = _near(2.5, 2.5, torch.bfloat16)
+# Gradients that are small sums of large terms, as those before a norm.
+CANCELLED = _near(8000, 8000)
 # Sums of float64 numbers in another order.
 FLOAT64 = {"rtol": 1e-11, "atol": 1e-12}
 # Two functions whose formulas are equal, on a few float32 numbers.

@@ -7,6 +7,7 @@ import torch
 
 from conftest import Target
 from oracle import assert_same_bits_on_any_threads, run
+from torchweld import numerics
 from torchweld.bench.cases import CASES
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
@@ -32,4 +33,4 @@ def test_cuda_graph_replay_equals_eager(target: Target) -> None:
         captured = as_tuple(call(target.op, *inputs))
     inputs[0].normal_()
     graph.replay()
-    torch.testing.assert_close(captured, as_tuple(call(target.op, *inputs)), rtol=0, atol=0)
+    torch.testing.assert_close(captured, as_tuple(call(target.op, *inputs)), **numerics.SAME)

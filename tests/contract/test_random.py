@@ -11,10 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+import selection
 import torchweld
 from conftest import Target
 from oracle import assert_right, run, saved_bytes
-from torchweld import functional, random
+from torchweld import functional, numerics, random
 from torchweld.random import Shard
 from torchweld.registry import Op, materialize
 
@@ -227,30 +228,36 @@ def test_checkpoint_drops_the_same(op: Op, use_reentrant: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+def _compilers_of(op: Op) -> list[str]:
+    """What compiles it. Inductor gets the seeds of all ops alike, so not every op takes it."""
+    if selection.WHOLE:
+        return ["aot_eager", "inductor"]
+    takes_it = op.name in ("bias_dropout_add", "block_sparse_attention")
+    return ["inductor" if takes_it else "aot_eager"]
+
+
 @drawing
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_compiled_calls_drop_as_eager_ones(op: Op, compiler: str) -> None:
+def test_compiled_calls_drop_as_eager_ones(op: Op) -> None:
     """Two calls in one graph draw two seeds in order, with the bits of calls outside a graph."""
-    torch._dynamo.reset()
     function = _call(op)
 
     def twice(x: torch.Tensor) -> torch.Tensor:
         return torch.stack([function(x), function(x)])
 
     with torchweld.use_backend("cpu"):
-        compiled = torch.compile(twice, fullgraph=True, backend=compiler)
-        expected, found = _results(twice), _results(compiled)
-        assert not torch.equal(found[0][0], found[0][1])
-        assert torch.equal(found[0], expected[0])
-        torch.testing.assert_close(found[1], expected[1], rtol=1e-6, atol=1e-6)
-        assert not torch.equal(compiled(_x()), compiled(_x()))
+        for compiler in _compilers_of(op):
+            torch._dynamo.reset()
+            compiled = torch.compile(twice, fullgraph=True, backend=compiler)
+            expected, found = _results(twice), _results(compiled)
+            assert not torch.equal(found[0][0], found[0][1])
+            assert torch.equal(found[0], expected[0])
+            torch.testing.assert_close(found[1], expected[1], **numerics.ROUNDED)
+            assert not torch.equal(compiled(_x()), compiled(_x()))
 
 
 @drawing
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_compiled_checkpoints_drop_the_same_twice(op: Op, compiler: str) -> None:
+def test_compiled_checkpoints_drop_the_same_twice(op: Op) -> None:
     """Forward and backward use the same mask, as the gradient shows."""
-    torch._dynamo.reset()
     function = _call(op)
 
     def block(x: torch.Tensor) -> torch.Tensor:
@@ -258,8 +265,10 @@ def test_compiled_checkpoints_drop_the_same_twice(op: Op, compiler: str) -> None
 
     with torchweld.use_backend("cpu"):
         expected = _results(block)
-        found = _results(torch.compile(block, fullgraph=True, backend=compiler))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        for compiler in _compilers_of(op):
+            torch._dynamo.reset()
+            found = _results(torch.compile(block, fullgraph=True, backend=compiler))
+            torch.testing.assert_close(found, expected, **numerics.SUMMED_SMALL)
 
 
 def test_transforms_draw_the_same_seeds() -> None:

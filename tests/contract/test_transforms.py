@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import selection
 import torchweld
 from conftest import Target
+from torchweld import numerics
 from torchweld.bench.cases import CASES
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
@@ -63,7 +64,7 @@ def _second(function: Function, tensors: list[torch.Tensor]) -> list[torch.Tenso
 
 
 def _assert_close(ours: Any, expected: Any) -> None:
-    torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(ours, expected, **numerics.SECOND64)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "eager"])

@@ -23,7 +23,7 @@ from oracle import TORCH, saved_bytes
 from processes import on
 from seams import Counting
 from stack import MODELS
-from torchweld import functional
+from torchweld import functional, numerics
 from torchweld.distributed.train.recompute import recompute, save_policy, selective_contexts
 from torchweld.sparse import BlockLayout
 from transformer import Transformer, compute_loss, make_batch
@@ -103,7 +103,7 @@ def test_exact_under_dropout(sparse: bool, dtype: torch.dtype) -> None:
         expected, once = _run(sparse, dtype)
         for wrap, keeps in CHECKPOINTS:
             found, calls = _run(sparse, dtype, wrap)
-            torch.testing.assert_close([*found], [*expected], rtol=0, atol=0)
+            torch.testing.assert_close([*found], [*expected], **numerics.SAME)
             again = {name: calls[name] - once[name] for name in calls}
             dear = sum(n for name, n in again.items() if name in DEAR)
             assert (dear == 0) == keeps
@@ -299,7 +299,7 @@ def test_reductions_over_devices_are_done_once(rank: int) -> None:
         return found, sums
 
     (expected, again), (found, once) = run(), run(context_fn=selective_contexts)
-    torch.testing.assert_close([*found], [*expected], rtol=0, atol=0)
+    torch.testing.assert_close([*found], [*expected], **numerics.SAME)
     assert (again, once) == (3, 2)
 
 

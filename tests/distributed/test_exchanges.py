@@ -25,7 +25,7 @@ from comparing import NEAR, assert_grads, grads_of, has_neighbours, shares_rows,
 from processes import on
 from stack import MODELS
 from stack_seams import keep
-from torchweld import optim
+from torchweld import numerics, optim
 from torchweld.commands import cli, link
 from torchweld.commands.link import choices, verdict
 from torchweld.distributed import (
@@ -191,7 +191,7 @@ def test_parts_are_not_stepped(rank: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
     found = [p.full_tensor() for p in many.parameters()]
-    torch.testing.assert_close(found, [*one.parameters()], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(found, [*one.parameters()], **numerics.FLOAT64)
 
 
 @pytest.mark.parametrize(
@@ -421,7 +421,7 @@ def test_a_server(rank: int) -> None:
             assert p.grad is not None
             p.grad /= COUNT
         alone.step()
-        torch.testing.assert_close([*layer.parameters()], [*other.parameters()], rtol=0, atol=0)
+        torch.testing.assert_close([*layer.parameters()], [*other.parameters()], **numerics.SAME)
         # The server sends to all others. A ring's process would send 2 (n - 1) / n of the size.
         assert counted.bytes == {"send": (COUNT - 1) * size if rank == 0 else size}
     wrong = None if rank == 0 else alone

@@ -21,7 +21,7 @@ import torchweld
 from comparing import NEAR, assert_grads, assert_whole, differentiate, grads_of, whole_of
 from processes import on
 from refusing import refuses
-from torchweld import functional, nn, optim
+from torchweld import functional, nn, numerics, optim
 from torchweld.distributed import CountCollectives, memory_estimate, tp_plan
 from torchweld.distributed.tensor.styles import VocabularyParallel
 from torchweld.errors import ArgumentError
@@ -259,7 +259,7 @@ def test_a_plan_divides_experts(rank: int) -> None:
 
 ROWS, FEATURES = 12, 8
 # Sums of so few terms are exact in float64 but for some roundings, of results of at most 20.
-CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+CLOSE = numerics.CHAINED64
 
 
 def _make(classes: int) -> dict[str, torch.Tensor]:

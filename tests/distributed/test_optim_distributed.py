@@ -38,7 +38,7 @@ from sharded_optimizers import (
     run,
     whole_of,
 )
-from torchweld import optim
+from torchweld import numerics, optim
 from torchweld.optim.adafactor import ADAFACTOR
 
 
@@ -224,7 +224,7 @@ def test_adaptive(rank: int) -> None:
         at = dict(zip(SHAPES, placements, strict=False))
         place = lambda t, at=at: distribute_tensor(t, mesh, [at[tuple(t.shape)]])  # noqa: E731
         found, _ = run({}, place, range(1, 3), kind=kind)
-        assert_whole(found, expected, rtol=1e-6, atol=1e-7)
+        assert_whole(found, expected, **numerics.ROUNDED)
 
 
 # The dimensions of a matrix that each average runs over; elementwise averages have none.

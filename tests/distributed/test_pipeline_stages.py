@@ -29,7 +29,7 @@ from refusing import refuses
 from seams import Counting, splits_backwards
 from sleeper import Sleeper
 from stack_seams import keep
-from torchweld import optim
+from torchweld import numerics, optim
 from torchweld.distributed import LayerSeeds, grad_norm
 from torchweld.distributed.pipelines import stages
 from torchweld.distributed.pipelines.stashing import RULES, count_versions
@@ -102,7 +102,7 @@ def test_a_schedule_equals_one_process(rank: int, schedule: stages.Name) -> None
     assert losses == (expected if pipe.is_last else [])
     assert len([*pipe.parts.parameters()]) > 10
     for part in pipe.parts:
-        assert_grads(part, grads_of(whole), rtol=0, atol=0)
+        assert_grads(part, grads_of(whole), **numerics.SAME)
     # A backward called twice, for inputs and for weights, computes once.
     total: list[Any] = [None, None]
     torch.distributed.all_gather_object(total, _backwards(counted))
@@ -133,7 +133,7 @@ def test_a_fused_model_is_divided(rank: int) -> None:
     assert any(isinstance(module, Weld) for module in pipe.parts.modules())
     step_stages(pipe, x)
     for part in pipe.parts:
-        assert_grads(part, wanted, rtol=0, atol=0)
+        assert_grads(part, wanted, **numerics.SAME)
 
 
 # --- Cuts -----------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from fusable import WIDTH as FUSABLE
 from fusable import FeedForward, Gated, NewGELU, PlainRMSNorm
 from oracle import TORCH, is_floating
 from processes import on
-from torchweld import functional
+from torchweld import functional, numerics
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.distributed import CountCollectives
@@ -200,7 +200,7 @@ def test_norms_of_a_sharded_sequence(rank: int, backend: str | None) -> None:
     assert z.placements == (Shard(1),)
     expected = _model()
     reference = expected(_batch())
-    torch.testing.assert_close(z.full_tensor(), reference, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(z.full_tensor(), reference, **numerics.SUMMED)
     # The last norm's gradient is a sum over shards.
     z.full_tensor().square().mean().backward()
     reference.square().mean().backward()
@@ -244,7 +244,7 @@ def test_shards_are_parts_of_the_whole(rank: int, backend: str) -> None:
             kept = Replicate() if placement == Shard(2) else placement
             assert y.placements == (kept,)
             torch.testing.assert_close(y.full_tensor(), expected)
-            assert_whole(grads, wanted, rtol=1e-4, atol=1e-5)
+            assert_whole(grads, wanted, **numerics.CHAINED_SMALL)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "eager"])
@@ -279,7 +279,7 @@ def test_shards_with_biases(rank: int, backend: str) -> None:
                 y, *grads = differentiate(run, parts)
                 assert y.placements == (own,)
                 torch.testing.assert_close(y.full_tensor(), expected)
-                assert_whole(grads, wanted, rtol=1e-4, atol=1e-5)
+                assert_whole(grads, wanted, **numerics.CHAINED_SMALL)
     parts = [spread(x, Shard(1)) for x in (q, k, v)]
     table = draw(4, 6).requires_grad_()
     with pytest.raises(ArgumentError, match=r"table is a DTensor .* sharded by heads"):
@@ -360,7 +360,7 @@ def test_an_embedding_by_rows(rank: int, words: int) -> None:
             y = model(tokens)
         assert forward.calls == {"all-reduce": 1}
         assert forward.bytes == {"all-reduce": expected.nbytes}
-        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+        torch.testing.assert_close(y, expected, **numerics.SAME)
         with CountCollectives() as backward:
             y.backward(upstream)
         assert not backward.calls
@@ -490,11 +490,11 @@ def test_results_are_as_they_were(rank: int, distribute: Any, fuse_first: bool) 
     assert list(model.state_dict()) == keys
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     y = model(x)
-    torch.testing.assert_close(whole_of(y), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(whole_of(y), expected, **numerics.CHAINED_SMALL)
     y.square().mean().backward()
     assert_grads(model, plain, rtol=1e-4, atol=1e-6)
     before = sum(isinstance(module, FSDPModule) for module in model.modules())
     torchweld.unfuse(model)
     assert not _welds(model)
     assert sum(isinstance(module, FSDPModule) for module in model.modules()) == before
-    torch.testing.assert_close(whole_of(model(x)), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(whole_of(model(x)), expected, **numerics.CHAINED_SMALL)

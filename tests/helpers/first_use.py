@@ -278,7 +278,7 @@ FAULTS = (
     ),
     Fault(
         "a piece of a long line is left out",
-        "attention_keys.py",
+        "attention/dkv.py",
         "for piece in range(0, pieces - 1):",
         "for piece in range(0, pieces - 2):",
         _attended(4200),

@@ -27,12 +27,25 @@ STAND_INS = (
 
 # Only `make nightly` runs these, for the reason given.
 NIGHTLY = {
+    "distributed/test_grid.py": "an annex: a mode of tensor parallelism that few ask for",
+    "distributed/test_one_bit_distributed.py": "an annex; test_quantize_one_bit.py has the bits",
     "distributed/test_plan_unknown.py::test_a_planned_block_compiles": "parts compile elsewhere",
+    "distributed/test_rules_distributed.py::"
+    "test_checkpoints_go_from_four_processes_to_one_and_to_two": "test_checkpoint_table.py does it",
+    "ops/test_seeds.py::test_kernels_compile_with_a_seed_by_value": (
+        "test_triton_aot.py compiles these kernels with a seed in memory"
+    ),
     "pytorch/test_support.py::test_aotinductor": "compiles C++; test_export runs the same graph",
     "tools/test_bench_blocks.py::test_a_block_is_timed_before_and_after_fuse": "it times",
+    "tools/test_docs.py::test_a_pages_processes_run": "the tests of distributed/ make these calls",
+    "tools/test_gpu.py::test_a_fault_is_its_ops": "it waits for processes that hang",
+    "tools/test_gpu.py::test_scripts_run_to_their_end": "models train; other tests time and record",
     "tools/test_memory_over_calls.py": "a leak shows only after many calls",
     "tools/test_overhead.py::test_host_time_of_a_call": "it times",
     "tools/test_planted.py::test_what_finds_a_fault_of_a_kernel": "it checks the check, by a table",
+    "tools/test_triton_slots.py::test_no_kernel_takes_more_instructions": (
+        "it counts what test_triton_aot.py's table has compiled"
+    ),
 }
 
 # Whether kernels are right: run on every CPU instruction set, and under sanitizers.
@@ -84,7 +97,7 @@ OF_TORCH = (
     "ops/test_batch_norm.py",
     "ops/test_choice.py",
     "ops/test_experts.py",
-    "ops/test_linear_act_roles.py",
+    "ops/test_linear_act_specialised.py",
     "ops/test_losses_of_torch.py",
     "ops/test_losses_recorded.py",
     "ops/test_product.py",

@@ -125,27 +125,28 @@ _FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("word0 >= limit, word2 >= limit", "word0 > limit, word2 >= limit"),
     ],
     # --- Dispatch ---
-    ("triton_kernels/block_lists.py", "tests/ops/test_block_sparse_triton.py"): [
+    ("triton_kernels/attention/block_lists.py", "tests/ops/test_block_sparse_triton.py"): [
         (
             "partner = tl.load(walk[0] + 2 * at, mask=inside, other=0)\n    return partner",
             "partner = tl.load(walk[0] + 2 * tl.maximum(at - 1, 0), mask=inside, other=0)\n"
             "    return partner",
         )
     ],
-    ("triton_kernels/block_sparse_attention.py", "tests/ops/test_block_sparse_triton.py"): [
-        ('"RAGGED": call.q.shape[2] % block != 0', '"RAGGED": False')
-    ],
+    (
+        "triton_kernels/attention/block_sparse_attention.py",
+        "tests/ops/test_block_sparse_triton.py",
+    ): [('"RAGGED": call.q.shape[2] % block != 0', '"RAGGED": False')],
     ("triton_kernels/symmetric.py", "tests/ops/test_symmetric_triton.py"): [
         ("value = tl.where(row[:, None] >= column[None, :], value, mirrored)", ""),
         ("tl.where(row * (row + 1) // 2 > number, row - 1, row)", "row"),
     ],
-    ("triton_kernels/loss_rows.py", "tests/ops/test_losses_of_torch.py"): [
+    ("triton_kernels/loss/rows.py", "tests/ops/test_losses_of_torch.py"): [
         ("targets, logits_stride, logits_stride)", "targets, width, logits_stride)")
     ],
-    ("triton_kernels/loss.py", "tests/ops/test_losses_fused.py"): [
+    ("triton_kernels/loss/fused.py", "tests/ops/test_losses_fused.py"): [
         ("mask=known & counts, other=0", "mask=known, other=0")
     ],
-    ("triton_kernels/experts.py", "tests/ops/test_experts_triton.py -k torchs_product"): [
+    ("triton_kernels/experts/grouped.py", "tests/ops/test_experts_triton.py -k torchs_product"): [
         (
             "spans = itertools.pairwise(bounds.tolist())",
             "spans = [(0, 9), (0, 9), (9, 80), (80, 81)]",

@@ -14,7 +14,7 @@ import torch
 import selection
 import torchweld
 from torchweld import optim
-from torchweld.bench.steps import find_class
+from torchweld.bench.measure.steps import find_class
 from torchweld.ops.optimizer.reference import read_param
 from torchweld.ops.optimizer.rule import RULES as EVERY_RULE
 

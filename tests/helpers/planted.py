@@ -45,7 +45,7 @@ def find_codes() -> dict[str, str]:
 
 
 def _find_code(text: str, grid: int = 4, block: int = 512, num_warps: int = 4) -> str:
-    from torchweld.bench import launched
+    from torchweld.bench.measure import launched
     from torchweld.triton_kernels.launch import launch
 
     with tempfile.TemporaryDirectory() as folder:

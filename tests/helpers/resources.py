@@ -14,10 +14,8 @@ The compiler runs in a process of this file, since tests set TRITON_INTERPRET=1,
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
-import pkgutil
 import re
 import subprocess
 import sys
@@ -38,36 +36,41 @@ NEVER_UNALIGNED = {
     "modulation_rows._add_chunks": "reads and writes only tensors that were allocated for it",
     "chunks._add_chunks": "reads and writes only tensors that were allocated for it",
     "linear_act._linear_act": "reads copies of such views",
-    "linear_act_roles.linear_act_roles": "reads descriptors: such views have none",
     "symmetric._symmetric": "reads descriptors: such views have none",
-    "symmetric_roles.symmetric_roles": "reads descriptors: such views have none",
     **{
-        f"experts_products.{name}": "reads copies of such views"
+        f"experts.products.{name}": "reads copies of such views"
         for name in ("_first_product", "_product", "_hidden_gradient", "_weight_gradient")
     },
-    "loss._add_up": "reads and writes only tensors that were allocated for it",
-    "route._find_losses": "reads and writes only tensors that were allocated for it",
+    "loss.fused._add_up": "reads and writes only tensors that were allocated for it",
+    "experts.route._find_losses": "reads and writes only tensors that were allocated for it",
     **{
-        f"experts_rows.{name}": "reads copies of such views, and tensors that were allocated for it"
+        f"experts.rows.{name}": "reads copies of such views, and tensors that were allocated for it"
         for name in ("_invert", "_map_tiles", "_combine", "_weights_gradient", "_bias_gradient")
     },
-    "attention_forward.attention_forward": "reads copies of such views",
-    "attention_backward.attention_deltas": "reads copies of such views",
-    "attention_backward.attention_query_gradient": "reads copies of such views",
-    "attention_keys.attention_key_gradients": "reads copies of such views",
-    "attention_roles_forward.attention_roles_forward": "reads descriptors: such views have none",
-    "attention_roles_queries.attention_roles_queries": "reads descriptors: such views have none",
-    "attention_roles_keys.attention_roles_keys": "reads descriptors: such views have none",
-    "attention_keys.attention_key_sums": "reads and writes only tensors that were allocated for it",
+    "attention.forward.attention_forward": "reads copies of such views",
+    "attention.dq.attention_deltas": "reads copies of such views",
+    "attention.dq.attention_dq": "reads copies of such views",
+    "attention.dkv.attention_dkv": "reads copies of such views",
+    **dict.fromkeys(
+        (
+            "attention.specialised_forward.attention_forward_specialised",
+            "attention.specialised_dq.attention_dq_specialised",
+            "attention.specialised_dkv.attention_dkv_specialised",
+            "linear_act_specialised.linear_act_specialised",
+            "symmetric_specialised.symmetric_specialised",
+        ),
+        "reads descriptors: such views have none",
+    ),
+    "attention.dkv.attention_dkv_sums": "reads and writes only tensors that were allocated for it",
 }
 
 
 def launches(capability: int) -> Iterator[tuple[str, Any]]:
     """The cases of every module that are meant for such a GPU."""
-    from torchweld import triton_kernels
+    from torchweld.bench.measure import launched
 
-    for module in pkgutil.iter_modules(triton_kernels.__path__, f"{triton_kernels.__name__}."):
-        cases: Any = getattr(importlib.import_module(module.name), "aot_cases", tuple)
+    for module in launched.list_modules():
+        cases: Any = getattr(module, "aot_cases", tuple)
         takes_capability = bool(getattr(cases, "__annotations__", {}).keys() - {"return"})
         for case, launch in cases(capability) if takes_capability else cases():
             if capability >= launch.least_capability:
@@ -78,11 +81,12 @@ class Compile:
     """A launch, for tensors that Triton knows to be aligned or for any."""
 
     def __init__(self, case: str, launch: Any, aligned: bool) -> None:
-        from torchweld.bench import launched
+        from torchweld.bench.measure import launched
 
         self.case, self.launch, self.aligned = case, launch, aligned
         self._file = Path(launch.kernel.fn.__code__.co_filename).resolve()
-        self.kernel = f"{self._file.stem}.{launch.kernel.fn.__name__}"
+        below = self._file.relative_to(ROOT / "triton_kernels").with_suffix("").parts
+        self.kernel = ".".join([*below, launch.kernel.fn.__name__])
         self.signature = launched.sign(launch, aligned)
         given = launch.options if aligned else launch.unaligned_options()
         self.options = {k: v for k, v in given.items() if k not in self.signature[0]}
@@ -90,7 +94,7 @@ class Compile:
 
     def _text(self) -> str:
         """All that the machine code depends on, but for the versions of Triton and of the GPU."""
-        from torchweld.bench import evidence
+        from torchweld.bench.measure import evidence
 
         # launch.py starts kernels, and is no part of one.
         used = [p for p in evidence.find_used([self._file], ROOT) if p.name != "launch.py"]
@@ -98,7 +102,7 @@ class Compile:
         return f"{code} {self.kernel} {self.signature} {self.options}"
 
     def compile(self, capability: int) -> Any:
-        from torchweld.bench import launched
+        from torchweld.bench.measure import launched
 
         return launched.compile_launch(self.launch.kernel, self.signature, self.options, capability)
 

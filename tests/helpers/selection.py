@@ -153,17 +153,21 @@ def choose_targets(
 
 
 def choose_samples(
-    samples: list[list[Any]], target: Target, dtype: torch.dtype, param_dtype: torch.dtype
+    samples: list[list[Any]],
+    target: Target,
+    dtype: torch.dtype,
+    param_dtype: torch.dtype,
+    turn: int = 0,
 ) -> list[list[Any]]:
-    """Every second sample, which has this dtype of parameters, and enough others for the pools.
+    """Every second sample, and enough others for the pools; another `turn` takes the other ones.
 
-    The CPU takes all samples: they cost least there. The other samples have the other dtype of
-    parameters. In the other 16-bit dtype they swap.
+    The CPU takes all samples: they cost least there. In 16 bits the other samples have the other
+    dtype of parameters. In the other 16-bit dtype they swap.
     """
     if WHOLE or target.place not in ("emulator", "interpreter"):
         return samples
-    first = ([*PLACES].index(target.place) + (dtype == torch.float16) + (param_dtype == dtype)) % 2
-    chosen = {*range(first, len(samples), 2)}
+    first = [*PLACES].index(target.place) + (dtype == torch.float16) + (param_dtype == dtype) + turn
+    chosen = {*range(first % 2, len(samples), 2)}
     for at, argument in enumerate(samples[0]):
         if not isinstance(argument, torch.Tensor) or not argument.is_floating_point():
             continue

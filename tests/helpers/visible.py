@@ -47,7 +47,7 @@ def imitate_gpu() -> Iterator[None]:
     from torch._dynamo.device_interface import get_interface_for_device
     from torch._inductor.runtime.hints import DeviceProperties
 
-    from torchweld.bench import launched
+    from torchweld.bench.measure import launched
 
     hinted = DeviceProperties("cuda", 0, PROCESSORS, 90, 9, 65536, 2048, 1024, 32)
     found = mock.Mock(
@@ -171,7 +171,7 @@ class Call(NamedTuple):
 
 def list_calls(case: Any) -> list[Call]:
     """The calls of an op's Triton functions in both directions."""
-    from torchweld.bench import launched
+    from torchweld.bench.measure import launched
     from torchweld.dispatch.autograd import Ready, complete_steps
 
     op = case.op
@@ -260,7 +260,7 @@ class Launched(NamedTuple):
 
     def list_differences(self, launch: Any, options: dict[str, Any], made: Any) -> list[str]:
         """What differs from a launch in eager torch, where Inductor's code has `made`."""
-        from torchweld.bench import launched
+        from torchweld.bench.measure import launched
 
         warps = {self.num_warps, made.configs[0].num_warps, options["num_warps"]}
         given = dict(zip(launch.kernel.arg_names, launch.args, strict=False))
@@ -291,7 +291,7 @@ class Launched(NamedTuple):
 
 
 def compile_for(kernel: Any, signature: Any) -> Any:
-    from torchweld.bench import launched
+    from torchweld.bench.measure import launched
 
     return launched.compile_launch(kernel, signature, {"num_warps": 8})
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import torchweld
 from exact_attention import assert_as_exact, attend_exactly, draw
-from torchweld import functional
-from torchweld.bench.memory import LiveBytes
+from torchweld import functional, numerics
+from torchweld.bench.measure.memory import LiveBytes
 from torchweld.sparse import BlockBias, BlockLayout
 
 attention: Callable[..., Any] = functional.block_sparse_attention
@@ -252,7 +252,7 @@ def test_a_table_in_compiled_code() -> None:
         results = [f(q, bias.table) for f in (function, compiled)]
     grads = [torch.autograd.grad(y.sin().sum(), [q, bias.table]) for y in results]
     assert torch.equal(*results)
-    torch.testing.assert_close(*grads, rtol=0, atol=0)
+    torch.testing.assert_close(*grads, **numerics.SAME)
 
 
 @pytest.mark.parametrize("kind", ["line", "plane"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import torchweld
 from exact_attention import draw
 from oracle import assert_same_bits_on_any_threads
-from torchweld import functional
+from torchweld import functional, numerics
 from torchweld.ops.attention.block_sparse import OP
 from torchweld.random import Shard
 from torchweld.sparse import BlockBias, BlockLayout
@@ -82,7 +82,7 @@ def test_as_eager(queries: int, layout: str, option: str) -> None:
     given = (LAYOUTS[layout](queries),)
     options = OPTIONS[option](queries)
     found, wanted = (_run(backend, inputs, *given, **options) for backend in ("cpu", "eager"))
-    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=5e-6)
+    torch.testing.assert_close(found, wanted, **numerics.SUMMED_SMALL)
 
 
 @given(
@@ -147,4 +147,4 @@ def test_warm_calls_have_the_same_bits(layout: str, queries: int, dtype: torch.d
             with torch.no_grad():
                 found = attention(q, k, v, made, return_lse=True, **options)
                 assert torch.equal(attention(q, k, v, made, **options), wanted[0])
-            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+            torch.testing.assert_close(found, wanted, **numerics.SAME)

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import torchweld
-from torchweld import functional
+from torchweld import functional, numerics
 from torchweld.sparse import BlockBias, BlockLayout
 
 attention: Callable[..., Any] = functional.block_sparse_attention
@@ -196,13 +196,13 @@ def test_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.attention.flex_attention, UNTRACED, True)
     for block_mask in (theirs, ours):
         flex = _flex(q, k, v, score, block_mask)
-        torch.testing.assert_close(y, flex, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(y, flex, **numerics.SUMMED)
     wide = [x.double() for x in (q, k, v)]
     dense = numbers.double().masked_fill(~seen, -torch.inf)
     exact: Any = SDPA(*wide, dense, enable_gqa=True)
-    torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y.double(), exact, **numerics.SUMMED)
     grads = (torch.autograd.grad(x.sin().sum(), [q, k, v]) for x in (y, exact))
-    torch.testing.assert_close(*grads, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(*grads, **numerics.SUMMED)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -218,7 +218,7 @@ def test_queries_that_see_nothing(name: str) -> None:
         y = attention(q, k, v, layout, softcap=2.0)
     score = lambda z, b, h, q, k: 2 * torch.tanh(z / 2)  # noqa: E731
     flex = _flex(q, k, v, score, layout.to_block_mask())
-    torch.testing.assert_close(y, flex, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(y, flex, **numerics.SUMMED)
     assert not y[:, :, 3::7].any()
     for grad in torch.autograd.grad(y.sin().sum(), [q, k, v]):
         assert grad.isfinite().all()

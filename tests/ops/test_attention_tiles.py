@@ -39,15 +39,15 @@ def trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Trials]:
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels and tiles that calls run with, outside of trials."""
-    from torchweld.triton_kernels import block_sparse_attention as kernels
     from torchweld.triton_kernels import tiled
+    from torchweld.triton_kernels.attention import block_sparse_attention as kernels
 
     ran: list[str] = []
 
     def run(on: torch.Tensor, launched: Any) -> None:
         options = launched.options
         sizes = [options[name] for name in ("ROWS", "COLUMNS")]
-        if launched.kernel.fn.__name__ == "attention_key_gradients":
+        if launched.kernel.fn.__name__ == "attention_dkv":
             sizes.reverse()
         warps, stages = options["num_warps"], options["num_stages"]
         ran.append(f"{sizes[0]} x {sizes[1]} by {warps} warps, {stages} stages")
@@ -109,7 +109,7 @@ def test_a_wrong_tile_does_not_serve(
     trials: Trials, tiles: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It writes all results but its last row's."""
-    from torchweld.triton_kernels.block_sparse_attention import Call
+    from torchweld.triton_kernels.attention.block_sparse_attention import Call
 
     launch = Call.launch
 
@@ -168,7 +168,7 @@ def test_one_tile_is_no_question(trials: Trials) -> None:
 
 def test_tiles_fit_blocks_and_repeat_no_rows() -> None:
     """The first of each list is the rule's; warps have 16 rows or more, but for wide numbers."""
-    from torchweld.triton_kernels import attention_tiles as module
+    from torchweld.triton_kernels.attention import tiles as module
 
     kernels = {64: (module.FORWARD, module.QUERIES, module.BOTH)}
     kernels |= dict.fromkeys((128, 256), (*kernels[64][:2], module.KEYS, module.VALUES))
@@ -189,8 +189,8 @@ def test_tiles_fit_blocks_and_repeat_no_rows() -> None:
 def test_nothing_is_chosen_before_the_engine_is_connected(
     tiles: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchweld.triton_kernels import block_sparse_attention as kernels
     from torchweld.triton_kernels import tiled
+    from torchweld.triton_kernels.attention import block_sparse_attention as kernels
 
     monkeypatch.setattr(tiled, "choose", None)
     arguments = OP.inputs(*(t.detach() for t in _inputs()), LAYOUT)  # type: ignore[misc]

@@ -13,10 +13,11 @@ import selection
 import torchweld
 from conftest import PLACES
 from oracle import assert_same_bits_on_any_threads, exact, incoming, run
+from torchweld import numerics
 from torchweld.bench.cases import CASES
 from torchweld.dispatch.call import call
 from torchweld.nn import LinearBatchNormAct
-from torchweld.ops import batch_norm
+from torchweld.ops.batch_norm import batch_norm_act
 from torchweld.registry import BACKENDS, OPS, materialize
 
 WHOLE, LAYER = OPS["batch_norm_act"], OPS["linear_batch_norm_act"]
@@ -271,13 +272,13 @@ def test_the_module_is_linear_batch_norm_and_gelu(options: dict[str, Any], backe
         for batch, training in enumerate((True, True, False, True)):
             x = torch.randn(40, 67) + batch
             found, expected = mine.train(training)(x), other.train(training)(x)
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found, expected, **numerics.CHAINED_SMALL)
             for module, y in ((mine, found), (other, expected)):
                 module.zero_grad()
                 y.square().sum().backward()
             for a, b in zip(mine.parameters(), other.parameters(), strict=True):
                 # torch's gradient of a cancelled bias is the rounding error of its terms
-                torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3)
+                torch.testing.assert_close(a.grad, b.grad, **numerics.CANCELLED)
             for its, wanted in zip(_buffers(mine), _buffers(other), strict=True):
                 assert its.dtype == wanted.dtype
                 torch.testing.assert_close(its, wanted)
@@ -313,7 +314,7 @@ def test_a_frozen_norm_in_a_trained_layer() -> None:
     found, expected = (
         torch.autograd.grad(m(x).square().sum(), list(m.parameters())) for m in (mine, other)
     )
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, expected, **numerics.CHAINED)
     assert not mine.norm.num_batches_tracked
 
 
@@ -345,7 +346,7 @@ def test_a_checkpoint_updates_once(reentrant: bool, backend: str | None) -> None
         plain_mine(x).square().sum().backward()
     for a, b in zip(mine.parameters(), plain_mine.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
-    torch.testing.assert_close(_buffers(mine), _buffers(plain_mine), rtol=0, atol=0)
+    torch.testing.assert_close(_buffers(mine), _buffers(plain_mine), **numerics.SAME)
 
 
 @pytest.mark.parametrize(
@@ -387,6 +388,6 @@ def test_few_elements_take_torchs_op(rows: int, dtype: torch.dtype) -> None:
             z = torch.nn.functional.batch_norm(x, wanted[0], wanted[1], weight, bias, True)
         near = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 16 * torch.finfo(dtype).eps}
         torch.testing.assert_close([y, *found], [torch.nn.functional.gelu(z), *wanted], **near)
-        if x.numel() < batch_norm._FEW[dtype.itemsize == 2]:
+        if x.numel() < batch_norm_act._FEW[dtype.itemsize == 2]:
             assert torch.equal(found[0], wanted[0])
             assert torch.equal(y, torch.nn.functional.gelu(z))

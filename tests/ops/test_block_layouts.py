@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 import torchweld
-from torchweld.bench.memory import peak_bytes
+from torchweld.bench.measure.memory import peak_bytes
 from torchweld.sparse import BlockLayout, patterns
 
 Seen = Callable[[int, int, int], bool]

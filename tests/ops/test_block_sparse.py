@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import torchweld
 from exact_attention import assert_as_exact, attend_exactly, draw
-from torchweld import functional
+from torchweld import functional, numerics
 from torchweld.ops.attention.block_sparse import OP
 from torchweld.random import find_scale, make_mask
 from torchweld.sparse import BlockLayout
@@ -382,7 +382,7 @@ def test_a_layout_from_scores_in_a_compiled_model(heads: int | None, mode: str) 
         else:
             with torch.inference_mode():
                 y = compiled(*inputs).double()
-                torch.testing.assert_close(y, expected(*inputs), rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(y, expected(*inputs), **numerics.CHAINED_SMALL)
 
 
 def test_a_sample_of_heads_with_layouts_of_their_own() -> None:

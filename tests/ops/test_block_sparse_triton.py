@@ -19,7 +19,7 @@ import interpreting
 from oracle import incoming
 from selection import TRITON_DEVICE as DEVICE
 from selection import of_triton
-from torchweld import BackendError, random
+from torchweld import BackendError, numerics, random
 from torchweld.bench.cases import CASES
 from torchweld.dispatch import op_proof
 from torchweld.dispatch.autograd import as_tuple
@@ -72,7 +72,7 @@ def _assert_as_reference(layout: BlockLayout, q: Any, k: Any, **options: Any) ->
         return [y, lse, *torch.autograd.grad(loss, inputs)]
 
     found, wanted = results(functools.partial(call, OP)), results(OP.reference)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, wanted, **numerics.CHAINED_SMALL)
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -87,7 +87,7 @@ def test_a_check_divides_lines_as_the_call_does(
 
     Its lines have 509 tokens, and pieces begin at 2048: they were never tried.
     """
-    from torchweld.triton_kernels import block_sparse_attention
+    from torchweld.triton_kernels.attention import block_sparse_attention
 
     q = torch.randn(1, 1, queries, 16, device=DEVICE, requires_grad=True)
     layout = BlockLayout.sliding_window(queries, 2, block=32, device=DEVICE)
@@ -105,7 +105,7 @@ def test_a_check_divides_lines_as_the_call_does(
     found, wanted = question.run("triton"), question.exact()
     assert divided == [queries > 2048]
     for name, value in found.items():
-        torch.testing.assert_close(value.double(), wanted[name], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(value.double(), wanted[name], **numerics.CHAINED)
     short = OP.inputs(*[q[:, :, :600]] * 3, BlockLayout.sliding_window(600, 2, block=32))  # type: ignore[misc]
     same = op_proof.class_of(OP, inputs) == op_proof.class_of(OP, short)
     assert same == (queries <= 2048)
@@ -141,7 +141,7 @@ def test_huge_scores(case: str) -> None:
         y, lse = as_tuple(call(OP, *inputs))
     wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs]
     exact_y, exact_lse = as_tuple(OP.reference(*wide))
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-3)
+    torch.testing.assert_close(lse.double(), exact_lse, **numerics.ROUNDED)
     is_clear = (exact_y - exact_y.round()).abs().amax(-1) < 1e-6
     assert is_clear.sum() > 90
     torch.testing.assert_close(y.double()[is_clear], exact_y[is_clear])
@@ -207,7 +207,7 @@ def test_wide_heads_are_refused() -> None:
 @pytest.fixture
 def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pieces of at least 16 tokens. A test fails if one of its calls had no line of several."""
-    from torchweld.triton_kernels import attention_tiles, block_sparse_attention
+    from torchweld.triton_kernels.attention import block_sparse_attention, tiles
 
     counts, list_tiled_keys = [], block_sparse_attention._list_tiled_keys
 
@@ -224,7 +224,7 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             counts.append(int((lengths > most).sum()))
         return tiled_launches, after
 
-    monkeypatch.setattr(attention_tiles, "LEAST_TOKENS", 16)
+    monkeypatch.setattr(tiles, "LEAST_TOKENS", 16)
     monkeypatch.setattr(block_sparse_attention, "_list_tiled_keys", launch_and_count)
     yield
     assert counts
@@ -275,7 +275,7 @@ def test_pieces_of_heads_that_share_keys(
     divided: None, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without lists, with one layout for all heads, and with one for each query head."""
-    from torchweld.triton_kernels import block_sparse_attention
+    from torchweld.triton_kernels.attention import block_sparse_attention
 
     monkeypatch.setattr(block_sparse_attention, "processors", lambda device: 20)
     layouts = {
@@ -299,14 +299,14 @@ def test_pieces_of_wide_heads_and_of_one_gradient(divided: None) -> None:
         inputs = {name: q.double().requires_grad_(name == wanted) for name in "qkv"}
         y, _ = as_tuple(OP.reference(*OP.inputs(*inputs.values(), layout)))  # type: ignore[misc]
         (exactly,) = torch.autograd.grad(y.square().sum(), [inputs[wanted]])
-        torch.testing.assert_close(found.double(), exactly, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.double(), exactly, **numerics.CHAINED)
 
 
 def test_any_pieces_give_the_same_numbers_each_time(
     divided: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a table's lines are not in the order of their lengths."""
-    from torchweld.triton_kernels import attention_tiles, block_sparse_attention
+    from torchweld.triton_kernels.attention import block_sparse_attention, tiles
 
     monkeypatch.setattr(block_sparse_attention, "processors", lambda device: 100)
     layout, q = _ragged(90, 90), _random(1, 1, 90, 8)
@@ -317,17 +317,17 @@ def test_any_pieces_give_the_same_numbers_each_time(
     turned[at] = arguments[at].flip(2)
     kinds = []
     for least in (16, 32, 64):
-        monkeypatch.setattr(attention_tiles, "LEAST_TOKENS", least)
+        monkeypatch.setattr(tiles, "LEAST_TOKENS", least)
         runs = []
         # The interpreter has one thread, which takes any pieces in the same order each time.
         again = [arguments] if least == 16 or DEVICE == "cuda" else []
         for given in (arguments, turned, *again):
             y, _ = as_tuple(call(OP, *given))
             runs.append(torch.autograd.grad(y.square().sum(), inputs))
-        torch.testing.assert_close(runs[0], runs[1], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(runs[0], runs[1], **numerics.SUMMED_SMALL)
         for other_run in runs[2:]:
-            torch.testing.assert_close(runs[0], other_run, rtol=0, atol=0)
+            torch.testing.assert_close(runs[0], other_run, **numerics.SAME)
         kinds.append(runs[0])
     for kind in kinds[1:]:
-        torch.testing.assert_close(kind, kinds[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(kind, kinds[0], **numerics.SUMMED_SMALL)
     assert any(not torch.equal(kind[1], kinds[0][1]) for kind in kinds)  # other pieces were added

@@ -23,8 +23,8 @@ from torchweld.ops.experts import grouped, mlp
 from torchweld.registry import Made, materialize
 
 pytest.importorskip("triton")
-experts = pytest.importorskip("torchweld.triton_kernels.experts")
-experts_rows = pytest.importorskip("torchweld.triton_kernels.experts_rows")
+experts = pytest.importorskip("torchweld.triton_kernels.experts.grouped")
+experts_rows = pytest.importorskip("torchweld.triton_kernels.experts.rows")
 tile = pytest.importorskip("torchweld.triton_kernels.tile")
 
 pytestmark = of_triton

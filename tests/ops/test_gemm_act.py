@@ -14,7 +14,7 @@ import seams
 import torchweld
 from conftest import GPU, PLACES, running_at
 from oracle import assert_bounded, exact, incoming
-from torchweld import functional
+from torchweld import functional, numerics
 from torchweld.bench.cases import CASES
 from torchweld.commands import tune
 from torchweld.dispatch import proof
@@ -198,7 +198,7 @@ def test_second_derivatives(interpreted: None, fused: Any, kind: tuple[str, str]
         kind = {"activation": activation, "approximate": approximate}
         return functional.linear_act(x, weight, bias, **kind)
 
-    torch.testing.assert_close(second(ours), second(LINEAR.reference), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(second(ours), second(LINEAR.reference), **numerics.CHAINED)
 
 
 # --- Choice ---------------------------------------------------------------------------------------

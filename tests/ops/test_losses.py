@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import torchweld
 from conftest import PLACES, running_at
-from torchweld import functional
+from torchweld import functional, numerics
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks
 
@@ -454,7 +454,7 @@ def test_compiled_steps_compute_logits_once(
     counted = int((target != -100).sum())
     times = 2 if name in ("none", "lse", "float16") else 1
     assert counts == [times * counted, times * counted]
-    torch.testing.assert_close(*results, rtol=0, atol=0)
+    torch.testing.assert_close(*results, **numerics.SAME)
 
 
 @pytest.mark.parametrize("needs", [(True, True, True), (False, True, False)])
@@ -484,7 +484,7 @@ def test_autocast_and_checkpoint() -> None:
 
     plain = torch.autograd.grad(run(*given), given)
     again = torch.utils.checkpoint.checkpoint(run, *given, use_reentrant=False)
-    torch.testing.assert_close(torch.autograd.grad(again, given), plain, rtol=0, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(again, given), plain, **numerics.SAME)
     with torch.autocast("cpu", torch.bfloat16):
         loss = run(*given)
         eager = F.cross_entropy(F.linear(*given), target)
@@ -498,12 +498,12 @@ def test_autocast_and_checkpoint() -> None:
 @pytest.mark.parametrize("classes", [1, 2047, 2048, 2049, 4097])
 def test_the_last_tile_counts_only_its_classes(backend: str, classes: int) -> None:
     """No log-probability is above 0, and the probabilities of all classes sum to 1."""
-    x, weight, *_ = make(3, classes, 8, torch.float32)
-    every = torch.arange(classes).expand(3, -1)
+    x, weight, *_ = make(1, classes, 8, torch.float32)
+    every = torch.arange(classes).expand(1, -1)
     with torchweld.use_backend(backend):
         log_p = LOGPROBS(x, weight, every)
     assert (log_p <= 0).all()
-    agree(log_p.exp().sum(1), torch.ones(3), torch.float32)
+    agree(log_p.exp().sum(1), torch.ones(1), torch.float32)
 
 
 @BACKENDS
@@ -588,4 +588,4 @@ def test_chunks_change_nothing(data: strategies.DataObject) -> None:
                 )
             grads = torch.autograd.grad(total, (x, weight))
         results.append([*values, *grads])
-    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-11, equal_nan=True)
+    torch.testing.assert_close(*results, **numerics.FLOAT64, equal_nan=True)

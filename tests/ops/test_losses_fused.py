@@ -13,9 +13,10 @@ from torch.nn import functional as F  # noqa: N812
 
 import torchweld
 from conftest import PLACES, running_at
-from torchweld import functional
+from torchweld import functional, numerics
 from torchweld.dispatch import choice
-from torchweld.ops.loss import arguments, fused, ways
+from torchweld.ops.loss import arguments, chunks
+from torchweld.ops.loss.ways import fused
 
 pytest.importorskip("triton")
 launch = pytest.importorskip("torchweld.triton_kernels.launch")
@@ -71,7 +72,7 @@ def test_kernels_are_the_general_path(
     whole = None if weight is None else weight.sum()
     how = (weight, whole, temperature, tokens, 0.7, cap, smoothing, z, -100)
     target = given["target"].to(kind)
-    close = {"rtol": 3e-5, "atol": 3e-5, "equal_nan": True}
+    close = {**numerics.SUMMED, "equal_nan": True}
     forward, backward = fused.FORWARD, fused.BACKWARD
     assert forward.reference is not None
     assert backward.reference is not None
@@ -120,7 +121,7 @@ def test_second_derivatives_and_gradients_in_batches(name: str) -> None:
     scales = torch.tensor([1.0, -2.0])
     found += torch.autograd.grad(loss, [x, weight], scales, is_grads_batched=True)
     wanted += [torch.stack([one, -2 * one]) for one in wanted[:2]]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, wanted, **numerics.CHAINED_SMALL)
 
 
 def test_padded_logits_of_an_odd_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,18 +129,18 @@ def test_padded_logits_of_an_odd_vocabulary(monkeypatch: pytest.MonkeyPatch) -> 
     x, weight, target = _draw_layer()
     bias = torch.randn(CLASSES, requires_grad=True)
     leaves = [x, weight, bias]
-    monkeypatch.setattr(ways, "_UNPADDED", 0)
-    monkeypatch.setattr(ways.chunks, "_pads_rows", lambda _: True)
+    monkeypatch.setattr(fused, "_UNPADDED", 0)
+    monkeypatch.setattr(chunks, "_pads_rows", lambda _: True)
     loss = functional.linear_cross_entropy(x, weight, target, linear_bias=bias)
     wanted = F.cross_entropy(F.linear(*leaves), target)
-    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss, wanted, **numerics.SUMMED)
     exact = torch.autograd.grad(wanted, leaves)
     scales = torch.tensor([1.0, -2.0])
     again = torch.autograd.grad(loss, leaves, scales, is_grads_batched=True, retain_graph=True)
     found = torch.autograd.grad(loss, leaves)
     for one, batch, other in zip(found, again, exact, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(batch, torch.stack([other, -2 * other]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one, other, **numerics.CHAINED_SMALL)
+        torch.testing.assert_close(batch, torch.stack([other, -2 * other]), **numerics.CHAINED)
 
 
 WORDS = 53
@@ -203,4 +204,4 @@ def test_an_answer_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = [run(logits, T, *how)[0] for _ in range(4)]
     assert len(asked) == 2
     for loss in losses:
-        torch.testing.assert_close(loss, F.cross_entropy(logits, T), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(loss, F.cross_entropy(logits, T), **numerics.SUMMED)

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchweld
 from conftest import running_at
-from torchweld import functional
-from torchweld.bench.memory import LiveBytes
+from torchweld import functional, numerics
+from torchweld.bench.measure.memory import LiveBytes
 from torchweld.dispatch.proof import Judge
 from torchweld.dispatch.warm import cache, plans
 from torchweld.errors import ArgumentError
@@ -73,7 +73,7 @@ def test_torchs_samples(name: str, backend: str) -> None:
             found = ours(sample.input, *sample.args, **sample.kwargs)
         sample.kwargs.pop("options", None)
         true = theirs(sample.input, *sample.args, **sample.kwargs)
-        torch.testing.assert_close(found, true, rtol=1e-10, atol=1e-12, equal_nan=True)
+        torch.testing.assert_close(found, true, **numerics.CHAINED64, equal_nan=True)
         if not true.requires_grad:
             continue
         grad = torch.randn_like(true)
@@ -84,7 +84,7 @@ def test_torchs_samples(name: str, backend: str) -> None:
         )
         for got, exact in pairs:
             if exact is not None:
-                torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-12, equal_nan=True)
+                torch.testing.assert_close(got, exact, **numerics.CHAINED64, equal_nan=True)
         count += 1
     assert count > 10
 
@@ -192,7 +192,7 @@ def test_interpreter_equals_the_reference(width: int, targets: int, softcap: flo
     weight, q = torch.rand(width) + 0.1, torch.rand(count, width) if targets != 1 else None
     how = (weight if targets else None, q, torch.rand(count) + 0.5, 0.7, softcap)
     forward, in_place = rows.FORWARD, rows.BOTH_IN_PLACE
-    close = {"rtol": 3e-5, "atol": 3e-5, "equal_nan": True}
+    close = {**numerics.SUMMED, "equal_nan": True}
     # What is not asked for is as the reference has it too: a trial on a GPU compares all results.
     for asked in itertools.product((False, True), repeat=3):
         found = forward.overload("triton")(logits, target, *how, *asked)
@@ -376,7 +376,7 @@ def test_float32_sums_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("factor", [1.0, 0.37, math.inf])
 def test_kept_gradients_are_scaled_in_the_interpreter(dtype: torch.dtype, factor: float) -> None:
     """By a factor in float32, rounded once; several times as many blocks as programs."""
-    scale = pytest.importorskip("torchweld.triton_kernels.scale")
+    scale = pytest.importorskip("torchweld.triton_kernels.loss.scale")
     count = 3 * scale._PROGRAMS * 4 * scale._BLOCK + 5
     x = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
     found = x.clone()

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F  # noqa: N812
 
 import torchweld
-from torchweld import functional
+from torchweld import functional, numerics
 from torchweld.errors import ArgumentError
 
 LINEAR, LOGITS = functional.linear_cross_entropy, functional.cross_entropy
@@ -37,7 +37,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
 EVERY = pytest.mark.parametrize("name", LOSSES)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 # The same kernels on the same numbers; a batch may divide float32 sums otherwise.
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+CLOSE = numerics.SUMMED
 
 
 def _make(rows: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -138,7 +138,7 @@ def test_linearize(name: str) -> None:
     grads = torch.autograd.grad(LOSSES[name](*sources, target), sources)
     _, pushed = torch.func.linearize(lambda *given: LOSSES[name](*given, target), x, weight)
     found = pushed(torch.ones_like(x), torch.ones_like(weight))
-    torch.testing.assert_close(found, sum(g.sum() for g in grads), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, sum(g.sum() for g in grads), **numerics.CHAINED)
 
 
 # vmap warns that it loops over an op without a rule.

@@ -9,7 +9,7 @@ import torch
 
 import torchweld
 from selection import TRITON_DEVICE
-from torchweld import functional
+from torchweld import functional, numerics
 
 pytestmark = pytest.mark.usefixtures("triton")
 BACKENDS = ("eager", "cpu", "triton")
@@ -61,7 +61,7 @@ def test_modulations_of_each_shape(its: tuple[int, ...], backend: str) -> None:
     with torchweld.use_backend(backend):
         found = _differentiate(functional.adaptive_layer_norm(x, scale, shift), x, scale, shift)
     for one, two in zip(found, _differentiate(y, *wide), strict=True):
-        torch.testing.assert_close(one.double(), two, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(one.double(), two, **numerics.SUMMED)
 
 
 @pytest.mark.skipif(TRITON_DEVICE != "cpu", reason="the tensors are on the CPU")

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchweld
 from oracle import Pool
-from torchweld import functional, optim
+from torchweld import functional, numerics, optim
 from torchweld.dispatch.warm import cache
 from torchweld.ops.attention import converted
 from torchweld.ops.gemm import gemm, product
@@ -246,7 +246,7 @@ def test_autocast_and_second_derivatives(dtype: torch.dtype) -> None:
         found, expected = (_run(f, x, weight, bias) for f in (gemm.linear, linear))
     for one, other in zip(found, expected, strict=True):
         assert one.dtype is other.dtype
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(one, other, **numerics.BFLOAT16)
     given = [t.to(dtype).requires_grad_() for t in (x, weight)]
 
     def differentiate_twice(function: Any) -> torch.Tensor:
@@ -401,7 +401,7 @@ def test_compiled() -> None:
         given = x.detach()[:rows].clone().requires_grad_()
         y = compiled(given)
         y.float().sum().backward()
-        torch.testing.assert_close(y, function(given), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(y, function(given), **numerics.BFLOAT16)
     assert len(graphs) == 2
     targets = [node.target for graph in graphs for node in graph.graph.nodes]
     assert targets.count(PRODUCT) == 3

@@ -7,6 +7,7 @@ import torch
 
 import torchweld
 from oracle import assert_same_bits_on_any_threads
+from torchweld import numerics
 from torchweld.functional import dequantize_8bit, quantize_8bit
 from torchweld.ops.quantize_8bit import (
     BLOCK,
@@ -144,11 +145,11 @@ def test_narrow_rows_are_blocks_of_their_own(signed: bool, width: int) -> None:
     codes, absmax = quantize_8bit(x, signed=signed)
     expected = quantize_reference(x, signed)
     assert torch.equal(codes, expected[0])
-    torch.testing.assert_close(absmax, expected[1], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(absmax, expected[1], **numerics.SAME, equal_nan=True)
     y = dequantize_8bit(codes, absmax, signed=signed)
     # NaNs' payloads may differ.
     scaled = MAPS[signed][codes.long()] * absmax
-    torch.testing.assert_close(y, scaled, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(y, scaled, **numerics.SAME, equal_nan=True)
 
 
 def test_views_and_the_memory_around_them() -> None:

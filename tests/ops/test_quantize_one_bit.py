@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import selection
 from oracle import assert_same_bits_on_any_threads
+from torchweld import numerics
 from torchweld.functional import average_one_bit, dequantize_one_bit, quantize_one_bit
 from torchweld.ops.quantize_one_bit import quantize_into
 
@@ -108,7 +109,7 @@ def test_in_place_is_the_same() -> None:
         x, error = _drawn(size), _drawn(size, 1)
         expected = quantize_one_bit(x, error)
         bits, scale = quantize_into(x, error, error, max(8, -(-size // 8) * 8))
-        torch.testing.assert_close((bits, scale, error), expected, rtol=0, atol=0)
+        torch.testing.assert_close((bits, scale, error), expected, **numerics.SAME)
 
 
 def test_shapes_and_strides() -> None:
@@ -153,4 +154,4 @@ def test_a_compiled_graph_has_the_same() -> None:
 
     given = _drawn(1001), _drawn(1001, 1)
     compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*given), there_and_back(*given), rtol=0, atol=0)
+    torch.testing.assert_close(compiled(*given), there_and_back(*given), **numerics.SAME)

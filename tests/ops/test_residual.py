@@ -10,7 +10,7 @@ import torch
 import torchweld
 from conftest import Target
 from oracle import incoming, saved_bytes
-from torchweld import functional, nn, random
+from torchweld import functional, nn, numerics, random
 from torchweld.bench.cases import CASES
 from torchweld.dispatch.call import call
 from torchweld.registry import OPS, materialize
@@ -72,7 +72,7 @@ def test_either_result_alone(name: str, used: int) -> None:
     expected = gradients(op.reference)
     compiled = torch.compile(lambda *given: call(op, *given), fullgraph=True, backend="aot_eager")
     for function in (lambda *given: call(op, *given), compiled):
-        torch.testing.assert_close(gradients(function), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(gradients(function), expected, **numerics.CHAINED)
 
 
 @pytest.mark.targets(*NORMS)
@@ -193,11 +193,11 @@ def test_norms_are_torchs_after_dropout_and_addition(ours: Any, theirs: Any, sha
     trailing = len(norm.normalized_shape)
     kept = random.make_mask(x.shape, 0.4, random.seed(), trailing=trailing)
     torch.testing.assert_close(z, x * kept * random.find_scale(0.4) + residual)
-    torch.testing.assert_close(y, norm(z), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y, norm(z), **numerics.SUMMED)
     module.eval()
     y, z = module(x, residual)
     assert torch.equal(z, x + residual)
-    torch.testing.assert_close(y, norm(z), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y, norm(z), **numerics.SUMMED)
     module.return_residual = False
     assert torch.equal(module(x, residual), y)
 

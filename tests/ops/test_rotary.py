@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchweld
-from torchweld import functional
+from torchweld import functional, numerics
 from torchweld.functional import rotary_embedding, rotary_embedding_qk
 
 B, H, S, D = 2, 4, 6, 16
@@ -213,12 +213,12 @@ def test_norm_weights_of_two_dtypes(wide: str, rounding: str, across_heads: bool
     both = rotary_embedding_qk(*x, *tables, **weights, **how)
     for result, t, weight in zip(both, x, weights.values(), strict=True):
         apart = rotary_embedding(t, *tables, norm_weight=weight, **how)
-        torch.testing.assert_close(result, apart, rtol=0, atol=0)
+        torch.testing.assert_close(result, apart, **numerics.SAME)
         grad = X[:, : t.shape[1]].to(t.dtype).cos()
         found, expected = (
             torch.autograd.grad(y, (t, weight), grad, retain_graph=True) for y in (result, apart)
         )
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        torch.testing.assert_close(found, expected, **numerics.SAME)
     weights["q_norm_weight"] = weights["q_norm_weight"].detach().double()
     with pytest.raises(torchweld.ArgumentError, match="norm_weight"):
         rotary_embedding_qk(*x, *tables, **weights, **how)
@@ -245,8 +245,8 @@ def test_the_module_keeps_float32_angles_when_it_is_cast() -> None:
     module = torchweld.nn.RotaryEmbedding(D, 8, attention_factor=1.3)
     expected = 1.3 * _halves(X, HALF)
     q, k = module(X, X[:, :1])
-    torch.testing.assert_close(q, expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(k, expected[:, :1], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(q, expected, **numerics.ROUNDED)
+    torch.testing.assert_close(k, expected[:, :1], **numerics.ROUNDED)
     found = module.bfloat16()(X.bfloat16(), X.bfloat16(), torch.arange(S).expand(B, S))[0]
     assert (found.double() - expected).abs().max() <= 2**-7 * expected.abs().max()
     assert not module.state_dict()

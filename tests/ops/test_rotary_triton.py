@@ -14,6 +14,7 @@ import torchweld
 from oracle import incoming, sample_inputs
 from selection import TRITON_DEVICE as DEVICE
 from selection import of_triton
+from torchweld import numerics
 from torchweld.bench.cases import CASES
 from torchweld.functional import rotary_embedding, rotary_embedding_qk
 from torchweld.ops.rotary.op import OP
@@ -59,7 +60,7 @@ def _assert_as_eager(function: Any, *tensors: torch.Tensor) -> Any:
         found.append([*results, *torch.autograd.grad(loss, leaves)])
     for mine, theirs in zip(*found, strict=True):
         # Sums of some hundred terms near 1 in float32: 1e-5 is a hundred roundings.
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mine, theirs, **numerics.SUMMED)
     return found[0]
 
 
@@ -90,7 +91,7 @@ def test_views_of_a_projection_are_not_copied(interleaved: bool, norm: bool) -> 
         return _assert_as_eager(rotate, packed, weight)
 
     found, other = run(-3, positions), run(-2, positions.int())
-    torch.testing.assert_close(found[:-1], other[:-1], rtol=0, atol=0)
+    torch.testing.assert_close(found[:-1], other[:-1], **numerics.SAME)
 
 
 @pytest.mark.parametrize("rounding", ["result", "both"])

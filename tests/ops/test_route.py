@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchweld
-from torchweld import functional
+from torchweld import functional, numerics
 
 
 def _choose(scores: list[float], k: int) -> list[int]:
@@ -102,14 +102,16 @@ def test_a_bias_gets_no_gradient_and_changes_no_weight() -> None:
     found.weights.sum().backward()
     assert bias.grad is None
     expected = logits.detach().softmax(-1).gather(-1, found.indices)
-    torch.testing.assert_close(found.weights.detach(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.weights.detach(), expected, **numerics.ROUNDED)
 
 
 def test_it_compiles_whole() -> None:
     compiled = torch.compile(functional.route, fullgraph=True, backend="aot_eager")
     for rows in (3, 5, 9):
         logits = torch.randn(rows, 8)
-        torch.testing.assert_close(compiled(logits, 2), functional.route(logits, 2), rtol=0, atol=0)
+        torch.testing.assert_close(
+            compiled(logits, 2), functional.route(logits, 2), **numerics.SAME
+        )
 
 
 def test_a_mixture_learns() -> None:

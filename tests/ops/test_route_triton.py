@@ -9,7 +9,7 @@ import torch
 
 import torchweld
 from selection import TRITON_DEVICE as DEVICE
-from selection import of_triton
+from selection import combine, of_triton
 from torchweld import functional
 from torchweld.ops.experts import route
 
@@ -39,29 +39,30 @@ def _draw(experts: int, dtype: torch.dtype, *leading: int) -> torch.Tensor:
     return drawn.to(DEVICE, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+# Experts, how many of them a row chooses, and groups of experts.
+CHOICES: list[tuple[int, int, dict[str, Any]]] = [
+    (1, 1, {}),
+    (60, 5, {}),
+    (256, 8, {}),
+    (64, 6, DEEPSEEK),
+    (16, 3, {"groups": 4, "top_groups": 2, "best_of_group": 1}),
+]
+FLAGS = [False, True]
+
+
 @pytest.mark.parametrize(
-    ("experts", "k", "how"),
-    [
-        (1, 1, {}),
-        (60, 5, {}),
-        (256, 8, {}),
-        (64, 6, DEEPSEEK),
-        (16, 3, {"groups": 4, "top_groups": 2, "best_of_group": 1}),
-    ],
+    ("choice", "scores", "renormalize", "masked", "dtype"),
+    combine(CHOICES, ["softmax", "sigmoid"], FLAGS, FLAGS, [torch.float32, torch.float16]),
+    ids=str,
 )
 def test_it_chooses_and_computes_as_eager(
-    experts: int,
-    k: int,
-    how: dict[str, Any],
+    choice: tuple[int, int, dict[str, Any]],
     scores: str,
     renormalize: bool,
     masked: bool,
     dtype: torch.dtype,
 ) -> None:
+    experts, k, how = choice
     logits = _draw(experts, dtype, 3, 43)
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(3, 43, generator=generator) < 0.7

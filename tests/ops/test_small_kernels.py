@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import torchweld
-from torchweld import functional
+from torchweld import functional, numerics
 from torchweld.errors import ArgumentError
 from torchweld.ops.experts import route
-from torchweld.ops.loss import fused
+from torchweld.ops.loss.ways import fused
 
 ROWS, CLASSES = 150, 37
-CLOSE = {"rtol": 2e-5, "atol": 2e-5}
+CLOSE = numerics.SUMMED
 TERMS = [(False, (0.0, 0.0, 0.0)), (True, (4.0, 0.1, 1e-2)), (True, (0.0, 1.0, 0.0))]
 
 
@@ -113,7 +113,7 @@ def test_a_route_is_eager_torchs(
                 *(torch.tensor([0.3, 0.7], dtype=dtype)),
             ]
             made.append((*found, *torch.autograd.grad(found[1:], logits, grads)))
-    torch.testing.assert_close(*made, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(*made, **numerics.SUMMED_SMALL)
 
 
 def test_a_route_with_nan_and_equal_logits() -> None:

@@ -19,7 +19,7 @@ from torchweld.ops.optimizer import orthogonal
 triton = pytest.importorskip("triton")
 tl = triton.language
 symmetric = pytest.importorskip("torchweld.triton_kernels.symmetric")
-symmetric_roles = pytest.importorskip("torchweld.triton_kernels.symmetric_roles")
+symmetric_specialised = pytest.importorskip("torchweld.triton_kernels.symmetric_specialised")
 launch = pytest.importorskip("torchweld.triton_kernels.launch")
 
 pytestmark = of_triton
@@ -27,7 +27,7 @@ pytestmark = of_triton
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kernels that ran, where the one with roles does, in an imitation of its GPU."""
+    """The kernels that ran, where the warp-specialised one does, in an imitation of its GPU."""
     if DEVICE != "cpu":
         pytest.skip("a GPU runs it")
     found: list[str] = []
@@ -40,7 +40,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(symmetric, "runs_on", lambda device: True)
-    monkeypatch.setattr(symmetric_roles, "processors", lambda device: 2)
+    monkeypatch.setattr(symmetric_specialised, "processors", lambda device: 2)
     return found
 
 
@@ -70,12 +70,14 @@ SIZES = [(1, 128, 64), (3, 136, 136), (2, 264, 264), (1, 520, 520), (2, 384, 384
 
 @pytest.mark.parametrize("is_added", [False, True])
 @pytest.mark.parametrize("shape", SIZES, ids=lambda shape: "x".join(map(str, shape)))
-def test_products_by_roles(shape: tuple[int, int, int], is_added: bool, started: list[str]) -> None:
+def test_products_by_specialised_warps(
+    shape: tuple[int, int, int], is_added: bool, started: list[str]
+) -> None:
     """Tiles that end in the next matrix, on and off the diagonal, more of them than programs."""
     shape = (*shape[:2], shape[1] if is_added else shape[2])
     assert _worst(shape, is_added) <= 1
     assert _worst(shape, is_added, two=True) <= 1
-    assert started == 2 * ["symmetric_roles"]
+    assert started == 2 * ["symmetric_specialised"]
 
 
 def test_rows_that_descriptors_do_not_take(started: list[str]) -> None:
@@ -86,8 +88,8 @@ def test_rows_that_descriptors_do_not_take(started: list[str]) -> None:
 @pytest.mark.parametrize("size", [128, 256, 640, 2048, 2560, 3072, 3584, 4096, 5120, 8192])
 def test_every_tile_has_a_place(size: int) -> None:
     """Each once: those with a number on or below the diagonal."""
-    each, band = symmetric_roles.count_tiles(size)
-    found = [symmetric_roles.place_of.fn(number, band) for number in range(each)]
+    each, band = symmetric_specialised.count_tiles(size)
+    found = [symmetric_specialised.place_of.fn(number, band) for number in range(each)]
     rows = 2 * -(-size // 256)
     assert sorted(found) == [(row, column) for row in range(rows) for column in range(row // 2 + 1)]
 
@@ -138,8 +140,8 @@ FAULTS: dict[str, tuple[Any, ...]] = {
 def test_a_planted_fault_is_found(
     fault: str, started: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    name = "torchweld.triton_kernels.symmetric_roles"
-    text = Path(str(symmetric_roles.__file__)).read_text()
+    name = "torchweld.triton_kernels.symmetric_specialised"
+    text = Path(str(symmetric_specialised.__file__)).read_text()
     module = imitated_gluon.plant(text, FAULTS[fault], tmp_path, name)
     monkeypatch.setitem(sys.modules, name, module)
 
@@ -161,7 +163,7 @@ def _uneven() -> float:
 
 def test_no_fault_is_found_where_none_is(started: list[str]) -> None:
     assert _uneven() == 0
-    assert started == ["symmetric_roles"]
+    assert started == ["symmetric_specialised"]
 
 
 @pytest.mark.parametrize("is_added", [False, True])

@@ -13,7 +13,7 @@ import torch
 
 import torchweld
 from optimizers import CODECS, Room, draw_grads, maker, rules_of, run, same
-from torchweld import optim
+from torchweld import numerics, optim
 from torchweld.ops.optimizer.batch import Task
 
 # Parts of tensors with rows split across devices, and where pieces of blocks begin and end in them:
@@ -84,7 +84,7 @@ def _step_cut(made: tuple[Any, Any, list[torch.Tensor]]) -> list[torch.Tensor]:
     for absmax, new in zip(batch.new_absmaxes, found, strict=True):
         absmax.fill_(torch.nan)
         assert new.isfinite().all()
-    torch.testing.assert_close(memory, before, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(memory, before, **numerics.SAME, equal_nan=True)
     generator = torch.Generator().manual_seed(3)
     for absmax, new in zip(batch.new_absmaxes, found, strict=True):
         larger = 1 + torch.rand(new.shape, generator=generator).to(new.device).round() / 4
@@ -138,7 +138,7 @@ def test_cut_rows_that_lie_anywhere(offset: int, bad: float, cuda_device: str) -
     for kind in (optim.AdamW, optim.Lion):
         given = (maker(kind, {}, "8bit"), torch.float32, cuda_device, offset, bad)
         found, expected = _step_both_ways(_cut(*given))
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(found, expected, **numerics.SAME, equal_nan=True)
 
 
 @pytest.mark.parametrize("masters", [False, True, "remainder"])
@@ -149,7 +149,7 @@ def test_measures_of_cut_rows(dtype: torch.dtype, masters: Any, cuda_device: str
     optimizer, batch, memory = _cut(make, dtype, cuda_device, bad=torch.inf)
     before = [t.clone() for t in memory]
     found = _squares(optimizer, batch)
-    torch.testing.assert_close(memory, before, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(memory, before, **numerics.SAME, equal_nan=True)
     with torchweld.use_backend("eager"):
         expected = _squares(optimizer, batch)
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
@@ -162,4 +162,4 @@ def test_cut_rows_under_a_scaler(cuda_device: str) -> None:
     before = [t.clone() for t in memory]
     optimizer._rule.find_absmaxes(task)
     optimizer._rule.step(task)
-    torch.testing.assert_close(memory, before, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(memory, before, **numerics.SAME, equal_nan=True)

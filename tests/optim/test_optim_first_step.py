@@ -14,7 +14,7 @@ import torch
 import selection
 from optimizers import ScheduleFreeAdamW, same, snapshot
 from refusing import refuses
-from torchweld import optim, state
+from torchweld import numerics, optim, state
 from torchweld.dispatch import choice
 from torchweld.dispatch.bare import BareOp
 from torchweld.ops.optimizer import rule as rules
@@ -103,7 +103,7 @@ def test_a_wrong_kernel_is_refused(
     with choice.use_backend(EAGER):
         named.step()
         named.step()
-    torch.testing.assert_close([*ours], [*asked], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close([*ours], [*asked], **numerics.SUMMED_SMALL)
 
 
 @pytest.mark.parametrize("off", ["raises", "has no memory"])
@@ -169,7 +169,7 @@ def test_torchs_step_serves_what_is_not_proven(name: str) -> None:
                 optimizer.grad_scale = torch.tensor(scale)
                 optimizer.found_inf = torch.tensor(found_inf)
             optimizer.step()
-    torch.testing.assert_close([*ours], [*theirs], rtol=0, atol=0)
+    torch.testing.assert_close([*ours], [*theirs], **numerics.SAME)
     counts = [int(state["step"]) for state in a.state.values()]
     assert set(counts) == {3}
 

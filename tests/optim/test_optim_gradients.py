@@ -23,7 +23,7 @@ from optimizers import (
     snapshot,
     threads,
 )
-from torchweld import optim
+from torchweld import numerics, optim
 from torchweld.optim import lr_scheduler
 
 BF16 = torch.bfloat16
@@ -294,7 +294,7 @@ def test_gradients_of_another_dtype(kind: Any, settings: dict[str, Any], backend
     optimizer = make([p, other])
     optimizer.step()
     make([wide]).step()
-    torch.testing.assert_close(optimizer.state[p]["master"], wide, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(optimizer.state[p]["master"], wide, **numerics.ROUNDED)
     assert torch.equal(p, optimizer.state[p]["master"].to(BF16))
 
 
@@ -360,7 +360,7 @@ def test_groups_closures_hooks_and_schedulers() -> None:
         assert losses[0] > losses[-1]
     assert called == ["before", "after"] * 3
     assert not pairs[0][1].state.get(a[1])
-    torch.testing.assert_close([*a], [*b], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close([*a], [*b], **numerics.ROUNDED)
 
 
 def test_a_stale_saved_tensor_is_noticed(backend: str) -> None:

@@ -20,7 +20,7 @@ import fresh
 import torchweld
 from optimizers import KINDS, draw, draw_grads, maker, same, snapshot
 from refusing import refuses
-from torchweld import optim
+from torchweld import numerics, optim
 from torchweld.optim import _rounding_offsets, _sharded_blocks
 from torchweld.optim._shards import cache_tensors
 
@@ -142,7 +142,7 @@ def test_a_subclass_that_wraps_tensors(kind: Any, settings: dict[str, Any], back
     parts = [t.requires_grad_() for t in alone]
     for part, g in zip(parts, grads, strict=True):
         _stepped(maker(kind, settings), [part], [g])
-    torch.testing.assert_close([*(p.a, p.b)], [*parts], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close([*(p.a, p.b)], [*parts], **numerics.ROUNDED)
     assert optimizer.state[p]["step"] == 3
     if optimizer.state[p].keys() & {"exp_avg", "momentum_buffer"}:
         refuses("TwoTensor", maker(kind, settings, "8bit")([p]).step)
@@ -497,7 +497,7 @@ def _train(kind: str, event: Event, keeps: bool, **options: Any) -> list[torch.T
 @pytest.mark.parametrize("kind", KEPT)
 def test_after_an_event_in_the_middle(kind: str, event: str) -> None:
     mine, expected = (_train(kind, EVENTS[event], keeps) for keeps in (True, False))
-    torch.testing.assert_close([*mine], [*expected], rtol=0, atol=0)
+    torch.testing.assert_close([*mine], [*expected], **numerics.SAME)
 
 
 @pytest.mark.parametrize("event", EVENTS)
@@ -506,7 +506,7 @@ def test_a_clipped_step_after_an_event_in_the_middle(options: Any, event: str) -
     """Kept steps find their gradients' factor by one kernel, whole steps by a sum over devices."""
     of_event, options = EVENTS[event], {"max_grad_norm": 0.1, **options}
     mine, expected = (_train("AdamW", of_event, keeps, **options) for keeps in (True, False))
-    torch.testing.assert_close([*mine], [*expected], rtol=0, atol=0)
+    torch.testing.assert_close([*mine], [*expected], **numerics.SAME)
 
 
 @pytest.mark.parametrize("found", [0.0, 1.0])
@@ -525,7 +525,7 @@ def test_a_scaled_step_is_kept(found: float) -> None:
     assert optimizers[0]._kept.ready  # type: ignore[union-attr]
     for mine, own in zip(*(model.parameters() for model in models), strict=True):
         assert mine.grad is not None
-        torch.testing.assert_close([mine, mine.grad], [own, own.grad], rtol=0, atol=0)
+        torch.testing.assert_close([mine, mine.grad], [own, own.grad], **numerics.SAME)
 
 
 def test_batches_are_kept() -> None:

@@ -18,13 +18,15 @@ import selection
 import torchweld
 from optimizers import U, draw, draw_grads, draw_steps, in_float64, run, run_bits, same
 from refusing import refuses
-from torchweld import optim
+from torchweld import numerics, optim
 from torchweld.ops.optimizer import orthogonal
 from torchweld.ops.optimizer.orthogonal import QUINTIC, orthogonalize, polar_express
 from torchweld.optim._matrices import Matrix, find_iteration, find_regions, orthogonalize_all
 
 SHAPES = ((16, 16), (12, 40), (40, 12), (1, 9), (9, 1), (12, 40))
 COEFFICIENTS = {"standard": [QUINTIC] * 5, "gram": [QUINTIC] * 5, "polar_express": polar_express(5)}
+
+NEAR: Any = numerics.SUMMED
 
 
 def _polar_of(x: torch.Tensor, coefficients: Any) -> torch.Tensor:
@@ -380,7 +382,7 @@ def test_parameters_without_elements_or_gradients(kind: str, sorts: list[str]) -
         if used:
             expected.step([[_drawn(100 * step + i, tuple(params[i].shape)).numpy() for i in used]])
     for i, array in zip(used, arrays, strict=True):
-        np.testing.assert_allclose(params[i].detach().numpy(), array, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(params[i].detach().numpy(), array, **NEAR)
     others = [i for i in range(len(params)) if i not in used]
     assert all(torch.equal(params[i].detach(), before[i]) for i in others)
 
@@ -405,7 +407,7 @@ def test_every_group_has_its_own_options() -> None:
             _step_used(params, [USED] * len(params), optimizer, step)
             expected.step([[p.grad.numpy() for p in params]])  # type: ignore[union-attr]
             for p, array in zip(params, arrays, strict=True):
-                np.testing.assert_allclose(p.detach().numpy(), array, rtol=1e-5, atol=1e-5)
+                np.testing.assert_allclose(p.detach().numpy(), array, **NEAR)
 
 
 @BOTH

@@ -26,8 +26,8 @@ _NAMES: dict[int, str] = {
     "num_decoder_layers num_key_value_heads num_experts_per_tok",
     4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads "
     "decoder_attention_heads num_local_experts num_experts n_routed_experts",
-    32: "moe_intermediate_size shared_expert_intermediate_size q_lora_rank",
-    16: "head_dim d_kv v_head_dim qk_head_dim kv_lora_rank state_size mamba_d_state",
+    32: "moe_intermediate_size shared_expert_intermediate_size q_lora_rank v_head_dim",
+    16: "head_dim d_kv qk_head_dim kv_lora_rank state_size mamba_d_state",
     8: "rotary_dim qk_rope_head_dim qk_nope_head_dim",
     1: "num_hidden_groups inner_group_num",
 }
@@ -39,6 +39,9 @@ LARGEST = 30e6
 def make_config(config_class: Any, **more: Any) -> Any:
     """A small config. Some refuse a size that they have."""
     sizes = {n: size for n, size in (SIZES | more).items() if hasattr(config_class(), n)}
+    if "qk_rope_head_dim" in sizes:  # latent attention: a rotation has this width, each head keys
+        more = {"head_dim": "qk_rope_head_dim", "num_key_value_heads": "num_attention_heads"}
+        sizes |= {name: sizes[other] for name, other in more.items() if name in sizes}
     for refused in ("num_key_value_heads", "head_dim", ""):
         try:
             config = config_class(**sizes)

@@ -13,7 +13,7 @@ import transformers
 from models import make
 
 import torchweld
-from torchweld import huggingface
+from torchweld import huggingface, numerics
 from torchweld.errors import ArgumentError
 from torchweld.sparse import BlockLayout
 
@@ -206,7 +206,7 @@ def test_long_t5s_encoder(attends: str, length: int) -> None:
         results.append([y, *grads])
     for a, b in zip(*results, strict=True):
         size = a.detach().abs().max().clamp(1e-6)  # fewer tokens than a block have no sums
-        torch.testing.assert_close(b / size, a / size, rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(b / size, a / size, **numerics.CHAINED_SMALL)
 
 
 def test_long_t5_over_another_layout() -> None:
@@ -304,5 +304,5 @@ def test_another_function_for_sdpa_is_called(monkeypatch: pytest.MonkeyPatch) ->
     before = fused(**_draw_pairs(0)).logits
     monkeypatch.setitem(functions, "sdpa", lambda *a, **more: (3 * own(*a, **more)[0], None))
     logits = fused(**_draw_pairs(0)).logits
-    torch.testing.assert_close(logits, model(**_draw_pairs(0)).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, model(**_draw_pairs(0)).logits, **numerics.CHAINED_SMALL)
     assert not torch.allclose(logits, before, rtol=1e-2)

@@ -14,7 +14,7 @@ import torch
 from models import IS_TESTED_RELEASE, MODELS, WITH_OTHER_NORMS, batch, build, tokens
 
 import torchweld
-from torchweld import functional
+from torchweld import functional, numerics
 from torchweld.fusion import Weld
 from torchweld.fusion.patterns.rotary import RotaryAttention
 
@@ -318,6 +318,6 @@ def test_our_norms_in_place_of_a_models() -> None:
         ours.set_submodule(name, norm)
     assert list(plain.state_dict()) == list(ours.state_dict())
     (loss, *expected), (found, *grads) = (_results(m.train(), tokens())[1:] for m in (plain, ours))
-    torch.testing.assert_close(found, loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, loss, **numerics.SUMMED_SMALL)
     for grad, wanted in zip(grads, expected, strict=True):
         assert (grad - wanted).abs().max() <= 1e-4 * wanted.abs().max()

@@ -14,6 +14,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 import torchweld
+from torchweld import numerics
 from torchweld.fusion.graph.regions import Region
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the models
@@ -73,7 +74,7 @@ def test_lora(is_late: bool) -> None:
         model.merge_adapter()
     with torch.no_grad():
         a, b = (model(**models.tokens()).logits for model in (got, want))
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(a, b, **numerics.CHAINED_SMALL)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "GPT2"])
@@ -100,7 +101,7 @@ def test_generate(cache: str | None) -> None:
     a, b = (model.eval().generate(prompt, **how) for model in (got, want))
     assert torch.equal(a.sequences, b.sequences)
     for x, y in zip(a.logits, b.logits, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(x, y, **numerics.CHAINED_SMALL)
 
 
 def test_accelerate() -> None:
@@ -117,7 +118,7 @@ def test_offload() -> None:
     accelerate.cpu_offload(got, torch.device("cpu"))
     with torch.no_grad():
         a, b = (model.eval()(**models.tokens()) for model in (got, want))
-    torch.testing.assert_close(a.logits, b.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(a.logits, b.logits, **numerics.CHAINED_SMALL)
 
 
 def test_checkpointing() -> None:

@@ -41,7 +41,7 @@ from transformers.utils import import_utils
 import torchweld
 from conftest import running_at
 from selection import TRITON, TRITON_DEVICE
-from torchweld import huggingface
+from torchweld import huggingface, numerics
 from torchweld.errors import ArgumentError
 from torchweld.huggingface import _kernel_layers as layers
 from torchweld.huggingface._kernel_mapping import LAYERS, Repository
@@ -205,7 +205,7 @@ def test_saved_and_loaded_without_us_then_fused(name: str, tmp_path: Path) -> No
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.state_dict().keys() == _make(name).state_dict().keys()
     for each in (loaded, torchweld.fuse(loaded), torchweld.fuse(model)):
-        torch.testing.assert_close(each(**given).logits, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(each(**given).logits, expected, **numerics.CHAINED_SMALL)
     if name in MODELS:
         # kernelize replaced the rotation of the file, which all models share.
         rows = [row.becomes for row in torchweld.explain_fusion(loaded) if row.welded]
@@ -348,9 +348,7 @@ def test_every_norm_that_transformers_names(dtype: torch.dtype) -> None:
         for parameter in norm.parameters():
             parameter.data += torch.linspace(-1, 1, 48, dtype=dtype)
         given = (x, gate) if name == "RMSNormGated" else (x,)
-        close = (
-            {"rtol": 1e-5, "atol": 1e-5} if dtype.itemsize == 4 else {"rtol": 0.02, "atol": 0.02}
-        )
+        close = numerics.SUMMED if dtype.itemsize == 4 else {"rtol": 0.02, "atol": 0.02}
         torch.testing.assert_close(NORMS[name](norm, *given), kind.forward(norm, *given), **close)
 
 

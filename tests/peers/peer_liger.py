@@ -34,6 +34,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from pages import ROOT
+from torchweld import numerics
 from torchweld.compat import liger
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -93,7 +94,7 @@ def _compare(found: Any, expected: Any, x: torch.Tensor, exact: torch.Tensor) ->
     """A result and its gradient, with those in float64."""
     true = _differentiate(expected, exact)
     for a, b in zip(_differentiate(found, x), true, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(a.double(), b, **numerics.SUMMED)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -114,7 +115,7 @@ def test_norms(offset: float) -> None:
     _compare(liger.LigerSoftmax()(x), exact.softmax(-1), x, exact)
     layer = liger.LigerLayerNorm(32, bias=True)
     expected = functional.layer_norm(exact, (32,), layer.weight.double(), layer.bias.double(), 1e-6)
-    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer(x).double(), expected, **numerics.SUMMED)
     bare = liger.LigerRMSNorm(32, elementwise_affine=False)
     torch.testing.assert_close(bare(x), functional.rms_norm(x, (32,), eps=1e-6))
 
@@ -166,7 +167,7 @@ def test_losses_are_those_of_liger(how: dict[str, Any]) -> None:
         loss = package.liger_cross_entropy(logits, target, **how)
         fused = package.liger_fused_linear_cross_entropy(x, w, target, b, **how)
         results.append([*_differentiate(loss, x, w), *_differentiate(fused, x, w, b)])
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*results, **numerics.CHAINED_SMALL)
 
 
 def test_loss_modules_are_those_of_liger() -> None:

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 import fresh
 import torchweld
 from processes import processes
-from torchweld.bench.models import LENGTH, MODELS, build
+from torchweld.bench.models.huggingface import LENGTH, MODELS, build
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.distributed import memory_estimate, zero2, zero3
 from torchweld.distributed.data.zero import RowSharded

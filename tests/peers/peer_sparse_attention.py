@@ -23,7 +23,7 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
-from torchweld import ArgumentError, huggingface
+from torchweld import ArgumentError, huggingface, numerics
 from torchweld.sparse import BlockLayout
 
 LENGTH, VOCABULARY = 96, 128
@@ -87,7 +87,7 @@ def _assert_alike(pair: list[Any], arguments: list[dict[str, Any]]) -> None:
         y = model(**given)[0]
         y[keep.bool()].square().mean().backward()
         found.append(y[keep.bool()].detach())
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*found, **numerics.CHAINED)
     expected = dict(pair[0].named_parameters())
     for name, parameter in pair[1].named_parameters():
         wanted = expected[name].grad
@@ -151,7 +151,7 @@ def test_attention_to_an_encoder_is_dense(length: int) -> None:
     given["decoder_input_ids"] = tokens[:, :length]
     wanted = plain(**given, decoder_attention_mask=seen.expand(2, 1, -1, -1))
     found = sparse(**given)
-    torch.testing.assert_close(found[0], wanted[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[0], wanted[0], **numerics.CHAINED)
     whole = plain(**given)[0]
     assert not torch.allclose(found[0], whole, atol=1e-3)
 
@@ -176,7 +176,7 @@ def test_causality_that_a_model_leaves_to_its_mask() -> None:
         given = {"decoder_input_ids": ids, "decoder_attention_mask": keep, "use_cache": False}
         with torch.no_grad():
             found.append(model(input_values=torch.ones(2, 8000), **given)[0][keep.bool()])
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*found, **numerics.CHAINED)
 
 
 def test_a_model_that_would_ignore_its_layout_is_refused() -> None:
@@ -295,7 +295,7 @@ def test_passes_with_a_cache_are_eagers(
             for begin, end in ((0, 20), (20, 28), (28, 29))
         ]
         logits.append(torch.cat(passes, 1)[keep[:, :29].bool()])
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*logits, **numerics.CHAINED)
 
 
 def test_t5_in_a_cache_with_room_is_eagers() -> None:
@@ -316,7 +316,7 @@ def test_t5_in_a_cache_with_room_is_eagers() -> None:
             for begin, end in ((0, 12), (12, 20), (20, 21))
         ]
         logits.append(torch.cat(passes, 1))
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*logits, **numerics.CHAINED)
 
 
 def _positions(*rows: tuple[int, ...]) -> torch.Tensor:
@@ -341,12 +341,12 @@ def test_packed_sequences(layout: str, position_ids: torch.Tensor) -> None:
     given = {"input_ids": tokens, "position_ids": position_ids, "use_cache": False}
     _assert_alike([plain, sparse], [{**given, "attention_mask": seen[:, None]}, given])
     if layout == "dense":  # sdpa finds the documents as well
-        torch.testing.assert_close(sparse(**given)[0], plain(**given)[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(sparse(**given)[0], plain(**given)[0], **numerics.CHAINED)
     # Nothing is left of them in the next pass.
     whole = {"input_ids": tokens, "use_cache": False}
     mask = make((LENGTH, LENGTH)).to_mask() & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     wanted = plain(**whole, attention_mask=mask.expand(2, 1, -1, -1))
-    torch.testing.assert_close(sparse(**whole)[0], wanted[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sparse(**whole)[0], wanted[0], **numerics.CHAINED)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch looks at it as it traces
@@ -358,7 +358,7 @@ def test_a_compiled_model(position_ids: torch.Tensor | None) -> None:
     _, model = _pair("Llama", WINDOW)
     given = {"input_ids": tokens, "position_ids": position_ids, "use_cache": False}
     compiled = torch.compile(model, backend="aot_eager")
-    torch.testing.assert_close(compiled(**given)[0], model(**given)[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(compiled(**given)[0], model(**given)[0], **numerics.SUMMED)
 
 
 def test_packed_sequences_with_padding() -> None:

@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Adafactor, AutoModel, Trainer, TrainingArguments
 
 import torchweld
-from torchweld import optim
+from torchweld import numerics, optim
 from torchweld.fusion import Weld
 from torchweld.ops.gemm import product
 from torchweld.registry import processor
@@ -132,7 +132,7 @@ def test_accelerate_goes_on(tmp_path: Path) -> None:
     second[0].load_state(str(tmp_path))
     for parts in (first, second):
         train(parts, range(4, 8))
-    torch.testing.assert_close([*first[1].parameters()], [*second[1].parameters()], rtol=0, atol=0)
+    torch.testing.assert_close([*first[1].parameters()], [*second[1].parameters()], **numerics.SAME)
 
 
 def test_the_state_of_transformers_adafactor() -> None:
@@ -186,7 +186,7 @@ def test_offloaded_weights() -> None:
         assert next(model.parameters()).is_meta
         torchweld.fuse(model)
         assert len(_welds(model)) == 11
-        torch.testing.assert_close(model(**given).logits, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(**given).logits, expected, **numerics.CHAINED)
         remove_hook_from_submodules(model)
         assert len(_welds(torchweld.unfuse(model))) == 0
 
@@ -211,7 +211,7 @@ def test_adapters_before_fuse(targets: list[str]) -> None:
     merged = [found.merge_and_unload().eval() for found in (plain, model)]
     assert _welds(merged[1])
     for a, b in zip(*(found(**given).logits for found in merged), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(a, b, **numerics.CHAINED_SMALL)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's, of transformers
@@ -234,7 +234,7 @@ def test_adapters_of_a_fused_layer() -> None:
             merged.append(adapted.merge_and_unload()(**given).logits)
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(merged[1], merged[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(merged[1], merged[0], **numerics.CHAINED_SMALL)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's, of transformers
@@ -264,7 +264,7 @@ def test_adapters_in_16_bits(first: str) -> None:
     merged = [each.merge_and_unload() for each in found[:2]]
     assert any(name.endswith("k_proj") for name in _welds(merged[1]))
     a, b = (each(**given).logits for each in merged)
-    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(a, b, **numerics.CHAINED_SMALL)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -281,7 +281,7 @@ def test_saved_and_loaded(name: str, tmp_path: Path) -> None:
         results += [loaded(**given).logits, torchweld.fuse(loaded)(**given).logits]
     expected = model(**given).logits
     for found in results:
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, expected, **numerics.CHAINED_SMALL)
     base = AutoModel.from_pretrained(tmp_path / "fused")
     assert base.state_dict().keys()
 

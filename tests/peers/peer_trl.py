@@ -20,6 +20,7 @@ from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.trainer import utils
 
 import torchweld
+from torchweld import numerics
 from torchweld.compat import trl
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -51,7 +52,7 @@ def test_selective_log_softmax(picked: int | None, temperature: float, masked: b
         expected = expected.masked_fill(rows == 0, 0.0)
     found = trl.selective_log_softmax(logits, index, temperature, mask)
     results = [[y, torch.autograd.grad(y.square().sum(), logits)[0]] for y in (found, expected)]
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*results, **numerics.SUMMED)
 
 
 def test_entropies_and_both_at_once() -> None:
@@ -63,7 +64,7 @@ def test_entropies_and_both_at_once() -> None:
         both = package.selective_log_softmax_and_entropy(logits, index, True, 0.7, mask)
         grads = torch.autograd.grad(entropy.sum() + both[0].sum() + both[1].sum(), logits)
         results.append([entropy, *both, *grads])
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*results, **numerics.SUMMED)
     ruled_out = logits.detach().clone().index_fill_(-1, torch.tensor([4]), -torch.inf)
     ruled_out.requires_grad_()
     (grad,) = torch.autograd.grad(trl.entropy_from_logits(ruled_out).sum(), ruled_out)
@@ -93,7 +94,7 @@ def test_what_the_chunked_function_returns(
         results.append([log_p, entropy, *others, *grads])
     assert [each is None for each in results[0]] == [each is None for each in results[1]]
     present = ([each for each in result if each is not None] for result in results)
-    torch.testing.assert_close(*present, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*present, **numerics.CHAINED_SMALL)
 
 
 @pytest.mark.parametrize("name", trl._REPLACED)

@@ -19,6 +19,7 @@ import transformers
 
 import torchweld
 from torchweld import functional
+from torchweld.fusion.graph.regions import Region, Root
 
 PAGE = Path(__file__).parents[2] / "docs" / "welds.md"
 RELEASE = ".".join(transformers.__version__.split(".")[:2])
@@ -32,13 +33,27 @@ def _count(kind: str, way: str = "trial") -> Counter[str]:
     torch.manual_seed(0)
     model = models.make_kind(kind)
     if way == "graph":
-        torch.compiler.reset()
-        welded = [row.becomes for row in torchweld.explain_fusion(model, by="graph")]
-    else:
-        torchweld.fuse(model)
-        welded = [row.becomes for row in torchweld.explain_fusion(model) if row.welded]
+        return _count_captured(model)
+    torchweld.fuse(model)
+    welded = [row.becomes for row in torchweld.explain_fusion(model) if row.welded]
     found = (_FUNCTION.search(becomes) for becomes in welded)
     return Counter(match.group() for match in found if match)
+
+
+def _count_captured(model: torch.nn.Module) -> Counter[str]:
+    """The welds of a training step, by the op, in all layers."""
+    torch.compiler.reset()
+    torchweld.fuse(model, by="graph")
+    words = torch.arange(32).view(2, 16) % 100 + 3
+    model(input_ids=words, labels=words)
+    counts: Counter[str] = Counter()
+    for kind, modules in Counter(map(type, model.modules())).items():
+        for slot in kind.weld_captures.slots.values() if issubclass(kind, Region) else ():
+            ops = Counter(placed.op for placed in slot.placed if not placed.reason)
+            # Layers share graphs.
+            times = 1 if issubclass(kind, Root) else max(1, modules // max(1, slot.graphs))
+            counts.update({op: times * count for op, count in ops.items() if not slot.off})
+    return counts
 
 
 def _read() -> tuple[list[str], dict[str, list[str]]]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.varlen import AuxRequest
 
+from torchweld import numerics
 from torchweld.compat import liger, trl, varlen, verl
 from torchweld.errors import ArgumentError
 
@@ -97,10 +98,10 @@ def test_varlen_attn(window: tuple[int, int], lengths: tuple[Any, Any]) -> None:
         parts.append((scores.softmax(-1) @ one[2]).transpose(0, 1))
         sums.append(scores.logsumexp(-1).t())
     expected = torch.cat(parts)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(lse.double(), torch.cat(sums), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, expected, **numerics.SUMMED_SMALL)
+    torch.testing.assert_close(lse.double(), torch.cat(sums), **numerics.SUMMED_SMALL)
     grads = [torch.autograd.grad(y.square().sum(), (q, k, v)) for y in (found, expected)]
-    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*grads, **numerics.SUMMED_SMALL)
 
 
 def test_varlen_attn_has_the_arguments_of_torch() -> None:

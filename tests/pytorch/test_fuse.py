@@ -23,6 +23,7 @@ from fusable import (  # noqa: F401
     run,
     small_inputs,
 )
+from torchweld import numerics
 from torchweld.fusion import PATTERNS, Change, Proposal, Weld, plan, probe
 from torchweld.fusion.probe import values
 
@@ -284,11 +285,11 @@ def test_compiled_before_or_after(first: str, how: str) -> None:
         torchweld.fuse(model)
     else:
         model = compiled(torchweld.fuse(model))
-    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(x), expected, **numerics.CHAINED_SMALL)
     assert targets
     assert not any("gelu" in target or "silu" in target for target in targets)
     targets.clear()
     torchweld.unfuse(model)
-    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(x), expected, **numerics.CHAINED_SMALL)
     assert any("gelu" in target for target in targets)
     assert any("silu" in target for target in targets)

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import torchweld
 from fusable import check_fused, run
+from torchweld import numerics
 from torchweld.fusion import Weld
 
 
@@ -104,7 +105,7 @@ def test_other_arguments_go_to_the_classs_own_forward(name: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(make()).eval()
     ran = [functools.partial(run, model[0], *given, **named) for given, named in calls]
-    assert check_fused(model, *ran, rtol=1e-4, atol=1e-4)
+    assert check_fused(model, *ran, **numerics.CHAINED)
     assert isinstance(model[0], Weld)
     for given, named in (((), {}), ((X,) * 9, {}), ((X,), {"nonsense": 1}), ((X,), {"x": X})):
         with pytest.raises(TypeError):
@@ -147,7 +148,7 @@ def test_a_layer_of_a_pair_takes_its_other_arguments(layers: tuple[nn.Module, nn
         (m, (X, 2.0)) for m in layers if type(m) in (Argued, Act)
     ]
     ran = [lambda m=m, args=args: [m(*args)] for m, args in [*calls, (model, (X,))]]
-    (becomes,) = check_fused(model, *ran, rtol=1e-4, atol=1e-5)
+    (becomes,) = check_fused(model, *ran, **numerics.CHAINED_SMALL)
     assert becomes.startswith("linear_act")
 
 
@@ -234,7 +235,7 @@ def test_another_path_is_found(make: Callable[[], nn.Module], words: str) -> Non
     inputs = [scale * torch.randn(2, n, 64) for n in (1, 5) for scale in (0.1, -1.0, 20.0, 1e6)]
     inputs.append(torch.randn(2, 64, 3, 64))
     calls = [lambda x=x: [model(x)] for x in inputs]
-    check_fused(model, *calls, rtol=1e-4, atol=1e-5)
+    check_fused(model, *calls, **numerics.CHAINED_SMALL)
 
 
 class OffsetLayerNorm(nn.Module):
@@ -487,7 +488,7 @@ def test_the_most_copied_code(make: Callable[[], nn.Module], becomes: list[str])
         gate = x.detach().flip(0).requires_grad_()
         calls += [lambda: run(model[0], x, gate), lambda: run(model[0], x, gate=gate)]
         calls.append(lambda: run(lambda x: model[0](x, None), x))
-    assert sorted(check_fused(model, *calls, rtol=1e-12, atol=1e-12)) == becomes
+    assert sorted(check_fused(model, *calls, **numerics.CHAINED64)) == becomes
 
 
 class SomeExperts(nn.Module):

@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 
 import torchweld
 from fusable import check_fused, run
+from torchweld import numerics
 from torchweld.fusion.patterns import experts
 
 E, H, F = 4, 16, 24
@@ -157,7 +158,7 @@ def test_settings_are_those_of_now(kind: type[torch.nn.Module]) -> None:
         else:
             one.limit = 0.5
     expected = model(x, indices, weights)
-    torch.testing.assert_close(weld(x, indices, weights), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(weld(x, indices, weights), expected, **numerics.CHAINED)
 
 
 @pytest.mark.parametrize(

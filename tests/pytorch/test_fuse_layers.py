@@ -24,7 +24,7 @@ from fusable import (
     run,
     small_inputs,  # noqa: F401
 )
-from torchweld import functional
+from torchweld import functional, numerics
 from torchweld.fusion import Weld
 
 WIDTH, LENGTH = 64, 24
@@ -89,7 +89,7 @@ def test_activations_are_those_of_now(kind: str) -> None:
     else:
         model.activation = torch.nn.functional.silu
     fused = run(model, x)
-    torch.testing.assert_close(fused, run(torchweld.unfuse(model), x), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(fused, run(torchweld.unfuse(model), x), **numerics.SUMMED)
 
 
 class ScaledMLP(nn.Module):
@@ -208,12 +208,12 @@ def test_settings_are_those_of_now(kind: str) -> None:
     fused = torchweld.fuse(copy.deepcopy(model))
     assert torchweld.explain_fusion(fused)[0].welded
     for one in (fused, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-        torch.testing.assert_close(run(one, x), before, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(run(one, x), before, **numerics.SUMMED)
         setattr(_get_part(one, part), name, value)
         setattr(_get_part(model, part), name, value)
         expected = run(model, x)
-        assert not torch.allclose(expected[0], before[0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(run(one, x), expected, rtol=2e-5, atol=2e-5)
+        assert not torch.allclose(expected[0], before[0], **numerics.SUMMED)
+        torch.testing.assert_close(run(one, x), expected, **numerics.SUMMED)
 
 
 @pytest.mark.parametrize("name", ["forward", "scale", "of_type"])
@@ -257,7 +257,7 @@ def test_another_attention_in_a_layer() -> None:
         one.self_attn = OtherAttention()  # type: ignore[assignment]
     x = torch.randn(3, 5, WIDTH)
     expected = model(x, x, tgt_mask=mask)
-    torch.testing.assert_close(fused(x, x, tgt_mask=mask), expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(fused(x, x, tgt_mask=mask), expected, **numerics.SUMMED)
 
 
 def test_a_compiled_sequence_compiles_again_after_unfuse() -> None:
@@ -274,7 +274,7 @@ def test_a_trace_has_fused_attention_as_a_leaf() -> None:
     x = torch.randn(3, 5, WIDTH)
     expected = model.module(x, x, x)
     traced = torch.fx.symbolic_trace(torchweld.fuse(model))
-    torch.testing.assert_close(traced(x), expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(traced(x), expected, **numerics.SUMMED)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's future
@@ -317,7 +317,7 @@ def test_layers_that_move_after_fuse(kind: str, shares: bool) -> None:
         setattr(second, name, layers[1 if shares else 0])
         found.append([*run(first, x), *run(second, x)])
     for theirs, mine in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(mine, theirs, **numerics.SUMMED)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.jit, which is deprecated, and of sizes it keeps
@@ -327,7 +327,7 @@ def test_a_layer_is_traced_by_jit() -> None:
     traced: Any = torch.jit.trace(layer, torch.randn(2, 9, WIDTH), check_trace=False)
     for length in (9, 13):
         x = torch.randn(2, length, WIDTH)
-        torch.testing.assert_close(traced(x), layer(x), rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(traced(x), layer(x), **numerics.SUMMED)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def test_global_hooks_see_every_module(kind: str) -> None:
     assert [name for name, _ in seen[0]] == [name for name, _ in seen[1]]
     for (_, theirs), (_, mine) in zip(*seen, strict=True):
         if isinstance(mine, torch.Tensor):
-            torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
+            torch.testing.assert_close(mine, theirs, **numerics.SUMMED)
 
 
 def _masks(batch: int, heads: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -395,7 +395,7 @@ def test_attention_with_masks(name: str, batch_first: bool) -> None:
     masks = _masks(2, 4)[name]
     calls = [lambda: run(attention, x, x, x, **masks)]
     calls.append(lambda: run(attention, x, memory, memory, **masks))
-    assert check_fused(attention, *calls, rtol=1e-4, atol=5e-5)
+    assert check_fused(attention, *calls, **numerics.CHAINED_SMALL)
 
 
 @pytest.mark.parametrize("masked", ["nothing", "causal", "padded", "both", "else"])
@@ -422,7 +422,7 @@ def test_attention_without_weights(masked: str, monkeypatch: pytest.MonkeyPatch)
         "block_sparse_attention",
         lambda *args, **kwargs: (calls.append(1), ours(*args, **kwargs))[1],
     )
-    check_fused(attention, lambda: run(attention, x, x, x, **given), rtol=1e-4, atol=2e-5)
+    check_fused(attention, lambda: run(attention, x, x, x, **given), **numerics.CHAINED_SMALL)
     calls.clear()
     attention(x, x, x, **given)
     assert len(calls) == (masked != "else")
@@ -451,7 +451,7 @@ def test_a_transformer_with_masks(norm_first: bool) -> None:
             return [model.train(training)(source, target, **masks) for training in (True, False)]
 
     train = functools.partial(run, model, source, target, **masks)
-    check_fused(model, train, run_without_gradients, rtol=1e-3, atol=1e-4)
+    check_fused(model, train, run_without_gradients, **numerics.CHAINED)
     assert isinstance(model.encoder.layers[0], Weld)
 
 

@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchweld
 from model_with_head import WORDS, LanguageModel, Output
-from torchweld import functional, optim
+from torchweld import functional, numerics, optim
 from torchweld.fusion.patterns import logits as logits_of
+from ways import is_by_graph, way  # noqa: F401
 
 
 def _causal_loss(
@@ -116,6 +117,8 @@ def _pair(dtype: torch.dtype = torch.float64, kind: Any = LanguageModel) -> tupl
     torch.manual_seed(0)
     model = kind().to(dtype)
     fused = torchweld.fuse(copy.deepcopy(model))
+    if is_by_graph():
+        return model, fused
     (becomes,) = [row.becomes for row in torchweld.explain_fusion(fused) if row.welded]
     assert becomes == "linear_cross_entropy in training, logits when read"
     return model, fused
@@ -176,15 +179,17 @@ def _use(model: Any, use: Callable[[Any], Any]) -> list[torch.Tensor]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's look at any subclass
 @pytest.mark.parametrize("kind", [LanguageModel, Capped, WithRow])
 @pytest.mark.parametrize("name", USES)
+@pytest.mark.usefixtures("way")
 def test_any_use_gives_eagers_values_and_gradients(name: str, kind: Any) -> None:
     """Gradients through loss and logits together, in float64."""
     model, fused = _pair(kind=kind)
     for mine, theirs in zip(_use(fused, USES[name]), _use(model, USES[name]), strict=True):
         assert type(mine) is type(theirs)
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(mine, theirs, **numerics.CHAINED64)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.usefixtures("way")
 def test_a_first_read_without_gradients_keeps_the_graph(mode: Callable[[], Any]) -> None:
     def use(z: Any) -> Any:
         with mode():
@@ -192,9 +197,10 @@ def test_a_first_read_without_gradients_keeps_the_graph(mode: Callable[[], Any])
         return z.logsumexp(-1).sum()
 
     model, fused = _pair()
-    torch.testing.assert_close(_use(fused, use), _use(model, use), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(_use(fused, use), _use(model, use), **numerics.CHAINED64)
 
 
+@pytest.mark.usefixtures("way")
 def test_the_dtype_is_that_of_the_step_under_autocast() -> None:
     """Also if the logits are read outside of it."""
     model, fused = _pair(torch.float32)
@@ -226,6 +232,7 @@ def test_an_index_that_takes_no_rows_is_refused(index: Any) -> None:
         deferred[index]
 
 
+@pytest.mark.usefixtures("way")
 def test_second_derivatives() -> None:
     model, fused = _pair(kind=Capped)
     found = []
@@ -235,9 +242,10 @@ def test_second_derivatives() -> None:
             _step(each).logits.logsumexp(-1).sum(), weight, create_graph=True
         )
         found.append(torch.autograd.grad(grad.square().sum(), weight)[0])
-    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*found, **numerics.CHAINED64)
 
 
+@pytest.mark.usefixtures("way")
 def test_what_frameworks_do_with_outputs_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step computes the head's matrix product only if something reads the logits."""
     _, fused = _pair(torch.bfloat16)
@@ -255,6 +263,7 @@ def test_what_frameworks_do_with_outputs_computes_nothing(monkeypatch: pytest.Mo
     assert len(calls) == 1
 
 
+@pytest.mark.usefixtures("way")
 def test_a_loss_reads_a_keyword_that_it_does_not_declare() -> None:
     pair = _pair(kind=WithLossFunction)
     with_it, fused = (each(_ids(), _ids(), z_loss=0.5).loss for each in pair)
@@ -264,16 +273,17 @@ def test_a_loss_reads_a_keyword_that_it_does_not_declare() -> None:
     assert (with_it - unused).abs() > 0.1
 
 
-@pytest.mark.parametrize("way", ["torch", "fused", "8 bits"])
-def test_weights_of_another_step_are_refused(way: str) -> None:
+@pytest.mark.parametrize("kind", ["torch", "fused", "8 bits"])
+@pytest.mark.usefixtures("way")
+def test_weights_of_another_step_are_refused(kind: str) -> None:
     """They would give logits of no step: old hidden states, new weights."""
     _, fused = _pair(torch.float32)
     output = _step(fused)
     output.loss.backward()
-    if way == "8 bits":
+    if kind == "8 bits":
         optim.AdamW8bit(fused.parameters(), lr=1e-4).step()
     else:
-        torch.optim.AdamW(fused.parameters(), lr=1e-4, fused=way == "fused").step()
+        torch.optim.AdamW(fused.parameters(), lr=1e-4, fused=kind == "fused").step()
     with pytest.raises(RuntimeError, match=r"weights changed since.*before optimizer.step\(\)"):
         output.logits.argmax(-1)
 
@@ -286,6 +296,7 @@ def one_process() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.usefixtures("way")
 def test_replicas(settings: dict[str, bool], one_process: None) -> None:
     """DistributedDataParallel searches a step's outputs, and passes them through a function."""
     model, fused = _pair()
@@ -296,7 +307,7 @@ def test_replicas(settings: dict[str, bool], one_process: None) -> None:
             output = _step(each)
             (output.loss + output.logits.logsumexp(-1).square().mean()).backward()
         for mine, theirs in zip(fused.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(mine.grad, theirs.grad, **numerics.CHAINED64)
 
 
 _REFUSED: dict[str, Callable[[Any], Any]] = {
@@ -315,16 +326,17 @@ _REFUSED: dict[str, Callable[[Any], Any]] = {
 def test_a_compiled_step_says_what_to_do(name: str) -> None:
     model, fused = _pair(kind=WithLossFunction)
     output = torch.compile(fused, backend="aot_eager", fullgraph=True)(_ids(), _ids())
-    torch.testing.assert_close(output.loss, model(_ids(), _ids()).loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(output.loss, model(_ids(), _ids()).loss, **numerics.CHAINED64)
     with pytest.raises((RuntimeError, AttributeError), match=r"unfuse the model, or leave it out"):
         _REFUSED[name](output.logits)
 
 
 @pytest.mark.parametrize("kind", [LanguageModel, Capped, WithRow])
+@pytest.mark.usefixtures("way")
 def test_a_compiled_step_has_logits(kind: Any) -> None:
     """Where the compiler sees no loss that could take the head's input."""
     model, fused = _pair(kind=kind)
     output = torch.compile(fused, backend="aot_eager", fullgraph=True)(_ids(), _ids())
     expected = model(_ids(), _ids())
-    torch.testing.assert_close(output.loss, expected.loss, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(output.logits, expected.logits, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(output.loss, expected.loss, **numerics.CHAINED64)
+    torch.testing.assert_close(output.logits, expected.logits, **numerics.CHAINED64)

@@ -28,8 +28,11 @@ from torch import nn
 import torchweld
 from changed import AMPLITUDES, CASTS, FUNCTIONS, KINDS, NOISES, WIDTH, Mutant, draw, make
 from fusable import small_inputs  # noqa: F401
+from selection import combine
+from torchweld import numerics
 from torchweld.fusion import Weld
 
+_MODULES = [kind for kind in KINDS if kind not in FUNCTIONS]
 # A test runs with each; all take a model and return it.
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {"fuse": torchweld.fuse}
 
@@ -220,7 +223,7 @@ def _check(
         expected = run(mutant, copy.deepcopy(mutant.model))
         assert not torch.equal(expected, run(plain, plain.model)), "the condition was not true"
         fused = fuse(mutant.model)
-        near = {"rtol": 2e-3, "atol": 2e-3} if "float16" in condition.test else {}
+        near = numerics.HALF if "float16" in condition.test else {}
         torch.testing.assert_close(run(mutant, fused), expected, equal_nan=True, **near)
 
 
@@ -255,9 +258,9 @@ def test_a_condition(kind: str, condition: str, fuse: Callable[[nn.Module], nn.M
     _check(fuse, kind, FORMS["expression"].format(test=of.test), of)
 
 
-@pytest.mark.parametrize("condition", _FORMED)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", ["rms_norm", "gated_act", _MIXTURE])
+@pytest.mark.parametrize(
+    ("kind", "form", "condition"), combine(["rms_norm", "gated_act", _MIXTURE], FORMS, _FORMED)
+)
 def test_a_form_of_a_condition(
     kind: str, form: str, condition: str, fuse: Callable[[nn.Module], nn.Module]
 ) -> None:
@@ -274,9 +277,7 @@ def test_experts_decide_by_rows(form: str, fuse: Callable[[nn.Module], nn.Module
 # --- Random numbers -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("amplitude", AMPLITUDES)
-@pytest.mark.parametrize("noise", NOISES)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in FUNCTIONS])
+@pytest.mark.parametrize(("kind", "noise", "amplitude"), combine(_MODULES, NOISES, AMPLITUDES))
 def test_random_numbers(
     kind: str, noise: str, amplitude: float, fuse: Callable[[nn.Module], nn.Module]
 ) -> None:
@@ -300,9 +301,7 @@ def test_random_numbers(
 # --- Dtypes and autocast --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("factor", [3.0, 1.03])
-@pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in FUNCTIONS])
+@pytest.mark.parametrize(("kind", "cast", "factor"), combine(_MODULES, CASTS, [3.0, 1.03]))
 def test_a_branch_on_dtypes(
     kind: str, cast: str, factor: float, fuse: Callable[[nn.Module], nn.Module]
 ) -> None:

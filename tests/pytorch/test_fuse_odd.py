@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, prune
 
 import torchweld
 from fusable import FeedForward, Gated, NewGELU, PlainRMSNorm, small_inputs  # noqa: F401
+from torchweld import numerics
 from torchweld.fusion import Weld
 
 WIDTH = 64
@@ -375,7 +376,7 @@ def test_right_or_left_alone(name: str) -> None:
     torchweld.fuse(model)
     welded = _welds(model)
     assert welded == expected
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if x.dtype == torch.bfloat16 else {}
+    tolerance = numerics.BFLOAT16 if x.dtype == torch.bfloat16 else {}
     torch.testing.assert_close(model(x), before, **tolerance)
     torchweld.unfuse(model)
     assert torch.equal(model(x), before)

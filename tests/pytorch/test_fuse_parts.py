@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import torchweld
 from fusable import MODELS, WIDTH, Parallel, rms, small_inputs  # noqa: F401
+from torchweld import numerics
 from torchweld.fusion import Weld
 
 UNIT = 2.0**-23
@@ -209,4 +210,4 @@ def test_a_second_method_and_threads(part: str) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(run, range(32)):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found, expected, **numerics.CHAINED_SMALL)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import torchweld
+from torchweld import numerics
 from torchweld.commands import cli
 from torchweld.fusion import peer, rewrite
 
@@ -236,7 +237,7 @@ def test_what_a_base_class_wraps_is_wrapped_again(kind: type[Layer]) -> None:
     pair = weld.weld_pair
     weld.weld_pair = lambda *args: called.append(args) or pair(*args)
     layer.passes = 0
-    torch.testing.assert_close(layer(old=x), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer(old=x), expected, **numerics.CHAINED_SMALL)
     assert len(called) == 1
     assert layer.passes == 1
 

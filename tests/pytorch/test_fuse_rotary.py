@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import torchweld
 from fusable import check_fused, run
+from torchweld import numerics
 
 _HALVES = "first, second = x.chunk(2, -1); turned = torch.cat((-second, first), -1)"
 _PAIRS = "turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)"
@@ -129,7 +130,7 @@ def test_each_form_is_welded(name: str, tmp_path: Path) -> None:
     turn, rotate, width, given = FORMS[name]
     model = _make(tmp_path, turn, rotate, width, given).double()
     call = functools.partial(_run, model, width, given)
-    assert check_fused(model, call, rtol=1e-12, atol=1e-12) == ["rotary_embedding_qk"]
+    assert check_fused(model, call, **numerics.CHAINED64) == ["rotary_embedding_qk"]
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -250,4 +251,4 @@ def test_what_happens_between_norm_and_rotation(name: str, tmp_path: Path) -> No
             vars(each).update({k: v for k, v in more.items() if k != "asked"})
         given |= {k: v for k, v in more.items() if k == "asked"}
         found, expected = (run(each, x, **given) for each in (fused, model))
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found, expected, **numerics.SECOND64)

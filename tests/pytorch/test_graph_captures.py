@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import torchweld
+from torchweld import numerics
 from torchweld.errors import ArgumentError
 from torchweld.fusion.graph import backend, regions
 from words import (
@@ -97,10 +98,10 @@ def test_more_kinds_of_calls_than_graphs(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.warns(UserWarning, match="has 3 graphs, for as many kinds of calls"):
         results += [got(x, scale) for scale in (1.0, 2.0, 3.0, 4.0, 5.0)]
     for scale, result in enumerate(results, 1):
-        torch.testing.assert_close(result, want(x, float(scale)), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(result, want(x, float(scale)), **numerics.SUMMED)
     (slot,) = type(got).weld_captures.slots.values()
     assert slot.graphs == 3
-    torch.testing.assert_close(got(x, 2.0), want(x, 2.0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got(x, 2.0), want(x, 2.0), **numerics.SUMMED)
 
 
 # --- Explanations ---------------------------------------------------------------------------------
@@ -193,7 +194,7 @@ def test_the_backend_is_found_by_its_name(tmp_path: Path) -> None:
         "norm = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())\n"
         "run = torch.compile(norm, backend='torchweld', options={'compiler': 'eager'})\n"
         "x = torch.randn(2, 8)\n"
-        "torch.testing.assert_close(run(x), norm(x), rtol=1e-5, atol=1e-5)\n"
+        f"torch.testing.assert_close(run(x), norm(x), **{numerics.SUMMED})\n"
         "assert 'torchweld' in sys.modules\n"
     )
     source = Path(torchweld.__file__).parents[1]

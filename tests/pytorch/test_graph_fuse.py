@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import torchweld
+from torchweld import numerics
 from torchweld.errors import ArgumentError
 from torchweld.fusion.graph import backend
 from torchweld.fusion.graph.regions import Region
@@ -186,7 +187,7 @@ def test_dropout_of_a_checkpoint_is_drawn_again(checkpointing: bool | None) -> N
             weight.sub_(direction, alpha=sign * 1e-6)
     slope = (losses[0] - losses[1]) / 2e-6
     expected = (grads["layers.1.up.weight"] * direction).sum()
-    torch.testing.assert_close(slope, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(slope, expected, **numerics.SUMMED_SMALL)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -246,7 +247,7 @@ def test_a_row_that_needs_a_gradient() -> None:
     for each in (got, want):
         loss, logits = each(make_ids())
         grads.append(torch.autograd.grad(loss + logits.square().mean(), each.row)[0])
-    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*grads, **numerics.SUMMED_SMALL)
 
 
 @pytest.mark.parametrize("kind", [Words, Shifted])
@@ -257,12 +258,12 @@ def test_logits_are_lazy(kind: Any) -> None:
     assert isinstance(logits, Logits)
     expected = want(make_ids())[1]
     assert logits.shape == expected.shape
-    torch.testing.assert_close(logits + 0, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits + 0, expected, **numerics.SUMMED)
     (loss + logits.square().mean()).backward()
     other = want(make_ids())
     (other[0] + other[1].square().mean()).backward()
     for a, b in zip(got.parameters(), want.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(a.grad, b.grad, **numerics.SUMMED_SMALL)
 
 
 def test_evaluation_and_inference() -> None:
@@ -271,7 +272,7 @@ def test_evaluation_and_inference() -> None:
     for mode in (torch.no_grad, torch.inference_mode, contextlib.nullcontext):
         with mode():
             a, b = got(make_ids()), want(make_ids())
-        torch.testing.assert_close(a[1] + 0, b[1], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(a[1] + 0, b[1], **numerics.SUMMED)
     compare(step(got.train(), make_ids()), step(want.train(), make_ids()))
 
 
@@ -346,7 +347,7 @@ def test_second_derivatives_and_transforms() -> None:
     for model in (got, want):
         (g,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         second.append(torch.autograd.grad(g.square().sum(), x)[0])
-    torch.testing.assert_close(*second, rtol=1e-4, atol=1e-4)  # the norm's float32
+    torch.testing.assert_close(*second, **numerics.CHAINED)  # the norm's float32
     parameters = {name: p.detach() for name, p in want.named_parameters()}
     results = []
     for model in (got, want):
@@ -362,12 +363,12 @@ def test_symbolic_traces_exports_and_compiles() -> None:
     got, want = fuse_two(Layer())
     x = torch.randn(2, 3, WIDTH)
     expected = want(x)
-    torch.testing.assert_close(got(x), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got(x), expected, **numerics.SUMMED)
     exported = torch.export.export(copy.deepcopy(got).eval(), (x,))
-    torch.testing.assert_close(exported.module()(x), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(exported.module()(x), expected, **numerics.SUMMED)
     for name in ("eager", "aot_eager", backend.torchweld):
         compiled = torch.compile(got, backend=name)
-        torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(compiled(x), expected, **numerics.SUMMED)
 
 
 def test_a_model_on_the_meta_device() -> None:

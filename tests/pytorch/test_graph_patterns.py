@@ -9,7 +9,9 @@ import torch
 
 from torchweld.fusion.graph.patterns import (
     activation,
+    attention,
     dropout_add,
+    experts,
     gated_act,
     layer_norm,
     linear_act,
@@ -17,6 +19,7 @@ from torchweld.fusion.graph.patterns import (
     modulation,
     rms_norm,
     rotary,
+    rotary_forms,
     softmax,
 )
 
@@ -28,6 +31,15 @@ class Case(NamedTuple):
     run: Any
     shapes: tuple[Any, ...]
     constants: tuple[Any, ...] = ()
+    exact: Any = None  # in float64, where the reference does not take it
+
+
+class Routes(NamedTuple):
+    """The experts of tokens."""
+
+    tokens: int
+    top: int
+    experts: int
 
 
 _X, _W = (3, 7, 16), (16,)
@@ -65,22 +77,91 @@ _ROTATIONS = (
 )
 
 
+_SILU = activation.Activation("silu", "silu")
+_HOW = experts.How(
+    grouped=True,
+    biases=False,
+    kind=_SILU,
+    gated=True,
+    interleaved=False,
+    transposed=False,
+    limit=None,
+    up_offset=0.0,
+)
+_HOWS = {
+    "": _HOW,
+    "with biases": _HOW._replace(biases=True),
+    "without gates": _HOW._replace(gated=False, kind=activation._SQUARED),
+    "transposed": _HOW._replace(transposed=True),
+    "of GPT-OSS": _HOW._replace(
+        **{"biases": True, "transposed": True, "interleaved": True, "kind": activation._QUICK},
+        **{"limit": 0.7, "up_offset": 1.0},
+    ),
+}
+
+
+def _compute_exactly(*inputs: Any) -> torch.Tensor:
+    """torch's grouped products take no float64."""
+    *given, how = inputs
+    return experts._reference(*given, how._replace(grouped=False))
+
+
+def _list_shapes(how: experts.How) -> list[Any]:
+    first = 16 if how.gated else 8
+    shapes = [(3, 16, first), (3, 8, 16)] if how.transposed else [(3, first, 16), (3, 16, 8)]
+    biases = [(3, first), (3, 16)] if how.biases else []
+    return [(12, 16), *shapes, Routes(12, 2, 3), (12, 2), *biases]
+
+
+class Turns(NamedTuple):
+    """Complex numbers of absolute value one."""
+
+    rows: int
+    first: int
+    second: int
+    width: int
+
+
 CASES: dict[str, Case] = {
+    **{
+        f"experts {name} {'grouped' if grouped else 'by rows'}": Case(
+            experts._reference,
+            experts._run,
+            tuple(_list_shapes(how)),
+            (how._replace(grouped=grouped),),
+            _compute_exactly,
+        )
+        for name, how in _HOWS.items()
+        for grouped in (True, False)
+    },
     **{
         f"rms_norm {kind}": Case(rms_norm.compute, rms_norm._run_norm, (_X, _W), (1e-5, kind))
         for kind in rms_norm._KINDS
     },
-    "rms_norm without weight": Case(rms_norm._norm_only, rms_norm._run_norm_only, (_X,), (1e-5,)),
-    "torch's rms_norm": Case(rms_norm._fused, rms_norm._run_fused, (_X, _W), (1e-5,)),
+    "rms_norm without weight": Case(
+        rms_norm._norm_only, rms_norm._run_norm_only, (_X,), (1e-5, "")
+    ),
+    "torch's rms_norm without weight": Case(
+        rms_norm._norm_only, rms_norm._run_norm_only, (_X,), (1e-5, "torch")
+    ),
     **{
         f"add and rms_norm {kind}": Case(
             rms_norm._add_norm, rms_norm._run_add_norm, (_X, _X, _W), (1e-5, kind)
         )
-        for kind in ("rounded", "wide", "promoted")
+        for kind in ("rounded", "wide", "promoted", "torch")
     },
     "layer_norm": Case(layer_norm._norm, layer_norm._run_norm, (_X, _W, _W), ((16,), 1e-5)),
     "add and layer_norm": Case(
         layer_norm._sum_and_norm, layer_norm._run_sum_and_norm, (_X, _X, _W, _W), (1e-5, 0.0)
+    ),
+    "layer_norm without bias": Case(
+        layer_norm._norm, layer_norm._run_norm, (_X, _W), ((16,), 1e-5)
+    ),
+    "add and layer_norm without bias": Case(
+        layer_norm._sum_and_norm, layer_norm._run_sum_and_norm, (_X, _X, _W), (1e-5, 0.0)
+    ),
+    "layer_norm of a sum without bias": Case(
+        layer_norm._norm_of_sum, layer_norm._run_norm_of_sum, (_X, _X, _W), (1e-5, 0.0)
     ),
     "layer_norm of a sum": Case(
         layer_norm._norm_of_sum, layer_norm._run_norm_of_sum, (_X, _X, _W, _W), (1e-5, 0.0)
@@ -143,6 +224,33 @@ CASES: dict[str, Case] = {
             (True, ((2, 6, 4, 8), (2, 6, 2, 8))),
         )
     },
+    **{
+        f"rotation by complex numbers along {seq_dim}": Case(
+            rotary_forms._both,
+            rotary_forms._run_both,
+            ((2, 4, 6, 8), (2, *rows, 8), Turns(*angles)),
+            (seq_dim,),
+        )
+        for seq_dim, rows, angles in ((-2, (2, 6), (1, 1, 6, 4)), (-3, (4, 2), (2, 4, 1, 4)))
+    },
+    "rotation half by half": Case(
+        rotary_forms._both,
+        rotary_forms._run_both,
+        ((2, 4, 6, 8), (2, 2, 6, 8), (1, 1, 6, 4), (1, 1, 6, 4)),
+        (-2,),
+    ),
+    **{
+        f"attention {name}": Case(
+            attention._reference,
+            attention._run,
+            ((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, width), *mask),
+            (attention._Options(0.0, causal, scale),),
+        )
+        for name, width, mask, causal, scale in (
+            ("with biases", 8, ((1, 4, 6, 6),), False, 0.3),
+            ("of wide values", 24, (), True, None),
+        )
+    },
     "rotation of one": Case(
         rotary._one,
         rotary._run_one,
@@ -186,7 +294,14 @@ def _make(shapes: tuple[Any, ...], dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     made = []
     for shape in shapes:
-        if isinstance(shape, int):  # classes of rows
+        if isinstance(shape, Routes):
+            made.append(torch.rand(shape.tokens, shape.experts, generator=generator).argsort(-1))
+            made[-1] = made[-1][:, : shape.top]
+        elif isinstance(shape, Turns):
+            angles = torch.rand(shape, generator=generator, dtype=torch.float64)
+            turns = torch.polar(torch.ones_like(angles), angles)
+            made.append(turns if dtype == torch.float64 else turns.to(torch.complex64))
+        elif isinstance(shape, int):  # classes of rows
             target = torch.randint(0, 30, (shape,), generator=generator)
             target[2], target[5] = -100, 7
             made.append(target.clamp(min=0) if dtype == torch.int else target)
@@ -209,8 +324,8 @@ def _run(function: Any, inputs: list[torch.Tensor], constants: Any) -> list[torc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_a_pattern_runs_its_reference(name: str, dtype: torch.dtype) -> None:
-    reference, run, shapes, constants = CASES[name]
-    exact = _run(reference, _make(shapes, torch.float64), constants)
+    reference, run, shapes, constants, compute = CASES[name]
+    exact = _run(compute or reference, _make(shapes, torch.float64), constants)
     got = _run(run, _make(shapes, dtype), constants)
     eager = _run(reference, _make(shapes, dtype), constants)
     for a, b, c in zip(got, exact, eager, strict=True):
@@ -219,3 +334,19 @@ def test_a_pattern_runs_its_reference(name: str, dtype: torch.dtype) -> None:
         # Rounding of one result, where eager's happens to be exact.
         least = torch.finfo(a.dtype).eps * float(b.norm())
         assert errors[0] <= 1.2 * errors[1] + least, (errors, float(b.norm()))
+
+
+def test_a_rotation_by_angles_of_another_dtype() -> None:
+    """Under autocast queries have 16 bits and angles 32; the result has the angles' dtype.
+
+    The op returns its input's dtype, so that the weld was refused in each step under autocast.
+    """
+    results = []
+    for run in (rotary._both, rotary._run_both):
+        q, k = _make(((2, 4, 6, 8), (2, 2, 6, 8)), torch.bfloat16)
+        cos, sin = (x.detach() for x in _make(((1, 1, 6, 8),) * 2, torch.float32))
+        results.append(_run(run, [q, k, cos, sin], (-2, rotary.Form())))
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == b.dtype
+        # torch adds two gradients of 16 bits.
+        torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6)

@@ -25,7 +25,7 @@ import torchweld
 from fake_graphs import FakeGraphs
 from model_with_head import WORDS, LanguageModel
 from selection import GPU
-from torchweld import graphs
+from torchweld import graphs, numerics
 from torchweld.errors import ArgumentError
 from torchweld.fusion.patterns.logits import Logits
 
@@ -149,7 +149,7 @@ def call_often(model: nn.Module, device: str) -> None:
 
 
 def assert_same(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(mine, theirs, **numerics.SUMMED_SMALL)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 
 import torchweld
 from fusable import run
+from torchweld import numerics
 
 PAIRS = [(torchweld.nn.LayerNorm, torch.nn.LayerNorm), (torchweld.nn.RMSNorm, torch.nn.RMSNorm)]
 WITH_RESIDUAL = [
@@ -34,7 +35,7 @@ def test_same_constructor_state_and_results(ours: Any, theirs: Any, shape: Any) 
     other.load_state_dict(mine.state_dict())
     x = torch.randn(300, 8, 64)
     torch.testing.assert_close(mine(x), other(x))
-    torch.testing.assert_close(run(mine, x), run(other, x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(run(mine, x), run(other, x), **numerics.CHAINED)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [*PAIRS, *WITH_RESIDUAL])

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchweld
 from fusable import run
-from torchweld import ArgumentError
+from torchweld import ArgumentError, numerics
 from torchweld.sparse import BlockLayout
 
 WINDOW = functools.partial(BlockLayout.sliding_window, num_sliding_window_blocks=3, block=16)
@@ -45,8 +45,8 @@ def test_multihead_attention_loads_torchs_weights(options: dict, batch_first: bo
     y, *found = run(ours, query, key, value, **given)
     given |= {"attn_mask": hidden, "need_weights": False}
     expected, *wanted = run(theirs, query, key, value, **given)
-    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(y, expected, **numerics.SUMMED)
+    torch.testing.assert_close(found, wanted, **numerics.CANCELLED)
 
 
 def test_layers_with_layouts_of_one_length_do_not_mix() -> None:
@@ -60,7 +60,7 @@ def test_layers_with_layouts_of_one_length_do_not_mix() -> None:
         for module, source in ((wide, wide.layouts.source), (narrow, narrow.layouts.source)):
             seen = source((length, length)).to_mask()
             expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=seen)
-            torch.testing.assert_close(module(q, q, q), expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(module(q, q, q), expected, **numerics.SUMMED)
     assert wide.layouts.of(q, q) is wide.layouts.of(q, q)
 
 
@@ -187,7 +187,7 @@ def test_multihead_attention_is_called_as_torchs_is(batch_first: bool, causal: b
             expected = theirs(x, x, x, mask, False, same, True, causal and mask is None)[0]
             found, weights = ours(x, x, x, mask, False, None, True, causal)
             assert weights is None
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(found, expected, **numerics.SUMMED)
 
 
 @pytest.mark.filterwarnings("ignore:Support for mismatched")  # torch still takes both
@@ -212,9 +212,9 @@ def test_masks_of_scores(kind: str, of_heads: bool, padding: str | None) -> None
         leaves = [*module.parameters(), *(m for m in masks if m.requires_grad)]
         results.append([result, *torch.autograd.grad(result.sin().sum(), leaves)])
     # A key's bias shifts all scores of a query: its gradient is only rounding.
-    torch.testing.assert_close(*results, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(*results, **numerics.CHAINED_SMALL)
     # Without a batch a mask is of the heads.
     if not of_heads and padding is None:
         expected = theirs(x[0], y[0], y[0], need_weights=False, attn_mask=mask)[0]
         found = ours(x[0], y[0], y[0], attn_mask=mask)[0]
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, expected, **numerics.SUMMED)

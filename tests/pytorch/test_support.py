@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import torchweld
-from torchweld import functional, nn
+from torchweld import functional, nn, numerics
 
 ROOT = Path(__file__).parents[2]
 X, STREAM = torch.randn(8192, 64), torch.randn(8192, 64)
@@ -99,10 +99,10 @@ def test_jit_trace(name: str, gradients: bool) -> None:
         torch.jit.save(traced, file)
         file.seek(0)
         found, expected = torch.jit.load(file)(*leaves), module(*leaves)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, expected, **numerics.CHAINED)
     if gradients:
         wanted = [torch.autograd.grad(y.square().sum(), leaves) for y in (found, expected)]
-        torch.testing.assert_close(*wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(*wanted, **numerics.CHAINED)
 
 
 @quiet
@@ -132,7 +132,7 @@ def test_export(name: str, training: bool, gradients: bool) -> None:
     assert len(found[0]) == len(found[1])
     for a, b in zip(*found, strict=True):
         if by_eager or not gradients:
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(a, b, **numerics.CHAINED)
         else:
             assert torch.equal(a, b)
 
@@ -147,7 +147,7 @@ def test_onnx(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, given = _made(name)
     program = torch.export.export(module, given)
     assert not _ours(program.graph)
-    torch.testing.assert_close(program.module()(*given), module(*given), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(program.module()(*given), module(*given), **numerics.CHAINED)
 
 
 class _Block(torch.nn.Module):

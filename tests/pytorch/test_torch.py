@@ -151,13 +151,10 @@ def test_the_automatic_choice_compiles(op: Op, monkeypatch: pytest.MonkeyPatch) 
     for backend in ("cuda", "triton"):
         monkeypatch.setattr(BACKENDS[backend], "why_missing", lambda: None)
         monkeypatch.setattr(BACKENDS[backend], "devices", {"cpu", "cuda"})
-    # These two compose the references of bias_dropout_add and the norms.
-    is_combined = op.name in ("dropout_add_layer_norm", "dropout_add_rms_norm")
+    # Dynamo decides on graphs and sizes. What AOTAutograd would trace next is plain torch.
+    backend = "aot_eager" if selection.WHOLE else "eager"
     compiled = torch.compile(
-        lambda *inputs: call(op, *inputs),
-        fullgraph=True,
-        backend="eager" if is_combined and not selection.WHOLE else "aot_eager",
-        dynamic=True,
+        lambda *inputs: call(op, *inputs), fullgraph=True, backend=backend, dynamic=True
     )
     for rows, recompiles in ((7, True), (6, False)):
         inputs = materialize(op.sized((rows, 5), (768,)), torch.float32)

@@ -14,21 +14,15 @@ import torch
 
 import torchweld
 from torchweld.bench import cases as bench_cases
-from torchweld.bench import (
-    command,
-    jobs,
-    limits,
-    machine,
-    plots,
-    report,
-    runner,
-)
+from torchweld.bench import command
 from torchweld.bench.cases import MIDDLE, Case, cases
-from torchweld.bench.contenders import Contender
-from torchweld.bench.overhead import overhead
-from torchweld.bench.report import Report
-from torchweld.bench.runner import Plan, Result
-from torchweld.bench.timing import Sample, interleaved, wall_time
+from torchweld.bench.measure import jobs, limits, machine, runner
+from torchweld.bench.measure.contenders import Contender
+from torchweld.bench.measure.overhead import overhead
+from torchweld.bench.measure.runner import Plan, Result
+from torchweld.bench.measure.timing import Sample, interleaved, wall_time
+from torchweld.bench.show import plots, report
+from torchweld.bench.show.report import Report
 from torchweld.commands import cli
 from torchweld.registry import OPS, Op, activation, parameter
 from torchweld.registry.cost import DIRECTIONS, Traffic, traffic

@@ -14,11 +14,13 @@ from torch import nn
 
 import torchweld
 from torchweld import functional, optim
-from torchweld.bench import blocks, command, demo, evidence, jobs, limits, machine, steps
-from torchweld.bench.blocks import BLOCKS, BlockCase
-from torchweld.bench.jobs import Job
-from torchweld.bench.runner import Plan, Result
-from torchweld.bench.timing import wall_time
+from torchweld.bench import command
+from torchweld.bench.measure import evidence, jobs, limits, machine, steps
+from torchweld.bench.measure.jobs import Job
+from torchweld.bench.measure.runner import Plan, Result
+from torchweld.bench.measure.timing import wall_time
+from torchweld.bench.models import blocks, demo
+from torchweld.bench.models.blocks import BLOCKS, BlockCase
 from torchweld.commands import cli
 from torchweld.dispatch import choice
 from torchweld.dispatch.proof import Judge

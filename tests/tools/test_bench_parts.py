@@ -18,16 +18,20 @@ from torch.nn.attention import flex_attention
 
 import conftest
 import torchweld
-from torchweld.bench import cases, clock, compiled, jobs, losses, models, runner
-from torchweld.bench.attention import _NAMES, block_mask, dense, dense_by
+from torchweld import numerics
+from torchweld.bench import cases
 from torchweld.bench.cases import CASES, Case
 from torchweld.bench.cases.attention import benchmark_window
-from torchweld.bench.clock import DeviceClock
-from torchweld.bench.contenders import PEERS
-from torchweld.bench.jobs import Job
-from torchweld.bench.report import Report
-from torchweld.bench.runner import Plan, Result
-from torchweld.bench.timing import clock_for
+from torchweld.bench.measure import clock, jobs, losses, runner
+from torchweld.bench.measure.attention import _NAMES, block_mask, dense, dense_by
+from torchweld.bench.measure.clock import DeviceClock
+from torchweld.bench.measure.contenders import PEERS
+from torchweld.bench.measure.jobs import Job
+from torchweld.bench.measure.runner import Plan, Result
+from torchweld.bench.measure.timing import clock_for
+from torchweld.bench.models import compiled
+from torchweld.bench.models import huggingface as models
+from torchweld.bench.show.report import Report
 from torchweld.commands import cli
 from torchweld.dispatch.call import call
 from torchweld.ops.attention.block_sparse import OP
@@ -319,7 +323,7 @@ def test_losses_take_turns_and_have_a_peak() -> None:
     ways = losses.contenders(*given)
     grads = [way() for way in ways.values()]
     for found in grads[1:]:
-        torch.testing.assert_close(found, grads[0], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found, grads[0], **numerics.SUMMED_SMALL)
     rows = losses.measure(ways, 2)
     assert [name for name, _, _ in rows] == [*ways]
     assert all(seconds > 0 for _, seconds, _ in rows)

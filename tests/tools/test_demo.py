@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchweld.bench import demo
+from torchweld.bench.models import demo
 from torchweld.commands import cli
 
 SIZES = {"LAYERS": 1, "HEADS": 2, "LENGTH": 32, "BATCH": 2}

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fresh
 import torchweld
 from oracle import run
+from torchweld import numerics
 from torchweld.bench.cases import CASES
 from torchweld.dispatch import native
 from torchweld.dispatch.autograd import Ready, complete_steps
@@ -73,7 +74,7 @@ def test_bits_of_the_dispatcher(name: str, dtype: torch.dtype) -> None:
         )
         wanted = run(op, list(inputs), lambda *i: kernel.function.apply(*i))
         for name, value in wanted.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(found[name], value, **numerics.SAME, equal_nan=True)
 
 
 LAYER_NORM = OPS["layer_norm"]
@@ -114,7 +115,7 @@ def test_a_gradient_that_needs_the_dispatcher_takes_it() -> None:
     kernel = LAYER_NORM.kernels["cpu"]
     backward = make_direct(kernel.backward, _refuse)
     wanted = kernel.backward(*BACKWARD)
-    torch.testing.assert_close(backward(*BACKWARD), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(backward(*BACKWARD), wanted, **numerics.SAME)
     grad, *rest = BACKWARD
     for given in (torch._neg_view(grad), torch._efficientzerotensor(grad.shape), None):
         with pytest.raises(AssertionError, match="dispatcher"):

@@ -17,7 +17,7 @@ import torch
 import pages
 import torchweld
 from processes import starts
-from torchweld.bench import evidence
+from torchweld.bench.measure import evidence
 from torchweld.commands import doctor
 
 ROOT = Path(__file__).parents[2]

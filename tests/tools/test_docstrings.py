@@ -7,6 +7,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -19,7 +20,7 @@ from torchweld.dispatch import choice
 from torchweld.ops import activation as activations
 from torchweld.ops.loss import arguments, linear
 from torchweld.optim._codecs import EIGHT_BIT
-from torchweld.registry import BACKENDS, EAGER
+from torchweld.registry import BACKENDS, EAGER, OPS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -133,6 +134,22 @@ def test_what_runs_together_is_found(text: str, words: str | None) -> None:
     assert words is None or words in str(found)
 
 
+# --- An op is read in one sitting ---
+
+
+@pytest.mark.parametrize("name", functional.__all__)
+def test_an_ops_file_says_where_to_read_on(name: str) -> None:
+    """In at most six files, its kernels among them."""
+    function = inspect.unwrap(getattr(functional, name))
+    about: str = sys.modules[function.__module__].__doc__ or ""
+    paths = about.partition("Read on in:")[2].replace(",", " ").split()
+    assert 0 < len(paths) <= 6
+    files = [path.rstrip(".") for path in paths]
+    assert all((ROOT / file).is_file() for file in files), files
+    sources = OPS[name].sources if name in OPS else {}
+    assert {source for source, *_ in sources.values()} <= {*files}
+
+
 # --- Every function of the package has types ---
 
 NAMED = ("activation", "approximate", "reduction", "accumulate", "state_dtype")
@@ -157,7 +174,9 @@ def _without_types(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(FOLDER.rglob("*.py")), ids=lambda path: str(path.relative_to(FOLDER))
+)
 def test_only_kernels_have_no_types(path: Path) -> None:
     assert _without_types(path.read_text()) == []
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from torchweld.bench import evidence, report
-from torchweld.bench.evidence import PROVEN
-from torchweld.bench.runner import Result
+from torchweld.bench.measure import evidence
+from torchweld.bench.measure.evidence import PROVEN
+from torchweld.bench.measure.runner import Result
+from torchweld.bench.show import report
 from torchweld.registry import OPS, Composite, Op
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +65,18 @@ def test_a_triton_kernel_names_its_functions(declared: Op) -> None:
         text = (ROOT / op.sources["triton"][0]).read_text()
         assert f"def {op.name}(" in text
         assert f"def {op.name}_backward(" in text
+
+
+def test_every_relative_import_is_a_source(tmp_path: Path) -> None:
+    """`from . import attention_roles` was not one: its kernels could change, and the evidence of
+    attention stayed current. The tests changed only files that were found."""
+    imports = "from . import two\nfrom ..three import f\nfrom ..b.four import g\n"
+    for name, text in {"a/one": imports, "a/two": "", "three": "", "b/four": ""}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.py").write_text(text)
+    found = evidence.find_used([tmp_path / "a" / "one.py"], tmp_path)
+    names = [path.relative_to(tmp_path).as_posix() for path in found]
+    assert names == ["a/one.py", "a/two.py", "b/four.py", "three.py"]
 
 
 def _append(file: Path, python: str, other: str) -> None:

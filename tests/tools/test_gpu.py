@@ -16,13 +16,15 @@ import torch
 
 from conftest import PLACES, running_at
 from torchweld import functional
-from torchweld.bench import clock, command, evidence, gpu, jobs, machine, whole
-from torchweld.bench.blocks import BLOCKS
+from torchweld.bench import command
 from torchweld.bench.cases import CASES, SMALLEST, Case
-from torchweld.bench.contenders import DENSE
-from torchweld.bench.jobs import Job
-from torchweld.bench.overhead import Overhead
-from torchweld.bench.runner import Plan, Result
+from torchweld.bench.measure import clock, evidence, gpu, jobs, machine
+from torchweld.bench.measure.contenders import DENSE
+from torchweld.bench.measure.jobs import Job
+from torchweld.bench.measure.overhead import Overhead
+from torchweld.bench.measure.runner import Plan, Result
+from torchweld.bench.models import whole
+from torchweld.bench.models.blocks import BLOCKS
 from torchweld.commands import cli
 from torchweld.registry import OPS
 
@@ -37,7 +39,7 @@ MACHINE: dict[str, Any] = {
 NAMES = [*evidence.PROVEN, *BLOCKS]
 
 
-def _read(record: gpu.Record) -> dict[str, Any]:
+def _read(record: gpu.EvidenceRecord) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(record.path.read_text())
     return content
 
@@ -67,7 +69,8 @@ def test_the_steps_have_every_kernel_and_rival() -> None:
     rivals = {job.op: set(job.plan.rivals) for job in steps["attention and GEMMs against rivals"]}
     assert rivals == {"block_sparse_attention": {*DENSE, "flex"}, "linear_act": {"gemm"}}
     assert steps["ops against eager"][0].op == "batch_norm_act"
-    assert {*whole.MODELS} >= {s.arguments[0] for s in gpu.TO_RUN if s.module == "whole"}
+    assert {*whole.MODELS} >= {s.arguments[0] for s in gpu.TO_RUN if s.module == "models.whole"}
+    assert all(importlib.util.find_spec(f"torchweld.bench.{s.module}") for s in gpu.TO_RUN)
     assert steps["optimizers"][0].op == "adam"
     assert "bitsandbytes" in steps["optimizers"][0].plan.rivals
 
@@ -89,7 +92,7 @@ class _Imitation:
         return self.now <= until
 
     def run_tests(
-        self, root: Path, target: tuple[str, str], record: gpu.Record, until: float
+        self, root: Path, target: tuple[str, str], record: gpu.EvidenceRecord, until: float
     ) -> bool:
         if self.now < until:
             self.now += 2
@@ -120,7 +123,7 @@ def test_a_rehearsal_of_the_whole_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It ends in time, says what it left out, and the record has each row when it is found."""
-    record = gpu.Record(tmp_path, MACHINE, ROOT)
+    record = gpu.EvidenceRecord(tmp_path, MACHINE, ROOT)
     lab = _Imitation(monkeypatch, record.path)
     gpu.run(NAMES, record, ROOT, minutes)
     told, content = capsys.readouterr().out, _read(record)
@@ -146,7 +149,7 @@ def test_a_rehearsal_of_the_whole_run(
 
 def test_a_run_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It measures neither rows nor scripts again; other sources that compile to the same count."""
-    record = gpu.Record(tmp_path, MACHINE, ROOT)
+    record = gpu.EvidenceRecord(tmp_path, MACHINE, ROOT)
     for what, ended in (("windows", True), ("losses", False)):
         record.add_script(what, {}, ended=ended)
     row = _result("layer_norm", "triton")
@@ -161,7 +164,7 @@ def test_a_run_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.Monkey
     codes = {"3.7.1": "a"}
     present = SimpleNamespace(get=lambda at, otherwise: codes)
     monkeypatch.setattr(evidence, "read_codes", lambda: present)
-    again = gpu.Record(tmp_path, MACHINE, ROOT)
+    again = gpu.EvidenceRecord(tmp_path, MACHINE, ROOT)
     shape = "x".join(map(str, row.shape))
     known = again.list_known("layer_norm", "triton")
     assert known == [f"{shape} bfloat16 full"]
@@ -178,18 +181,18 @@ def test_a_run_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.Monkey
     assert kept["direction"] == "full"
     codes["3.7.1"] = "b"
     record.path.write_text(json.dumps(content))
-    changed = gpu.Record(tmp_path, MACHINE, ROOT)
+    changed = gpu.EvidenceRecord(tmp_path, MACHINE, ROOT)
     assert changed.list_known("layer_norm", "triton") == []
 
 
 def test_scripts_run_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sizes on the CPU; models of transformers where that is installed."""
     has_models = importlib.util.find_spec("transformers") is not None
-    every = [
-        s for s in gpu.TO_RUN if has_models or s.module != "whole" or "gpt_layer" in s.arguments
-    ]
+    of_models = [s for s in gpu.TO_RUN if s.module == "models.whole"]
+    left = [] if has_models else [s for s in of_models if "gpt_layer" not in s.arguments]
+    every = [s for s in gpu.TO_RUN if s not in left]
     monkeypatch.setattr(gpu, "TO_RUN", every)
-    record = gpu.Record(tmp_path, MACHINE, ROOT)
+    record = gpu.EvidenceRecord(tmp_path, MACHINE, ROOT)
     until = time.monotonic() + 600
     assert gpu.run_scripts(record, "cpu", until, tiny=True) == []
     scripts = _read(record)["scripts"]
@@ -219,7 +222,7 @@ def test_a_job_in_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         Job, "cases", lambda job: [Case(op, CASES[op.name].tiny, torch.float32, "cpu")]
     )
     plan = Plan(["full"], ["triton"], [], seconds=0.0, rounds=(1, 1))
-    record = gpu.Record(tmp_path, MACHINE, ROOT)
+    record = gpu.EvidenceRecord(tmp_path, MACHINE, ROOT)
     with running_at("interpreter", monkeypatch):
         for _, results in jobs.measure_here(Job(op.name, plan, device="cpu")):
             record.add_results(results)
@@ -263,7 +266,7 @@ def test_a_kernel_runs_before_the_record(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_a_record_replaces_and_keeps(tmp_path: Path) -> None:
-    record = gpu.Record(tmp_path, MACHINE, ROOT)
+    record = gpu.EvidenceRecord(tmp_path, MACHINE, ROOT)
     assert record.path == tmp_path / "nvidia-h200.json"
     record.add_results([_result("layer_norm", "eager", 2.0), _result("layer_norm", "triton")])
     wrong = _result("layer_norm", "triton", None, status="refused", reason="off by 1")
@@ -272,7 +275,7 @@ def test_what_a_record_replaces_and_keeps(tmp_path: Path) -> None:
     assert first["outcomes"][gpu.JUDGED] == {"passed": 1, "faults": ["9x9 bfloat16: off by 1"]}
     # A lack of memory, or a job that ended before its first row, leaves it as it was.
     absent = replace(wrong, status="absent", reason="out of memory")
-    again = gpu.Record(tmp_path, MACHINE, ROOT)
+    again = gpu.EvidenceRecord(tmp_path, MACHINE, ROOT)
     again.add_results([absent])
     assert _read(again)["ops"]["layer_norm"]["triton"] == first
     again.add_results([replace(_result("layer_norm", "triton", 0.5), direction="fwd")])
@@ -340,7 +343,7 @@ def test_a_fault_is_its_ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     rules.mkdir(parents=True)
     (tmp_path / "tests" / "test_it.py").write_text(_TESTS)
     (rules / "test_optim_cuda.py").write_text(_RULES)
-    record = gpu.Record(tmp_path, MACHINE, tmp_path)
+    record = gpu.EvidenceRecord(tmp_path, MACHINE, tmp_path)
     hangs = [("bias_act", "triton"), ("softmax_dropout", "triton")]  # the second one runs meanwhile
     for targets, seconds in ([t for t in OUTCOMES if t not in hangs], 240), (hangs, 10):
         until = time.monotonic() + seconds
@@ -357,7 +360,7 @@ JOB = Job("layer_norm", Plan(("fwd", "full"), ("cpu",), (), 0.0, (2, 3)), ("floa
 # Measures as it does, but does what a job's rivals say after the first direction.
 _PLANTED = """
 import os, time
-from torchweld.bench import runner
+from torchweld.bench.measure import runner
 measure = runner.measure
 def planted(case, plan, clock):
     found = measure(case, runner.Plan(plan.directions, plan.backends, (), 0.0, (2, 3)), clock)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from torchweld import functional
-from torchweld.bench import host_times
-from torchweld.bench.host_times import PAIRS
+from torchweld import functional, numerics
+from torchweld.bench.measure import host_times
+from torchweld.bench.measure.host_times import PAIRS
 from torchweld.dispatch.autograd import as_tuple
 
 # How many functions a warm call of an op runs: a look-up, what it found, and the kernel's leaves.
@@ -87,7 +87,7 @@ def test_compositions_compute_the_same(name: str) -> None:
     if "dropout" in name and "p 0" not in name:
         assert [y.shape for y in ours] == [y.shape for y in theirs]
     else:
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours, theirs, **numerics.CHAINED)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -10,8 +10,8 @@ import torch
 
 import fresh
 import planted
-from torchweld.bench import evidence, launched
 from torchweld.bench.cases import CASES, Case
+from torchweld.bench.measure import evidence, launched
 from torchweld.registry import OPS, Composite
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -37,7 +37,7 @@ def test_launches_are_found_without_a_gpu(name: str, direction: str) -> None:
     kernels = [each.kernel for each, _ in launched.list_launches(case, direction)]
     assert kernels
     if name == "block_sparse_attention":  # with the kernels that serve an H200
-        assert any("roles" in kernel.fn.__name__ for kernel in kernels)
+        assert any("specialised" in kernel.fn.__name__ for kernel in kernels)
     if direction == "full":
         forward = [each.kernel for each, _ in launched.list_launches(case, "fwd")]
         assert len(kernels) > len(forward)

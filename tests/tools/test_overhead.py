@@ -15,9 +15,9 @@ import torch
 from torch.nn.functional import cross_entropy, dropout, gelu, layer_norm, linear, rms_norm, silu
 
 import torchweld
-from torchweld import functional
-from torchweld.bench import overhead
+from torchweld import functional, numerics
 from torchweld.bench.cases import CASES, Case
+from torchweld.bench.measure import overhead
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
 from torchweld.registry import OPS
@@ -121,7 +121,7 @@ def test_every_op_is_called_as_a_user_calls_it(name: str) -> None:
     if op.draws(problem.inputs):
         assert [f.shape for f in found] == [e.shape for e in expected]
     else:
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        torch.testing.assert_close(found, expected, **numerics.SAME)
 
 
 def compare(ours: Callable[[], object], theirs: Callable[[], object], seconds: float) -> float:

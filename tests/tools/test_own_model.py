@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchweld.bench import limits, machine, own_model
+from torchweld.bench.measure import limits, machine
+from torchweld.bench.models import own_model
 from torchweld.commands import cli
 
 MODULE = """

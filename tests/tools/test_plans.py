@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,10 +12,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _python_dispatch
 
+import selection
 from conftest import PLACES, running_at
 from oracle import Results, run
-from torchweld import functional, triton_kernels
+from torchweld import functional, numerics
 from torchweld.bench.cases import CASES
+from torchweld.bench.measure import launched
 from torchweld.dispatch.autograd import as_tuple, complete_steps
 from torchweld.dispatch.library import _IN_TRITON
 from torchweld.dispatch.warm import plans as warm_plans
@@ -32,9 +32,8 @@ kernels = pytest.mark.skipif(PLACES[PLACE][2] is not None, reason=str(PLACES[PLA
 
 def _list_replayed() -> set[str]:
     names: set[str] = set()
-    for module in pkgutil.iter_modules(triton_kernels.__path__, f"{triton_kernels.__name__}."):
-        functions = vars(importlib.import_module(module.name)).items()
-        names |= {name for name, function in functions if hasattr(function, "launching")}
+    for module in launched.list_modules():
+        names |= {name for name, function in vars(module).items() if hasattr(function, "launching")}
     return names
 
 
@@ -80,7 +79,7 @@ def _assert_same(a: Results, b: Results) -> None:
     assert a.keys() == b.keys()
     for name, value in a.items():
         assert value.stride() == b[name].stride(), name
-        torch.testing.assert_close(value, b[name], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(value, b[name], **numerics.SAME, equal_nan=True)
 
 
 def _list_small_samples(op: Op, count: int) -> list[Any]:
@@ -97,12 +96,12 @@ def _list_small_samples(op: Op, count: int) -> list[Any]:
     return sorted(served, key=size)[:count]
 
 
-# Attention's plans: tests/ops/test_attention_roles.py, with few of its many samples.
+# Attention's plans: tests/ops/test_specialised.py, with few of its many samples.
 @kernels
 @pytest.mark.parametrize("name", sorted(REPLAYED - {"block_sparse_attention"}))
 def test_samples_have_the_bits_of_their_calls(name: str, plans: list[Any]) -> None:
     op, replayed = OPS[name], 0
-    samples = _list_small_samples(op, 16)
+    samples = _list_small_samples(op, 16 if selection.WHOLE else 8)
     for sample in samples:
         first, other = (materialize(sample, torch.float32, DEVICE, seed=at) for at in (0, 1))
         _run_with_plans(op, first)  # it is recorded
@@ -221,7 +220,7 @@ def test_tensors_that_were_one_may_differ(plans: list[Any]) -> None:
     for residual in (x.view_as(x), x.view_as(x), y, x.view_as(x), y):
         inputs = list((values | {names[0]: x, "residual": residual}).values())
         made = _forward(op, inputs)
-        torch.testing.assert_close(made, x + residual, rtol=0, atol=0)
+        torch.testing.assert_close(made, x + residual, **numerics.SAME)
 
 
 @kernels
@@ -235,7 +234,7 @@ def test_a_negative_view_has_no_plan(first: bool, plans: list[Any]) -> None:
         inputs = [torch._neg_view(x) if is_lazy else -x, size, *parameters]
         y, *statistics = _forward(op, inputs)
         wanted = run(op, [-x, size, *parameters])["y"]
-        torch.testing.assert_close(y, wanted, rtol=0, atol=0)
+        torch.testing.assert_close(y, wanted, **numerics.SAME)
         grad = torch.randn_like(y)
         given = [
             torch._neg_view(grad) if is_lazy else -grad,
@@ -249,7 +248,7 @@ def test_a_negative_view_has_no_plan(first: bool, plans: list[Any]) -> None:
         given[0] = -grad
         expected = op.kernels["triton"].backward(*given)
         for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
+            torch.testing.assert_close(one, other, **numerics.SAME)
     assert len(plans) == 4
 
 
@@ -265,7 +264,7 @@ def test_parts_of_a_tensor_have_a_plan(plans: list[Any]) -> None:
         if at == 2:
             residual = (both * at)[:, 32:]
         inputs = list((values | {names[0]: x, "residual": residual}).values())
-        torch.testing.assert_close(_forward(op, inputs), x + residual, rtol=0, atol=0)
+        torch.testing.assert_close(_forward(op, inputs), x + residual, **numerics.SAME)
     assert len(plans) == 3
 
 
@@ -293,7 +292,7 @@ def test_inference_mode_has_results_of_its_own(plans: list[Any]) -> None:
     for at in range(8):
         with torch.inference_mode(at % 2 == 1):
             made, *_ = _forward(OPS["layer_norm"], inputs)
-            torch.testing.assert_close(made, wanted, rtol=0, atol=0)
+            torch.testing.assert_close(made, wanted, **numerics.SAME)
         assert made.is_inference() == (at % 2 == 1)
     assert len(plans) == 6
 
@@ -521,5 +520,5 @@ def test_losses_repeat_their_rows_kernels(name: str, plans: list[Any]) -> None:
         assert (found is None) == (wanted is None) == (name in ("scale_", "loss_rows_backward_"))
         pairs = [] if found is None else [*zip(as_tuple(found), as_tuple(wanted), strict=True)]
         for one, other in [(inputs[0], again[0]), *pairs]:
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
+            torch.testing.assert_close(one, other, **numerics.SAME)
     assert len(plans) == 2

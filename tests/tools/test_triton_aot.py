@@ -20,7 +20,7 @@ import layouts
 import resources
 from oracle import TORCH
 from resources import CAPABILITIES, NEVER_UNALIGNED
-from torchweld.bench import evidence
+from torchweld.bench.measure import evidence
 from torchweld.triton_kernels.memory import LEAST_SHARED_MEMORY, MOST_SHARED_MEMORY
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -36,59 +36,65 @@ REGISTERS_PER_MULTIPROCESSOR = 65536
 WARPS = dict.fromkeys(
     (
         "linear_act._linear_act",
-        "attention_forward.attention_forward",
-        "attention_backward.attention_query_gradient",
-        "attention_keys.attention_key_gradients",
-        "attention_bias.attention_bias_gradient",
-        "attention_roles_forward.attention_roles_forward",
-        "attention_roles_queries.attention_roles_queries",
-        "attention_roles_keys.attention_roles_keys",
+        "attention.forward.attention_forward",
+        "attention.dq.attention_dq",
+        "attention.dkv.attention_dkv",
+        "attention.bias.attention_bias_gradient",
+        "attention.specialised_forward.attention_forward_specialised",
+        "attention.specialised_dq.attention_dq_specialised",
+        "attention.specialised_dkv.attention_dkv_specialised",
         "rotary._rotate",
         "rotary._differentiate",
         "symmetric._symmetric",
-        "experts_products._first_product",
-        "experts_products._product",
-        "experts_products._hidden_gradient",
-        "experts_products._weight_gradient",
+        "experts.products._first_product",
+        "experts.products._product",
+        "experts.products._hidden_gradient",
+        "experts.products._weight_gradient",
     ),
     8,
-) | dict.fromkeys(("linear_act_roles.linear_act_roles", "symmetric_roles.symmetric_roles"), 12)
+) | dict.fromkeys(
+    (
+        "linear_act_specialised.linear_act_specialised",
+        "symmetric_specialised.symmetric_specialised",
+    ),
+    12,
+)
 # Bytes that a thread may spill. Where a launch on sm_90 sums keys and values, an H200 is faster
 # with them; nearly all are outside the loop over blocks without conditions.
 MAY_SPILL = {
-    "attention_backward.attention_query_gradient on sm_100": 8,  # by a bias on a plane
-    "attention_bias.attention_bias_gradient on sm_90": 16,
+    "attention.dq.attention_dq on sm_100": 8,  # by a bias on a plane
+    "attention.bias.attention_bias_gradient on sm_90": 16,
     # With dropout and heads of 256: two registers, in and out once a tile of 700 instructions.
-    "attention_forward.attention_forward on sm_90": 16,
-    "attention_keys.attention_key_gradients on sm_80": 32,
-    "attention_keys.attention_key_gradients on sm_90": 384,
-    "attention_keys.attention_key_gradients on sm_100": 24,
+    "attention.forward.attention_forward on sm_90": 16,
+    "attention.dkv.attention_dkv on sm_80": 32,
+    "attention.dkv.attention_dkv on sm_90": 384,
+    "attention.dkv.attention_dkv on sm_100": 24,
     # Constants of the warps that finish, stored once, before these warps get their registers.
-    "linear_act_roles.linear_act_roles on sm_90": 8,
+    "linear_act_specialised.linear_act_specialised on sm_90": 8,
     # Before and after loops, all but a few: the group that waits for its role has 40 registers.
-    "attention_roles_forward.attention_roles_forward on sm_90": 56,
-    "attention_roles_keys.attention_roles_keys on sm_90": 88,
+    "attention.specialised_forward.attention_forward_specialised on sm_90": 56,
+    "attention.specialised_dkv.attention_dkv_specialised on sm_90": 88,
     # A 128th or 64th register too many, in the widest rows and on sm_100.
     "modulation_rows._backward on sm_100": 8,
     "modulation_rows._backward of views on sm_90": 8,
     "modulation_rows._backward of views on sm_100": 16,
     "rotary._differentiate on sm_80": 16,  # for a fifth program a multiprocessor
-    "route._route on sm_90": 8,  # stored before its loops, loaded after them
-    "route._route of views on sm_90": 8,
+    "experts.route._route on sm_90": 8,  # stored before its loops, loaded after them
+    "experts.route._route of views on sm_90": 8,
 }
 # And under Triton 3.6, for which tiles were not chosen.
 PINNED = TORCH >= (2, 13)
 SPILLED = {
-    "attention_bias.attention_bias_gradient": 8,
+    "attention.bias.attention_bias_gradient": 8,
     "dropout_add_norm._forward": 16,
     "dropout_add_norm._forward_wide": 8,
     "dropout_add_norm._forward_wide of views": 88,
     "norm._forward_wide of views": 208,
-    "attention_keys.attention_key_gradients": 8,
-    "loss_rows._forward on sm_80": 8,
-    "attention_keys.attention_key_gradients on sm_100": 152,
-    "attention_backward.attention_query_gradient on sm_100": 8,
-    "route._route on sm_80": 8,
+    "attention.dkv.attention_dkv": 8,
+    "loss.rows._forward on sm_80": 8,
+    "attention.dkv.attention_dkv on sm_100": 152,
+    "attention.dq.attention_dq on sm_100": 8,
+    "experts.route._route on sm_80": 8,
 }
 
 # Cases that may compute a product more than once: float32, whose three passes of the tensor cores
@@ -96,14 +102,14 @@ SPILLED = {
 REPEATED = re.compile(r"float32|(line|pairs|plane)(, unaligned)?$")
 # On sm_90 the sums of heads of 256 do not fit the registers with 64 rows to a group of warps.
 SLOW = re.compile(
-    r"attention_keys.attention_key_gradients 256 "
-    r"|attention_backward.attention_query_gradient 256 bfloat16 64 causal p"
+    r"attention.dkv.attention_dkv 256 "
+    r"|attention.dq.attention_dq 256 bfloat16 64 causal p"
 )
 
 
 def is_timed(row: dict[str, Any]) -> bool:
     """Whether the benchmark has such a call of attention: lists, causal, heads of these widths."""
-    attention = row["kernel"].startswith(("attention_forward", "attention_backward", "attention_k"))
+    attention = row["kernel"].startswith("attention.")
     return attention and bool(re.match(r"(64|128|256) bfloat16 (64|128) causal( p)?$", row["case"]))
 
 
@@ -149,7 +155,7 @@ def test_every_case_fits_the_gpu(capability: int) -> None:
     assert len(timed) == 12
     for case in timed:
         names = {row["kernel"].rpartition(".")[2] for row in rows if row["case"] == case}
-        assert {"attention_forward", "attention_query_gradient", "attention_key_gradients"} < names
+        assert {"attention_forward", "attention_dq", "attention_dkv"} < names
     if missing := sum(row["kept"] is None for row in rows):
         warnings.warn(f"{missing} results are not kept: run `make resources`", stacklevel=1)
 
@@ -220,9 +226,9 @@ def test_consumer_gpus(capability: int) -> None:
     """
     how = (str(capability), "largest")
     found = json.loads(fresh.run_file(resources.__file__, *how, TRITON_INTERPRET="0"))
-    assert {row["kernel"].partition(".")[0] for row in found} >= {
-        "experts_products",
-        "attention_keys",
+    assert {row["kernel"].rpartition(".")[0] for row in found} >= {
+        "experts.products",
+        "attention.dkv",
     }
     for row in found:
         assert row["shared"] <= LEAST_SHARED_MEMORY == 101376, row

@@ -16,7 +16,7 @@ import torch
 
 import fresh
 from resources import CAPABILITIES, launches
-from torchweld.bench.launched import sign
+from torchweld.bench.measure.launched import sign
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -107,7 +107,7 @@ def _attentions() -> Iterator[Any]:
     """The forward, for 1025 to 1099 tokens."""
     import torch
 
-    from torchweld.triton_kernels import block_sparse_attention as attention
+    from torchweld.triton_kernels.attention import block_sparse_attention as attention
 
     for length in range(1025, 1100):
         q = torch.empty(2, 8, length, 64, dtype=torch.bfloat16, device="meta")

@@ -12,8 +12,9 @@ from typing import NoReturn
 
 import torchweld
 from torchweld.bench import command as bench
-from torchweld.bench import compare, demo
-from torchweld.bench.machine import parse_positive
+from torchweld.bench.measure.machine import parse_positive
+from torchweld.bench.models import demo
+from torchweld.bench.show import compare
 from torchweld.commands import doctor, tune
 from torchweld.errors import suggest
 

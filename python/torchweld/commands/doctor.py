@@ -13,7 +13,7 @@ import textwrap
 import torch
 
 from torchweld import pages
-from torchweld.bench.machine import ON_GPUS, cpu_name, find_tools, versions, why_not
+from torchweld.bench.measure.machine import ON_GPUS, cpu_name, find_tools, versions, why_not
 from torchweld.commands import sdpa
 from torchweld.dispatch import choice, native, proof, store
 from torchweld.dispatch.store import describe

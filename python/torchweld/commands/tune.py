@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from torchweld.bench import steps
 from torchweld.bench.cases import DTYPES, MIDDLE, SMALLEST, Case
 from torchweld.bench.cases import cases as op_cases
-from torchweld.bench.clock import DeviceClock, take_medians
 from torchweld.bench.command import add_ops
-from torchweld.bench.evidence import PROVEN
-from torchweld.bench.machine import Refusal, check_outputs
+from torchweld.bench.measure import steps
+from torchweld.bench.measure.clock import DeviceClock, take_medians
+from torchweld.bench.measure.evidence import PROVEN
+from torchweld.bench.measure.machine import Refusal, check_outputs
 from torchweld.dispatch import proof, store
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call

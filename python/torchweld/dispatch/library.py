@@ -70,6 +70,13 @@ def make_step(overload: Any) -> Callable[..., Any]:
     return overload._op if function is None else plans.Planned(function, overload)  # type: ignore[no-any-return]
 
 
+def import_kernels(source: str) -> Any:
+    """The module of a file such as triton_kernels/norm.py."""
+    return importlib.import_module(
+        ".".join(["torchweld", *PurePosixPath(source).with_suffix("").parts])
+    )
+
+
 # What implements each overload that Triton serves.
 _IN_TRITON: dict[Any, Callable[[], Any]] = {}
 
@@ -79,7 +86,7 @@ def _implement_in_triton(name: str, source: str) -> Callable[[], Any]:
 
     @functools.cache
     def find_module() -> Any:
-        module = importlib.import_module(f"torchweld.triton_kernels.{PurePosixPath(source).stem}")
+        module = import_kernels(source)
         connect()
         return module
 

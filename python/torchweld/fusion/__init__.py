@@ -16,8 +16,8 @@ from torchweld.fusion.plan import Filter, Weldable, WeldReport, decide, list_wel
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import (
     Change,
-    Left,
     Proposal,
+    Skipped,
     Weld,
     find_original,
     find_welds,
@@ -27,9 +27,9 @@ from torchweld.fusion.weld import (
 __all__ = [
     "PATTERNS",
     "Change",
-    "Left",
     "Pattern",
     "Proposal",
+    "Skipped",
     "View",
     "Weld",
     "WeldReport",

@@ -21,8 +21,8 @@ from torchweld.fusion.twin import Twin
 from torchweld.fusion.view import View, read_numbers
 from torchweld.fusion.weld import (
     Change,
-    Left,
     Proposal,
+    Skipped,
     Tried,
     Weld,
     find_welds,
@@ -215,7 +215,7 @@ def _find_skipped(view: View) -> Iterator[tuple[torch.nn.Module, Weldable | None
 
 
 def _choose_first(
-    entries: Sequence[Proposal | Left],
+    entries: Sequence[Proposal | Skipped],
     view: View,
     filter_fn: Filter | None,
     verify: bool,
@@ -226,7 +226,7 @@ def _choose_first(
     row = None
     for entry in entries:
         where = view.names.get(id(entry.module), "")
-        if isinstance(entry, Left):
+        if isinstance(entry, Skipped):
             row = row or Weldable(where, entry.what, reason=entry.reason)
             continue
         changed = [change.module for change in entry.changes]

@@ -352,7 +352,8 @@ def why_not_change(module: torch.nn.Module) -> str | None:
         return "its forward is a traced graph: fuse before tracing"
     if torch.nn.utils.parametrize.is_parametrized(module):
         return "it is parametrized: its weight is computed at each call"
-    if name := _find_global(module):
+    has_parts = module._modules or {*module._parameters.values()} - {None}
+    if not has_parts and (name := _find_global(module)):
         return f"other models share it: it is a global, {name}"
     return why_not_own_forward(module)
 
@@ -362,14 +363,14 @@ def _find_global(module: torch.nn.Module) -> str | None:
 
     A library's modules hold such globals beside the class. What a script keeps is its model.
     """
-    if any(True for _ in module.parameters()) or module._modules:
-        return None
     cls = getattr(type(module), "welded_from", type(module))
     if cls.__module__ == "__main__":
         return None
     names = getattr(sys.modules.get(cls.__module__), "__dict__", {})
-    found = (name for name, value in list(names.items()) if value is module)
-    return next((f"{cls.__module__}.{name}" for name in found), None)
+    for name, value in list(names.items()):
+        if value is module:
+            return f"{cls.__module__}.{name}"
+    return None
 
 
 def why_not_copy(module: torch.nn.Module) -> str | None:
@@ -438,7 +439,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Left:
+class Skipped:
     """A module that resembles a known kind, and the reason not to change it."""
 
     module: torch.nn.Module

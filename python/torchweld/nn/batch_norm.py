@@ -7,7 +7,7 @@ import torch
 from torchweld import checks, functional
 from torchweld.names import ActivationName, Approximation
 from torchweld.ops import activation as activations
-from torchweld.ops.column_statistics import is_first
+from torchweld.ops.batch_norm.statistics import is_first
 
 _NORMS = (torch.nn.BatchNorm1d, torch.nn.SyncBatchNorm)
 

@@ -1,4 +1,11 @@
-"""bias_act and gated_act: activations after a GEMM, and in the middle of a gated MLP."""
+"""bias_act and gated_act: activations after a GEMM, and in the middle of a gated MLP.
+
+    bias_act(x) = act(x + bias)
+    gated_act(gate, up) = act(gate) * up
+
+Read on in: csrc/core/act.h, csrc/cpu/act.cpp, csrc/bind/act.cpp, triton_kernels/act.py,
+bench/cases/activation.py.
+"""
 
 from __future__ import annotations
 

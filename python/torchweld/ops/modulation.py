@@ -1,7 +1,13 @@
 """Adaptive norms and gated residuals: blocks whose norms are modulated by a condition.
 
+    adaptive_norm(x) = norm(x) * (1 + scale) + shift
+    gated_residual(x, branch) = x + gate * branch
+
 A modulation (scale, shift, gate) has a row for each sample, or for each token. All modulations of a
 call have the same shape; often they are parts of one projection.
+
+Read on in: csrc/core/modulation.h, csrc/cpu/modulation.cpp, csrc/bind/modulation.cpp,
+triton_kernels/modulation.py, triton_kernels/modulation_rows.py, bench/cases/modulation.py.
 """
 
 from __future__ import annotations
@@ -105,10 +111,7 @@ def gated_residual_layer_norm(
         float32, as on CUDA, y is float32, and 16-bit input takes two passes.
     """
     given = {"input": input, "gate": gate, "branch": branch, "scale": scale, "shift": shift}
-    if _widens(norms.LAYER_NORM, input, branch):
-        return _decide_both(adaptive_layer_norm, given, eps, return_residual)
-    returned = ("y", "z") if return_residual else "y"
-    return decide_arranged(GATED_RESIDUAL_LAYER_NORM, _arrange_gated, given, eps, returned=returned)
+    return _decide_gated(_LAYER_NORM, adaptive_layer_norm, given, eps, return_residual)
 
 
 @short()
@@ -134,10 +137,7 @@ def gated_residual_rms_norm(
         float32, as on CUDA, y is float32, and 16-bit input takes two passes.
     """
     given = {"input": input, "gate": gate, "branch": branch, "scale": scale, "shift": shift}
-    if _widens(norms.RMS_NORM, input, branch):
-        return _decide_both(adaptive_rms_norm, given, eps, return_residual)
-    returned = ("y", "z") if return_residual else "y"
-    return decide_arranged(GATED_RESIDUAL_RMS_NORM, _arrange_gated, given, eps, returned=returned)
+    return _decide_gated(_RMS_NORM, adaptive_rms_norm, given, eps, return_residual)
 
 
 def _widens(norm: Op, x: Any, branch: Any) -> bool:
@@ -149,10 +149,17 @@ def _widens(norm: Op, x: Any, branch: Any) -> bool:
     return kind in norm.autocast and checks.autocasts(kind)
 
 
-def _decide_both(
-    adaptive: Callable[..., Tensor], given: Mapping[str, Any], eps: Any, return_residual: bool
-) -> Decision:
-    """y, or (y, z), by two ops: autocast has one rule for all tensors of an op."""
+def _decide_gated(
+    both: _AdaptiveNorm,
+    adaptive: Callable[..., Tensor],
+    given: Mapping[str, Any],
+    eps: Any,
+    return_residual: bool,
+) -> Any:
+    """y, or (y, z); by two ops where autocast, with one rule for all tensors of an op, widens."""
+    if not _widens(both.norm, given["input"], given["branch"]):
+        returned = ("y", "z") if return_residual else "y"
+        return decide_arranged(both.gated, _arrange_gated, given, eps, returned=returned)
 
     def run(input: Tensor, gate: Tensor, branch: Tensor, *modulations: Tensor | None) -> Any:
         z = gated_residual(input, gate, branch)

@@ -1,4 +1,11 @@
-"""layer_norm and rms_norm: normalise the last dimensions, then scale and shift."""
+"""layer_norm and rms_norm: normalise the last dimensions, then scale and shift.
+
+    layer_norm(x) = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
+    rms_norm(x) = x / sqrt(mean(x^2) + eps) * weight
+
+Read on in: csrc/core/norm.h, csrc/cpu/norm.cpp, csrc/bind/norm.cpp, triton_kernels/norm.py,
+triton_kernels/norm_rows.py, bench/cases/norm.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""quantize_8bit, dequantize_8bit: blocks of 256 elements as codes of a map and their absmax."""
+"""quantize_8bit, dequantize_8bit: blocks of 256 elements as codes of a map and their absmax.
+
+    code of x = the number of the map that is nearest to x / absmax of its block
+
+Read on in: csrc/core/quant8.h, csrc/cpu/quant8.cpp, csrc/bind/quant8.cpp.
+"""
 
 from __future__ import annotations
 

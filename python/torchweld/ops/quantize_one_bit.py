@@ -1,6 +1,11 @@
 """quantize_one_bit, dequantize_one_bit and average_one_bit: signs, scales and error feedback.
 
+    sign, scale of a block: x + error >= 0, the root of the mean of (x + error)^2
+    new error = x + error - scale * sign
+
 Like all quantisers, they have no Triton kernels: on the GPU they are CUDA C++.
+
+Read on in: csrc/core/one_bit.h, csrc/cpu/one_bit.cpp, csrc/bind/one_bit.cpp.
 """
 
 from __future__ import annotations

@@ -1,4 +1,12 @@
-"""The ops of a residual stream: dropout, the addition, and the norm that follows, in one pass."""
+"""The ops of a residual stream: dropout, the addition, and the norm that follows, in one pass.
+
+    bias_dropout_add(x, residual) = residual + dropout(x + bias)
+    dropout_add_norm(x, residual): z = residual + dropout(x), y = norm(z)
+
+Read on in: csrc/core/dropout_add_norm.h, csrc/cpu/dropout_add_norm.cpp,
+csrc/cpu/bias_dropout_add.cpp, triton_kernels/dropout_add_norm.py,
+triton_kernels/bias_dropout_add.py, bench/cases/residual.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""softmax_dropout: scale, mask, softmax and dropout in one pass."""
+"""softmax_dropout: scale, mask, softmax and dropout in one pass.
+
+    softmax_dropout(x) = dropout(softmax(scale * x + mask))
+
+Read on in: csrc/core/softmax.h, csrc/cpu/softmax.cpp, csrc/bind/softmax.cpp,
+triton_kernels/softmax.py, bench/cases/softmax.py.
+"""
 
 from __future__ import annotations
 

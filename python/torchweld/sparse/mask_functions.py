@@ -27,7 +27,7 @@ def adapt_mask_function(
     if not grid.queries or not grid.keys:
         return function
     batch, head = (torch.zeros((), dtype=torch.int64, device=grid.device) for _ in range(2))
-    watch = _Watch(batch, head)
+    watch = _MaskWatch(batch, head)
     together, fault = _try_call(watch, function, batch, head, query[:, None], key[None])
     pairs = (query.repeat_interleave(17), key.repeat(16))
     vectorised = torch.vmap(function, in_dims=(None, None, 0, 0))
@@ -52,7 +52,7 @@ def adapt_mask_function(
     return _vectorise(function)
 
 
-def _try_call(watch: _Watch, function: MaskFunction, *indices: torch.Tensor) -> tuple[Any, Any]:
+def _try_call(watch: _MaskWatch, function: MaskFunction, *indices: torch.Tensor) -> tuple[Any, Any]:
     """Call the function; return its result and the error that it raised."""
     try:
         with watch:
@@ -73,7 +73,7 @@ def _vectorise(function: MaskFunction) -> MaskFunction:
     return vectorised
 
 
-class _Watch(TorchFunctionMode):
+class _MaskWatch(TorchFunctionMode):
     """Records which of these tensors torch's functions are called with."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:

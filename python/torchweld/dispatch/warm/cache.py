@@ -418,7 +418,7 @@ def _make_run(
 
 
 def _write_seed(op: Op, given: Sequence[Any], seed_at: int | None) -> str:
-    """The code of a seed, which is drawn anew or given."""
+    """The code of a seed, which is given, or drawn for each call."""
     if seed_at is not None and given[seed_at] is not None:
         return f"as_seed({op.name!r}, a{seed_at}, a0.device)"
     return "empty(1, dtype=int64).random_()" if given[0].is_cpu else "draw(a0)"

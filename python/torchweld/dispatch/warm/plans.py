@@ -8,8 +8,8 @@ their arguments. Later calls only allocate and launch. Only calls that have foun
 (cache.py) are recorded, so not the first of a kind: its sizes may never come again.
 
 A call is recorded only if its function is marked (triton_kernels/launch.py says what that
-promises), and it does nothing but allocate, view and launch. Other calls run as they are. Launches
-take tensors, or descriptors of tensors, which a plan makes without the checks of Triton's own.
+promises), and it does nothing but allocate, view and launch. Other calls run as they are. Plans
+build tensor descriptors directly, skipping Triton's checks.
 """
 
 from __future__ import annotations

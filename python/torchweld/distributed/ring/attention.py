@@ -117,7 +117,7 @@ def ring_attention(
     batch, heads = ((at, at + n) for at, n in zip(shard.offsets[:2], sizes[:2], strict=True))
     layout = _slice_heads(layout, batch, heads)
     ring = Ring(group, rank, *_divide_layout(layout, causal, rank, count, balanced))
-    options = _Options(scale, key_padding_mask, alibi_slopes, bias, softcap, p, seed, shard)
+    options = _RingOptions(scale, key_padding_mask, alibi_slopes, bias, softcap, p, seed, shard)
     table = None if bias is None else bias.table
     y, lse = _RingAttention.apply(q, k, v, sinks, table, ring, options)
     return (y, lse) if return_lse else y
@@ -187,7 +187,7 @@ def _assign_chunks(count: int, balanced: bool) -> list[tuple[int, ...]]:
     return [(rank, 2 * count - 1 - rank) if balanced else (rank,) for rank in range(count)]
 
 
-class _Options(NamedTuple):
+class _RingOptions(NamedTuple):
     """The arguments that all parts share."""
 
     scale: float | None
@@ -344,7 +344,7 @@ class _Chunks(NamedTuple):
 def _make_inputs(
     ring: Ring,
     numbers: tuple[int, int],
-    options: _Options,
+    options: _RingOptions,
     q: torch.Tensor,
     keys_and_values: Sequence[torch.Tensor],
 ) -> Any:
@@ -369,7 +369,7 @@ def _make_inputs(
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Any, k: Any, v: Any, sinks: Any, table: Any, ring: Ring, options: _Options
+        ctx: Any, q: Any, k: Any, v: Any, sinks: Any, table: Any, ring: Ring, options: _RingOptions
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(q.dtype, torch.float32)
         queries, chunks = q.chunk(ring.chunks, 2), _Chunks.of(k, v, ring)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,15 +23,19 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import _meta_registrations
-from torch._dynamo import symbolic_convert, trace_rules
+from torch._dynamo import guards, output_graph, symbolic_convert, trace_rules
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.nn_module import NNModuleVariable, UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch.fx.experimental import symbolic_shapes
 
 from torchweld import state
 from torchweld.dispatch.warm import generate
 from torchweld.fusion import probe
+from torchweld.fusion.graph import repeat
 from torchweld.fusion.graph.record import Record, recording
 
 LARGEST = 64  # operations between a graph's inputs and a number that decides a branch
@@ -40,6 +45,7 @@ _OURS = (
     generate.FILES,
 )
 _HANDS = (TensorVariable, NNModuleVariable, UnspecializedNNModuleVariable)
+_MARK = torch._dynamo.mark_static_address  # says of a tensor that it stays in its place
 _now = threading.local()
 
 
@@ -51,6 +57,10 @@ def holds(number: torch.Tensor, wanted: bool) -> None:
     """Stands in a graph for a branch that was decided."""
 
 
+# Errors that another way to capture does not change: of the model's code, and of a backend.
+_NO_FAULT = (Unsupported, BackendCompilerFailed)
+
+
 class Answers:
     """The answers of one kind of capture. `decides` says whether it may branch on numbers."""
 
@@ -59,6 +69,7 @@ class Answers:
 
     def __init__(self, decides: bool) -> None:
         self.decides = decides
+        self.repeats = repeat.Repeats() if decides and repeat.IS_KNOWN else None
         self._denied: list[list[Any]] = []  # the frames that were told no, from the outermost one
 
     @contextlib.contextmanager
@@ -67,7 +78,7 @@ class Answers:
         before, _now.answers = getattr(_now, "answers", None), self
         self._denied = []
         try:
-            with _allowing(_find(state.CAPTURING[1])):
+            with _allowing(_find(state.CAPTURING[1])), _allowing(_MARK):
                 yield
         finally:
             _now.answers = before
@@ -85,7 +96,13 @@ class Answers:
         return False
 
     def learn(self, error: BaseException) -> bool:
-        """After a capture failed: whether a yes, which changes no tensor, may help."""
+        """After a capture failed: whether another attempt may help.
+
+        It is without copies of layers if that failed, or with a yes, which changes no tensor.
+        """
+        if self.repeats is not None and self.repeats.made and not isinstance(error, _NO_FAULT):
+            self.repeats = None
+            return True
         stack = _FRAME.findall(str(error))
         for frames in reversed(self._denied):
             common = None
@@ -162,7 +179,7 @@ def _read(tx: Any, node: torch.fx.Node) -> bool | None:
         return None
     memory = {x.untyped_storage()._cdata for x in record.values}
     for each in node.graph.nodes:
-        if _may_write(each) and not memory.isdisjoint(_list_memory(each)):
+        if may_write(each) and not memory.isdisjoint(_list_memory(each)):
             return None
     numbers = [holder.meta["grapharg"].example for holder in cut.holders]
     numbers = [x.node.hint if isinstance(x, torch.SymInt) else x for x in numbers]
@@ -175,7 +192,8 @@ _IN_PLACE |= {f"i{name}" for name in ("and", "or", "xor", "lshift", "rshift", "m
 _IN_PLACE |= {f"__{name}__" for name in _IN_PLACE}
 
 
-def _may_write(node: torch.fx.Node) -> bool:
+def may_write(node: torch.fx.Node) -> bool:
+    """Whether a node has the name of an operation that writes in place."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")
     writes = is_in_place or name in _IN_PLACE or "set" in name or "out" in node.kwargs
@@ -279,6 +297,45 @@ def _branch(jump: Callable[..., Any]) -> Callable[..., Any]:
     return jump_or_decide
 
 
+# What takes long and is needless here: names of functions for a log, which are read from whole
+# files; all backends, imported to ask whether one of them runs in a transform of torch.func;
+# torch.export and Inductor, imported to leave their lines out of messages.
+_NEEDLESS = (
+    (symbolic_convert, "get_funcname", None),
+    (symbolic_convert.InstructionTranslator, "_throw_if_in_functorch", None),
+    (symbolic_shapes, "uninteresting_files", guards.uninteresting_files()),
+    (output_graph, "uninteresting_files", guards.uninteresting_files()),
+)
+
+
+def _unless_served(function: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+    def call_or_leave(*args: Any) -> Any:
+        return function(*args) if getattr(_now, "answers", None) is None else answer
+
+    return call_or_leave
+
+
+def _if_imported(is_local_map: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo imports much of torch.distributed to ask whether a function is one of its."""
+
+    def ask(value: Any) -> Any:
+        return "torch.distributed.tensor.experimental._func_map" in sys.modules and is_local_map(
+            value
+        )
+
+    return ask
+
+
+def _call_layer(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    def call_or_copy(module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        repeats = getattr(getattr(_now, "answers", None), "repeats", None)
+        if repeats is None or not hasattr(type(module.value), "weld_captures"):
+            return evaluate(module, tx, args, kwargs)
+        return repeats.call(evaluate, module, tx, args, kwargs)
+
+    return call_or_copy
+
+
 def _item(method: Callable[..., Any]) -> Callable[..., Any]:
     def read_or_decide(variable: Any, *args: Any, **kwargs: Any) -> Any:
         if _decides() and variable.dtype is torch.bool:
@@ -315,18 +372,28 @@ def _tell_capturing(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     return ConstantVariable.create(state.is_capturing_at_all()) if is_served else None
 
 
+def _pass_over(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call that changes nothing of what is computed, nor of what eager torch runs."""
+    return ConstantVariable.create(None) if getattr(_now, "answers", None) is not None else None
+
+
 @contextlib.contextmanager
 def _allowing(function: Any) -> Iterator[None]:
-    """Let Dynamo ask its table for a function that it leaves out otherwise."""
+    """Let Dynamo ask its table for a function that it leaves out or forbids otherwise."""
     allowed = trace_rules._allowed_callable_ids
     is_new = function is not None and id(function) not in allowed()
+    is_forbidden = getattr(function, "_dynamo_forbidden", False)
     if is_new:
         allowed.add(id(function))
+    if is_forbidden:
+        function._dynamo_forbidden = False
     try:
         yield
     finally:
         if is_new:
             allowed.remove(id(function))
+        if is_forbidden:
+            function._dynamo_forbidden = True
 
 
 _lock = threading.Lock()
@@ -346,10 +413,20 @@ def _install() -> None:
         for name in state.CAPTURING:
             if (question := _find(name)) is not None:  # not of XPU in torch 2.10
                 handlers.setdefault(question, _tell_capturing)
+        handlers.setdefault(_MARK, _pass_over)
         _meta_registrations._meta_grouped_mm_common = _widen(
             _meta_registrations._meta_grouped_mm_common
         )
         TensorVariable.method_item = _item(TensorVariable.method_item)  # type: ignore[method-assign]
+        UnspecializedNNModuleVariable.call_function = _call_layer(  # type: ignore[method-assign]
+            UnspecializedNNModuleVariable.call_function
+        )
+        for home, name, answer in _NEEDLESS:
+            if (function := getattr(home, name, None)) is not None:
+                setattr(home, name, _unless_served(function, answer))
+        wrapped = getattr(higher_order_ops, "LocalMapWrappedHigherOrderVariable", None)
+        if wrapped is not None:
+            wrapped.should_wrap_in_hop = staticmethod(_if_imported(wrapped.should_wrap_in_hop))
         jumps = [dis.opmap[name] for name in dis.opmap if re.search("JUMP.*_IF_(TRUE|FALSE)", name)]
         for cls in _list_subclasses(symbolic_convert.InstructionTranslatorBase):
             for opcode in jumps:

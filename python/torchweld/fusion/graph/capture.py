@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
-from torch._dynamo import config
+from torch._dynamo import config, eval_frame
 from torch._dynamo.eval_frame import OptimizeContext, _debug_get_cache_entry_list
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.fx import _symbolic_trace
@@ -51,6 +51,7 @@ def make(name: str, backend: Callable[..., Any], whole: bool) -> Callable[..., A
         ready = backend(module, inputs)
         return ready if compare is None else _in_turn(compare, ready)
 
+    compile_graph.is_torchwelds = True  # type: ignore[attr-defined]
     context = torch._dynamo.optimize(  # type: ignore[no-untyped-call]
         compile_graph, nopython=whole
     )
@@ -66,6 +67,22 @@ def _in_turn(compare: Callable[..., Any], run: Callable[..., Any]) -> Callable[.
         return run(*args)
 
     return call
+
+
+def _without_names(find: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo imports all of its backends, Inductor too, to wrap one for its minifier."""
+
+    def find_or_take(backend: Any) -> Any:
+        return backend if hasattr(backend, "is_torchwelds") else find(backend)
+
+    return find_or_take
+
+
+eval_frame.get_compiler_fn = _without_names(eval_frame.get_compiler_fn)
+# Settings of later versions: what is forgotten after a compilation for known backends only, which
+# are imported for that; and a log of what a frame writes.
+_LATER = {"invalidate_compile_context_weakrefs": False, "side_effect_replay_policy": "silent"}
+_LATER = {name: value for name, value in _LATER.items() if hasattr(config, name)}
 
 
 def is_known(run: Any) -> bool:
@@ -93,6 +110,7 @@ class _Patched:
             # The name in torch 2.10; later ones have it as an alias.
             ignore_logger_methods=config.ignore_logger_methods | _list_logging(),
             specialize_float=True,  # a factor is a part of what is proven
+            **_LATER,
         )
         with warnings.catch_warnings(), settings:
             # Dynamo reads gradients of inputs, which warns, and gives advice how to write models.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +12,15 @@ import torch
 from torchweld import state
 from torchweld.fusion import probe
 from torchweld.fusion.graph.normal import COMMUTE
-from torchweld.fusion.graph.record import Number, Record, Ref, Step, read_casts, recording
+from torchweld.fusion.graph.record import (
+    Number,
+    Record,
+    Ref,
+    Step,
+    find_storage,
+    read_casts,
+    recording,
+)
 
 
 class Late(NamedTuple):
@@ -37,6 +45,7 @@ class Proposal:
         run: computes the same by torchweld.
         constants: numbers and names, further arguments of both.
         late: inner tensors that the graph may return.
+        unsaved: outputs that the op's node does not save, so that they may be written later.
     """
 
     op: str
@@ -46,6 +55,7 @@ class Proposal:
     run: Callable[..., Any]
     constants: tuple[Any, ...] = ()
     late: Late | None = None
+    unsaved: Collection[int] = ()
 
 
 @dataclass
@@ -138,6 +148,7 @@ class _Comparing:
     def __init__(self, record: Record, reference: Record, proposal: Proposal) -> None:
         self.ours, self.theirs, self.proposal = record, reference, proposal
         self.same = dict(enumerate(proposal.inputs))  # numbers of the reference's: the graph's
+        self._outside = {find_storage(record.values[number]) for number in proposal.inputs}
         self.region: set[int] = set()
         self._depth = 0
         self._furthest: tuple[int, Step | None, str] = (-1, None, "")
@@ -164,11 +175,13 @@ class _Comparing:
         two = None if b is None else self.ours.steps[b]
         if one is None or two is None or b is None:
             return self._differ(two, _tell(two, one))
-        if one.func != two.func or one.writes or two.writes or len(one.outs) != len(two.outs):
+        if one.func != two.func or len(one.outs) != len(two.outs):
             return self._differ(two, _tell(two, one))
+        if bool(one.writes) != bool(two.writes) or not self._outside.isdisjoint(two.writes):
+            return self._differ(two, f"{two.name} writes in place")
         if one.outs.index(theirs) != two.outs.index(ours):
             return self._differ(two, _tell(two, one))
-        if one.is_random and one.func != "dropout":
+        if one.is_random and not isinstance(one.func, str):  # of those our stream decides
             return self._differ(two, f"{two.name} draws random numbers")
         if not self._alike(one, two):
             return self._differ(two, f"{_tell(two, one)} of other arguments")

@@ -59,7 +59,10 @@ class Step:
 
 
 class Record:
-    """Steps in order, who made each tensor and who reads it."""
+    """Steps in order, who made each tensor and who reads it.
+
+    A number is of a tensor and its contents: a write gives new ones to all tensors of that memory.
+    """
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -68,24 +71,27 @@ class Record:
         self.users: dict[int, list[int]] = collections.defaultdict(list)
         self.node, self.epoch = -1, 0
         self._numbers: dict[int, int] = {}
+        self._sharing: dict[int, list[int]] = collections.defaultdict(list)  # tensors of a storage
 
     def number(self, x: torch.Tensor) -> int:
         """The number of a tensor, a new one for a new tensor."""
         if id(x) not in self._numbers:
             self._numbers[id(x)] = len(self.values)
+            self._sharing[find_storage(x)].append(id(x))
             self.values.append(x)  # so that no other tensor gets its id
         return self._numbers[id(x)]
 
     def add(self, func: Any, args: Any, kwargs: Any, out: Any, writes: tuple[int, ...]) -> None:
         given, named = self.encode(args), self.encode(kwargs)
+        for tensor in (each for storage in writes for each in self._sharing.pop(storage, ())):
+            del self._numbers[tensor]
         outs = tuple(self.number(x) for x in tree_leaves(out) if isinstance(x, torch.Tensor))
         at = len(self.steps)
         self.steps.append(Step(func, given, named, outs, self.node, self.epoch, writes))
         for number in {*list_refs(given), *list_refs(named)}:
             self.users[number].append(at)
-        if not writes:
-            for number in outs:
-                self.made_by.setdefault(number, at)
+        for number in outs:
+            self.made_by.setdefault(number, at)
 
     def cut(self, length: int) -> None:
         """Forget the steps from the one with this number on."""
@@ -111,10 +117,10 @@ class Record:
     # --- For patterns
 
     def maker(self, value: Any, *funcs: Any) -> Step | None:
-        """The step that made a value, if it is one of these operations."""
+        """The step that made a value, if it is one of these operations and writes to nothing."""
         if isinstance(value, Ref) and value.at in self.made_by:
             step = self.steps[self.made_by[value.at]]
-            return step if step.func in funcs else None
+            return step if step.func in funcs and not step.writes else None
         return None
 
     def readers(self, number: int, *funcs: Any) -> list[Step]:
@@ -212,7 +218,8 @@ class _Functions(TorchFunctionMode):
         out = func(*args, **kwargs)
         if func is torch.nn.functional.scaled_dot_product_attention:
             self.record.cut(length)
-            self.record.add("scaled_dot_product_attention", args, kwargs, out, ())
+            given = _read_attention(*args, **kwargs)
+            self.record.add("scaled_dot_product_attention", given, {}, out, ())
         return out
 
     def _drop(self, x: torch.Tensor, p: float, training: bool, inplace: bool) -> torch.Tensor:
@@ -234,6 +241,20 @@ def _read_dropout(
 ) -> tuple[torch.Tensor, float, bool, bool]:
     """The arguments of torch.nn.functional.dropout; torch.dropout calls the third one `train`."""
     return input, p, training if train is None else train, inplace
+
+
+def _read_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Any, ...]:
+    """The arguments of torch.nn.functional.scaled_dot_product_attention, in order."""
+    return query, key, value, attn_mask, float(dropout_p), is_causal, scale, enable_gqa
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import torch
 
 from torchweld.fusion import probe
 from torchweld.fusion.graph.prove import Difference, Late, Proposal, Prover, autocast_as
-from torchweld.fusion.graph.record import Ref, Step, list_refs
+from torchweld.fusion.graph.record import Ref, Step, find_storage, list_refs
 from torchweld.fusion.graph.trace import CannotTraceError, Trace, list_bodies
 
 Finder = Callable[[Any, int], Iterable[Proposal]]
@@ -81,7 +81,7 @@ def rewrite(
         writing.place_all(list(finders))
         if not writing.welded:
             break
-        if writing.is_like(wanted):
+        if not writing.relays or writing.is_like(wanted):
             made.placed += writing.placed
             made.lazy += writing.lazy
             return made
@@ -109,9 +109,14 @@ class _Writing:
         self.placed: list[Placed] = []
         self.lazy: list[Lazy] = []
         self.welded = 0
+        self.relays = False  # whether a result has other strides or shares other memory than before
         self._added: set[torch.fx.Node] = set()
         self._claimed: set[int] = set()
         self._steps: dict[torch.fx.Node, list[int]] = {}
+        self._oldest: dict[int, int] = {}  # the first step that makes a tensor in this memory
+        for number, x in enumerate(self.record.values):
+            at, memory = self.record.made_by.get(number, -1), find_storage(x)
+            self._oldest[memory] = min(at, self._oldest.get(memory, at))
         for at, step in enumerate(self.record.steps):
             self._steps.setdefault(trace.nodes[step.node], []).append(at)
 
@@ -176,7 +181,7 @@ class _Writing:
         dead = self._list_dead(proposal, region, nodes, {n for each in producers for n in each})
         if dead is None:
             return "another operation reads an inner value"
-        results = self._try(proposal, steps[-1])
+        results = self._try(proposal, steps[-1], min(region))
         if isinstance(results, str):
             return results
         if (late := proposal.late) is not None:
@@ -223,11 +228,13 @@ class _Writing:
     def _is_written(self, proposal: Proposal, region: set[int], anchor: torch.fx.Node) -> bool:
         """Whether something writes between its steps, or later to what its node may save."""
         first, last, place = min(region), max(region), self.trace.place[anchor]
-        values = (self.record.values[n] for n in (*proposal.inputs, *proposal.outputs))
+        saved = {*proposal.inputs, *proposal.outputs} - {*proposal.unsaved}
+        values = (self.record.values[n] for n in saved)
         storages = {x.untyped_storage()._cdata for x in values}
         for at, step in enumerate(self.record.steps[first:], first):
             between = at <= last or step.node <= place
-            if step.writes and (between or not storages.isdisjoint(step.writes)):
+            own = at in region  # to memory that it makes
+            if step.writes and not own and (between or not storages.isdisjoint(step.writes)):
                 return True
         return False
 
@@ -270,7 +277,7 @@ class _Writing:
         inside = [self.record.steps[at] for at in self._steps.get(node, ()) if at in region]
         return all(step.is_view and set(step.outs) <= known for step in inside)
 
-    def _try(self, proposal: Proposal, step: Step) -> list[Any] | str:
+    def _try(self, proposal: Proposal, step: Step, first: int) -> list[Any] | str:
         """What the op returns for fake tensors, or why it cannot stand there."""
         given = [self.record.values[number] for number in proposal.inputs]
         try:
@@ -280,12 +287,17 @@ class _Writing:
             probe.read_refusal(error)
             return f"torchweld refuses it: {type(error).__name__}: {str(error)[:160]}"
         results = list(made) if isinstance(made, tuple) else [made]
+        memory = {find_storage(x) for x in given}
         for x, number in zip(results, proposal.outputs, strict=True):
             y = self.record.values[number]
             if (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):
                 return f"it would return {_show(x)} in place of {_show(y)}"
-            if self.keep_strides and str(x.stride()) != str(y.stride()):
+            is_laid_alike = str(x.stride()) == str(y.stride())
+            if self.keep_strides and not is_laid_alike:
                 return "its result would have other strides"
+            is_own = self._oldest[find_storage(y)] >= first and find_storage(x) not in memory
+            is_at_start = str(x.storage_offset()) == str(y.storage_offset())
+            self.relays |= not (is_laid_alike and is_at_start and is_own)
         return results
 
     def _insert(

@@ -11,9 +11,12 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchweld import state
+from torchweld.fusion.graph.answers import may_write
 from torchweld.fusion.graph.record import Record, Ref, find_storage, read_casts, recording
 
 _AUTOCAST = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+# What computes but where Dynamo may note no value.
+_WITHOUT_VALUES = (operator.setitem, operator.getitem, *_AUTOCAST)
 _COUNTERS = (torch._C._log_api_usage_once,)  # they do nothing to what is computed
 # Dynamo leaves the call where code asks; regions ask before each run.
 _QUESTIONS = (state.is_transforming,)
@@ -28,6 +31,9 @@ _VALUES: tuple[type, ...] = (
     str,
 )
 _VALUES += (torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), slice)
+# What begins and ends torch.vmap, and by how many levels.
+_BATCHING = {"lazy_load_decompositions": 0, "_vmap_increment_nesting": 1}
+_BATCHING |= {"_vmap_decrement_nesting": -1}
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
@@ -50,6 +56,7 @@ class Trace(torch.fx.Interpreter):
         self.value: dict[torch.fx.Node, Any] = {}  # with Refs for tensors
         self.maker: dict[int, torch.fx.Node] = {}  # the first node that returns a tensor
         self.effects: set[torch.fx.Node] = set()
+        self._batches = 0  # levels of torch.vmap
         self.casts: dict[int, Any] = {0: read_casts()}
 
     @classmethod
@@ -82,6 +89,11 @@ class Trace(torch.fx.Interpreter):
         self.record.node = self.place[node]
         if node.op == "output":
             return None
+        for given in node.all_input_nodes:
+            if isinstance(x := self.env.get(given), torch.Tensor):
+                self.maker.setdefault(
+                    self.record.number(x), given
+                )  # after a write it has a new one
         out = self._run(node)
         self.value[node] = tree_map(
             lambda x: Ref(self.record.number(x)) if isinstance(x, torch.Tensor) else x, out
@@ -102,16 +114,30 @@ class Trace(torch.fx.Interpreter):
             return node.meta["example_value"]
         if node.target in _COUNTERS or (node.target in _QUESTIONS and not node.users):
             return None
+        if self._batches or _name(node) in _BATCHING:
+            return self._pass_over(node)
         if node.target is torch._C._set_grad_enabled:
             self._begin_epoch(node)
             return None
-        computes = "example_value" in node.meta or node.target in (operator.setitem, *_AUTOCAST)
+        if node.target == "item" and isinstance(node.meta.get("example_value"), torch.SymInt):
+            self._begin_epoch(node)
+            return node.meta["example_value"]  # another run would make another symbol
+        computes = "example_value" in node.meta or node.target in _WITHOUT_VALUES
         if not computes or "functorch" in str(node.target):
             raise CannotTraceError(f"it calls {_name(node)}")
         out = super().run_node(node)
         if node.target in _AUTOCAST or not all(isinstance(x, _VALUES) for x in tree_leaves(out)):
             self._begin_epoch(node)
         return out
+
+    def _pass_over(self, node: torch.fx.Node) -> Any:
+        """Within torch.vmap nothing runs; what leaves it has the value that Dynamo found."""
+        leaves = self._batches == 1 and _name(node) == "_remove_batch_dim"
+        self._batches += _BATCHING.get(_name(node), 0)
+        if may_write(node):
+            raise CannotTraceError(f"torch.vmap calls {_name(node)}")
+        self._begin_epoch(node)
+        return node.meta["example_value"] if leaves else None
 
     def _begin_epoch(self, node: torch.fx.Node) -> None:
         self.effects.add(node)

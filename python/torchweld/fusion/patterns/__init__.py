@@ -1,7 +1,7 @@
 """Recognisers of modules to weld, one function each, in the order of use.
 
-A recogniser takes a module and a View of the model. It yields a Proposal, or a Left with the reason
-not to change it. Append your own to PATTERNS.
+A recogniser takes a module and a View of the model. It yields a Proposal, or a Skipped with the
+reason not to change it. Append your own to PATTERNS.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torchweld.fusion.patterns.norm import find_norm
 from torchweld.fusion.patterns.plain import find_plain_attention, find_plain_linear
 from torchweld.fusion.patterns.rotary import find_rotary
 from torchweld.fusion.view import View
-from torchweld.fusion.weld import Left, Proposal
+from torchweld.fusion.weld import Proposal, Skipped
 
-Pattern = Callable[[torch.nn.Module, View], Iterator[Proposal | Left]]
+Pattern = Callable[[torch.nn.Module, View], Iterator[Proposal | Skipped]]
 
 # torch's own classes, by identity, with the recognisers that may have something to say of them.
 # Pairs of them are found from the module around them.

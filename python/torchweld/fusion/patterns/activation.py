@@ -15,8 +15,8 @@ from torchweld.fusion.view import View
 from torchweld.fusion.weld import (
     Change,
     Kind,
-    Left,
     Proposal,
+    Skipped,
     Tried,
     Weld,
     forward_of,
@@ -108,14 +108,14 @@ def in_words(kind: tuple[str, str]) -> str:
     return kind[0] if kind[1] == "none" else f"{kind[0]} by {kind[1]}"
 
 
-def find_activation(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+def find_activation(module: torch.nn.Module, view: View) -> Iterator[Proposal | Skipped]:
     """A module that computes one of torchweld's activations in any way."""
     kind = None if type(module) in _FAST_IN_EAGER else view.activation(module)
     if kind is None or kind[0] in ("relu", "sigmoid", "tanh"):
         return
     if getattr(module, "inplace", False):
         reason = "it works in place, and torchweld's would need another tensor"
-        yield Left(module, type(module).__name__, reason)
+        yield Skipped(module, type(module).__name__, reason)
     else:
         settings = {"activation": kind[0], "approximate": kind[1]}
         inputs = (probe.values((4, 5, 48), view.device(module)),)
@@ -125,7 +125,7 @@ def find_activation(module: torch.nn.Module, view: View) -> Iterator[Proposal | 
 
 def _propose_both(
     pair: Pair, parent: torch.nn.Module, weld: type[Weld], op: str, view: View, **settings: Any
-) -> Proposal | Left:
+) -> Proposal | Skipped:
     """Propose that the first module computes its activation, the second one, too."""
     kind = view.activation(pair.second)
     assert kind is not None
@@ -134,7 +134,7 @@ def _propose_both(
     return propose_pair(pair, parent, change, kind)
 
 
-def find_batch_norm_act(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+def find_batch_norm_act(module: torch.nn.Module, view: View) -> Iterator[Proposal | Skipped]:
     """The activations among a module's children, with the preceding batch norms."""
     if not any(forward_of(part) in _NORMS for part in module.modules()):
         return
@@ -144,17 +144,17 @@ def find_batch_norm_act(module: torch.nn.Module, view: View) -> Iterator[Proposa
             continue
         if isinstance(pair.first, torch.nn.SyncBatchNorm):
             reason = "its statistics span several processes; LinearBatchNormAct supports that"
-            yield Left(pair.first, pair.what, reason)
+            yield Skipped(pair.first, pair.what, reason)
         else:
             yield _propose_both(pair, module, BatchNormAct, "batch_norm_act", view)
 
 
-def find_linear_act(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+def find_linear_act(module: torch.nn.Module, view: View) -> Iterator[Proposal | Skipped]:
     """The activations among a module's children, with the preceding linear layers."""
     activations = [child for child in module.children() if view.activation(child)]
     for consumer in activations:
         pair = find_pair(consumer, module, view)
-        if isinstance(pair, Left):
+        if isinstance(pair, Skipped):
             yield pair
         elif pair is not None and (form := view.linear(pair.first)):
             is_torchs = forward_of(pair.first) is torch.nn.Linear.forward
@@ -163,18 +163,18 @@ def find_linear_act(module: torch.nn.Module, view: View) -> Iterator[Proposal | 
             yield _propose_both(pair, module, LinearAct, "linear_act", view, **own)
         elif pair is not None and isinstance(pair.first, torch.nn.Linear):
             reason = why_not_change(pair.first) or "it is another kind of linear layer"
-            yield Left(pair.first, pair.what, reason)
+            yield Skipped(pair.first, pair.what, reason)
     for consumer in filter(view.is_unknown_activation, module.children()):
         pair = find_pair(consumer, module, view)
         if isinstance(pair, Pair) and view.linear(pair.first):
-            yield Left(pair.first, pair.what, "its activation is none of torchweld's")
+            yield Skipped(pair.first, pair.what, "its activation is none of torchweld's")
     if type(module) is torch.nn.Sequential:  # it calls no functions
         return
     if module is view.model or any(view.linear(child) for child in module.children()):
         yield from _find_functions(module, view)
 
 
-def _find_functions(module: torch.nn.Module, view: View) -> Iterator[Left]:
+def _find_functions(module: torch.nn.Module, view: View) -> Iterator[Skipped]:
     """Find activations of a linear layer, softmax and dropout that a module calls as functions.
 
     Only the module's own linear layers count. The source of one that does not run by itself is
@@ -190,10 +190,12 @@ def _find_functions(module: torch.nn.Module, view: View) -> Iterator[Left]:
         own = [str(consumer) for producer, consumer in edges if producer is module]
     if own:
         what = " + ".join(dict.fromkeys(own))
-        yield Left(
+        yield Skipped(
             module, what, "functions, which fuse() cannot replace: call torchweld.functional"
         )
     for producer, consumer in edges:
         if isinstance(consumer, str) and view.linear(producer):
             what = f"{type(producer).__name__} + {consumer}"
-            yield Left(producer, what, "its activation is a function: there is no module to change")
+            yield Skipped(
+                producer, what, "its activation is a function: there is no module to change"
+            )

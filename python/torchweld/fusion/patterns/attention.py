@@ -16,7 +16,15 @@ from torchweld.fusion.patterns.dropout_add_norm import add_and_normalize, is_lay
 from torchweld.fusion.patterns.pairs import Pair, can_ask, find_pair, propose_pair
 from torchweld.fusion.patterns.plain import multiplies_slowly
 from torchweld.fusion.view import View
-from torchweld.fusion.weld import Change, Left, Proposal, Weld, forward_of, propose, why_not_change
+from torchweld.fusion.weld import (
+    Change,
+    Proposal,
+    Skipped,
+    Weld,
+    forward_of,
+    propose,
+    why_not_change,
+)
 from torchweld.ops.attention.converted import attention
 from torchweld.ops.gemm.linear_act import linear_as_torch
 from torchweld.ops.gemm.product import multiply
@@ -140,7 +148,7 @@ def _make_mask(
     )
 
 
-def find_multihead_attention(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+def find_multihead_attention(module: torch.nn.Module, view: View) -> Iterator[Proposal | Skipped]:
     """torch.nn.MultiheadAttention, called with or without weights."""
     if forward_of(module) is not torch.nn.MultiheadAttention.forward:
         return
@@ -148,7 +156,7 @@ def find_multihead_attention(module: torch.nn.Module, view: View) -> Iterator[Pr
     if any(isinstance(parent, layers) for parent in view.parents.get(id(module), [])):
         return  # the layer's recogniser changes its attention
     if reason := why_not_change(module) or _why_not_usual(module):
-        yield Left(module, type(module).__name__, reason)
+        yield Skipped(module, type(module).__name__, reason)
         return
     attention: Any = module
     inputs = (probe.values((2, 32, attention.embed_dim), view.device(module)),) * 3
@@ -179,7 +187,7 @@ class SoftmaxDropout(Weld):
         return functional.softmax_dropout(input, p=self.p, training=self.training)
 
 
-def find_softmax_dropout(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+def find_softmax_dropout(module: torch.nn.Module, view: View) -> Iterator[Proposal | Skipped]:
     """The dropouts among a module's children, with the preceding softmax modules."""
     if not any(isinstance(part, torch.nn.Softmax) for part in module.modules()):
         return
@@ -187,15 +195,15 @@ def find_softmax_dropout(module: torch.nn.Module, view: View) -> Iterator[Propos
         if forward_of(consumer) is not torch.nn.Dropout.forward:
             continue
         pair = find_pair(consumer, module, view)
-        if isinstance(pair, Left):
+        if isinstance(pair, Skipped):
             yield pair
         if not isinstance(pair, Pair) or forward_of(pair.first) is not torch.nn.Softmax.forward:
             continue
         if pair.first.dim != -1:
             reason = f"its dim is {pair.first.dim}; softmax_dropout's is -1"
-            yield Left(consumer, pair.what, reason)
+            yield Skipped(consumer, pair.what, reason)
         elif consumer.inplace:
-            yield Left(consumer, pair.what, "it works in place")
+            yield Skipped(consumer, pair.what, "it works in place")
         else:
             change = Change(consumer, SoftmaxDropout, "softmax_dropout")
             yield propose_pair(pair, module, change, True, drops=True)
@@ -323,7 +331,7 @@ _PARTS = (
 )
 
 
-def find_transformer_layer(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+def find_transformer_layer(module: torch.nn.Module, view: View) -> Iterator[Proposal | Skipped]:
     """One of torch's layers whose methods are torch's own."""
     for cls, (weld, numbers) in _LAYERS.items():
         if isinstance(module, cls) and all(
@@ -333,19 +341,19 @@ def find_transformer_layer(module: torch.nn.Module, view: View) -> Iterator[Prop
             yield _propose(module, weld, numbers, view)
 
 
-def _propose(module: Any, weld: type[Weld], numbers: str, view: View) -> Proposal | Left:
+def _propose(module: Any, weld: type[Weld], numbers: str, view: View) -> Proposal | Skipped:
     what = type(module).__name__
     norms, dropouts = ([f"{kind}{n}" for n in numbers] for kind in ("norm", "dropout"))
     if any(name in vars(module) for name in _METHODS):
-        return Left(module, what, "one of its methods is set on the instance")
+        return Skipped(module, what, "one of its methods is set on the instance")
     activation = module.activation
     kind = view.activation(activation)
     if kind is None:
-        return Left(module, what, "its activation is none of torchweld's")
+        return Skipped(module, what, "its activation is none of torchweld's")
     if view.linear(module.linear1) != "plain":
-        return Left(module, what, f"its linear1 is a {type(module.linear1).__name__}")
+        return Skipped(module, what, f"its linear1 is a {type(module.linear1).__name__}")
     if not all(is_layer_norm(getattr(module, name)) for name in norms):
-        return Left(module, what, "its norms are not torch.nn.LayerNorm")
+        return Skipped(module, what, "its norms are not torch.nn.LayerNorm")
     activations = ("activation",) if isinstance(activation, torch.nn.Module) else ()
     inner = (*norms, *dropouts, *activations)
     own = {"inner": inner, "function": _find_function(module), "kind": kind}

@@ -15,9 +15,9 @@ from torchweld.fusion import probe
 from torchweld.fusion.rewrite import reads, rewrite, unwrap, why_not
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import (
-    Left,
     Proposal,
     Rewritten,
+    Skipped,
     forward_of,
     propose,
     why_not_change,
@@ -45,11 +45,11 @@ class BiasedAttention(Rewritten):
 
     @classmethod
     def weld_rewrite(cls, forward: Any) -> Callable[..., Any]:
-        cls.weld_functions = _Functions(unwrap(forward).__globals__[_FUNCTIONS])
+        cls.weld_functions = _BiasFunctions(unwrap(forward).__globals__[_FUNCTIONS])
         return rewrite(forward, _FUNCTIONS, "weld_functions")
 
 
-class _Functions:
+class _BiasFunctions:
     """Transformers' attention functions, with ours for "sdpa" as it was, where it can serve."""
 
     def __init__(self, registry: Any) -> None:
@@ -120,7 +120,7 @@ def _make_bias(
     return torch.where(mask, bias.to(query.dtype), lowest)
 
 
-class _Scope(torch.nn.Module):
+class _BiasScope(torch.nn.Module):
     """An attention, called with the arguments that a probe has.
 
     Its input is normed, as in models, and its scores are about one: if one key has all of the
@@ -151,11 +151,11 @@ class _Scope(torch.nn.Module):
         return self.attention(x, **more)[0]
 
 
-def find_biased_attention(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+def find_biased_attention(module: torch.nn.Module, view: View) -> Iterator[Proposal | Skipped]:
     """An attention of T5's, Swin's or DeepSeek-V3's kind, and blocks of LongT5's kind."""
     forward, what = forward_of(module), type(module).__name__
     if reads(forward, "_split_into_blocks", "_concatenate_3_blocks"):
-        yield Left(module, what, _CUTS)
+        yield Skipped(module, what, _CUTS)
         return
     if not reads(forward, _FUNCTIONS, _GET) or not _has_slow_attention(module):
         return
@@ -164,7 +164,7 @@ def find_biased_attention(module: torch.nn.Module, view: View) -> Iterator[Propo
     if reason is None and hidden is None:
         reason = "it has no projection"
     if reason is not None:
-        yield Left(module, what, reason)
+        yield Skipped(module, what, reason)
         return
     assert hidden is not None
     device = view.device(module)
@@ -172,7 +172,7 @@ def find_biased_attention(module: torch.nn.Module, view: View) -> Iterator[Propo
     if "position_embeddings" in unwrap(forward).__code__.co_varnames:
         width = getattr(module, "qk_rope_head_dim", 0) or getattr(module, "head_dim", hidden)
         inputs.append(probe.values((2, _count_tokens(module), width), device))
-    becomes, scope = "on the CPU block_sparse_attention over all keys", _Scope(module)
+    becomes, scope = "on the CPU block_sparse_attention over all keys", _BiasScope(module)
     yield propose(module, BiasedAttention, becomes, scope=scope, inputs=tuple(inputs), drops=True)
 
 

@@ -16,7 +16,7 @@ from torchweld.fusion import probe
 from torchweld.fusion.patterns.activation import in_words
 from torchweld.fusion.varies import why_it_varies
 from torchweld.fusion.view import View, recognise_activation
-from torchweld.fusion.weld import Left, Proposal, Tried, propose, read_parameters, why_not_change
+from torchweld.fusion.weld import Proposal, Skipped, Tried, propose, read_parameters, why_not_change
 from torchweld.ops.experts import mlp
 from torchweld.ops.experts.grouped import Form
 
@@ -75,7 +75,7 @@ def _is_on_cpu(x: torch.Tensor) -> bool:
     return x.is_cpu
 
 
-def find_experts(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+def find_experts(module: torch.nn.Module, view: View) -> Iterator[Proposal | Skipped]:
     """A module of experts, with two or more tensors of a matrix for each.
 
     Experts that are modules of their own are found as gated MLPs.
@@ -86,7 +86,7 @@ def find_experts(module: torch.nn.Module, view: View) -> Iterator[Proposal | Lef
         return
     found = why_not_change(module) or why_it_varies(module) or find_form(module)
     if isinstance(found, str):
-        yield Left(module, what, found)
+        yield Skipped(module, what, found)
         return
     kind = in_words((found.activation, found.approximate))
     # The activation may be welded, too: the module's own forward calls it, which may serve a GPU.

@@ -30,9 +30,9 @@ from torchweld.fusion.trial import why_not_same
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import (
     Change,
-    Left,
     Proposal,
     Rewritten,
+    Skipped,
     Weld,
     forward_of,
     name_hooks,
@@ -173,7 +173,7 @@ class LossHead(Weld):
             )
 
 
-def find_loss(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+def find_loss(module: torch.nn.Module, view: View) -> Iterator[Proposal | Skipped]:
     """A model of transformers whose forward calls its head, and then its loss.
 
     The loss is self.loss_function, or torch's CrossEntropyLoss.
@@ -197,7 +197,7 @@ def find_loss(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
     if reason is None:
         reason = view.ask_once("loss", module, lambda: _why_not_same(module, settings))
     if reason is not None:
-        yield Left(module, what, reason)
+        yield Skipped(module, what, reason)
         return
     becomes = "linear_cross_entropy in training, logits when read"
     changes = (Change(module, LanguageLoss, becomes, settings), Change(last, LossHead))
@@ -290,7 +290,7 @@ class _Body(torch.nn.Module):
         return _Outputs(self.hidden_states[0])
 
 
-class _Scope(torch.nn.Module):
+class _LossScope(torch.nn.Module):
     """The model with a small head and without a body, called in the ways that trainers do."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -319,7 +319,7 @@ class _Scope(torch.nn.Module):
         return results
 
 
-def _shrink(module: Any, name: str, path: str) -> tuple[_Scope, torch.nn.Linear, int]:
+def _shrink(module: Any, name: str, path: str) -> tuple[_LossScope, torch.nn.Linear, int]:
     """The scope to try the changes in, the layer that computes its logits, and its features."""
     head = module._modules[name]
     last: Any = head.get_submodule(path)
@@ -340,7 +340,7 @@ def _shrink(module: Any, name: str, path: str) -> tuple[_Scope, torch.nn.Linear,
     vars(model)["config"] = _count_words(module.config)
     if "vocab_size" in vars(model):
         vars(model)["vocab_size"] = _WORDS
-    return _Scope(model), small, features
+    return _LossScope(model), small, features
 
 
 def _count_words(config: Any) -> Any:
@@ -374,7 +374,7 @@ def _rewrite(forward: Any, head: str) -> Callable[..., Any]:
     names = [argument.arg for argument in function.args.args]
     if "labels" not in names:
         raise CannotRewriteError("its forward takes no labels")
-    calls = _Calls(names[0], head, reads(forward, _LOSS))
+    calls = _LossCalls(names[0], head, reads(forward, _LOSS))
     tree = calls.visit(tree)
     if calls.heads != 1 or calls.losses != 1 or calls.logits is None:
         raise CannotRewriteError(
@@ -384,7 +384,7 @@ def _rewrite(forward: Any, head: str) -> Callable[..., Any]:
     return functools.wraps(forward)(compile_like(forward, tree, function))
 
 
-class _Calls(ast.NodeTransformer):
+class _LossCalls(ast.NodeTransformer):
     """Replaces the calls of the head and of the loss function, and finds the logits' name."""
 
     def __init__(self, own: str, head: str, has_function: bool) -> None:

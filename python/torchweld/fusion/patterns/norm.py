@@ -12,7 +12,15 @@ from torchweld import functional, nn
 from torchweld.fusion import probe
 from torchweld.fusion.twin import CannotCopyError, Twin
 from torchweld.fusion.view import View
-from torchweld.fusion.weld import Left, Proposal, Tried, Weld, forward_of, propose, read_parameters
+from torchweld.fusion.weld import (
+    Proposal,
+    Skipped,
+    Tried,
+    Weld,
+    forward_of,
+    propose,
+    read_parameters,
+)
 from torchweld.numerics import is_almost
 
 # Rules for the dtype of a result, given the dtypes of x and the weight.
@@ -90,7 +98,7 @@ _TORCHS: dict[Any, tuple[type[Weld], str]] = {
 }
 
 
-def find_norm(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+def find_norm(module: torch.nn.Module, view: View) -> Iterator[Proposal | Skipped]:
     """A leaf with a weight, an epsilon and optionally a bias."""
     what = type(module).__name__
     computed = torch.nn.utils.parametrize.is_parametrized(module)
@@ -104,7 +112,7 @@ def find_norm(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
     if weld is Norm and not _looks_like_norm(module):
         if hasattr(module, "normalized_shape") and not module._parameters:
             reason = "it has no weight: call torchweld.functional.layer_norm or rms_norm"
-            yield Left(module, what, reason)
+            yield Skipped(module, what, reason)
         return
     if (
         weld is Norm
@@ -170,7 +178,7 @@ def _propose_without_weight(module: torch.nn.Module, view: View) -> Iterator[Pro
         yield propose(module, Norm, becomes, settings, inputs=inputs)
 
 
-def _propose_other(module: torch.nn.Module, what: str, view: View) -> Iterator[Proposal | Left]:
+def _propose_other(module: torch.nn.Module, what: str, view: View) -> Iterator[Proposal | Skipped]:
     names = [name for name, value in module._parameters.items() if value is not None]
     weight = module._parameters[names[0]]
     assert weight is not None
@@ -179,11 +187,11 @@ def _propose_other(module: torch.nn.Module, what: str, view: View) -> Iterator[P
     try:
         rule = view.ask_once("rule", module, lambda: _find_rule(module, device))
     except CannotCopyError as error:
-        yield Left(module, what, str(error))
+        yield Skipped(module, what, str(error))
         return
     if view.ask_once("channels first", module, lambda: _takes_channels_first(module)):
         reason = "it normalises the channels of [N, C, H, W]; our norms are over the last dimension"
-        yield Left(module, what, reason)
+        yield Skipped(module, what, reason)
         return
     x = probe.values((2, 5, *weight.shape), device)
     for gate, centered, offset, eps in itertools.product(

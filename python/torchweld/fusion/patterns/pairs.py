@@ -12,9 +12,9 @@ from torchweld.fusion.view import Scope, View
 from torchweld.fusion.weld import (
     Change,
     Kind,
-    Left,
     Proposal,
     Rewritten,
+    Skipped,
     Weld,
     forward_of,
     has_global_hooks,
@@ -139,7 +139,9 @@ class Pair(NamedTuple):
         return f"{type(self.first).__name__} + {type(self.second).__name__}"
 
 
-def find_pair(consumer: torch.nn.Module, parent: torch.nn.Module, view: View) -> Pair | Left | None:
+def find_pair(
+    consumer: torch.nn.Module, parent: torch.nn.Module, view: View
+) -> Pair | Skipped | None:
     """Find the only module that feeds `consumer`, a child of `parent`."""
     if before := _find_in_sequence(parent, consumer):
         return Pair(before, consumer, None)
@@ -148,25 +150,25 @@ def find_pair(consumer: torch.nn.Module, parent: torch.nn.Module, view: View) ->
     if scope is None:
         return None
     if isinstance(scope, str):
-        return Left(consumer, what, f"its producer is unknown: {scope}")
+        return Skipped(consumer, what, f"its producer is unknown: {scope}")
     producers = {edge.producer for edge in scope.edges if edge.consumer is consumer}
     if len(producers) != 1:
         several = sum(view.linear(producer) is not None for producer in producers) > 1
-        return Left(consumer, what, "it follows several layers") if several else None
+        return Skipped(consumer, what, "it follows several layers") if several else None
     (producer,) = producers
     if any(e.producer is producer and e.consumer is not consumer for e in scope.edges):
-        return Left(consumer, what, f"the {type(producer).__name__} before it also feeds others")
+        return Skipped(consumer, what, f"the {type(producer).__name__} before it also feeds others")
     return Pair(producer, consumer, scope)
 
 
 def propose_pair(
     pair: Pair, parent: torch.nn.Module, change: Change, asked: Any, drops: bool = False
-) -> Proposal | Left:
+) -> Proposal | Skipped:
     """Propose that the changed one of two modules computes both where `parent` asks it to."""
     skips_second = change.module is pair.first
     found = _find_asked(parent, pair, change.weld, skips_second, asked)
     if isinstance(found, str):
-        return Left(change.module, pair.what, found)
+        return Skipped(change.module, pair.what, found)
     made, asking = found
     part = PairOnly(pair.first, pair.second, made)
     return Proposal(

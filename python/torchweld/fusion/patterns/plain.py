@@ -91,7 +91,7 @@ def multiplies_slowly(x: torch.Tensor) -> bool:
     return is_converted(x, gemm.find_dtype(x))
 
 
-class _Products(TorchFunctionMode):
+class _PlainProducts(TorchFunctionMode):
     """In it, torch's linear layers and attention in 16 bits are by float32 GEMMs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -114,7 +114,7 @@ def serve_products(forward: Callable[..., Any]) -> Callable[..., Any]:
         first = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)), None)
         if first is None or not multiplies_slowly(first):
             return forward(self, *args, **kwargs)
-        with _Products():
+        with _PlainProducts():
             return forward(self, *args, **kwargs)
 
     return run

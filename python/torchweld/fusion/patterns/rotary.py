@@ -23,9 +23,9 @@ from torchweld.fusion.straight import Kind, why_not_straight
 from torchweld.fusion.twin import Twin
 from torchweld.fusion.view import View
 from torchweld.fusion.weld import (
-    Left,
     Proposal,
     Rewritten,
+    Skipped,
     Weld,
     forward_of,
     propose,
@@ -185,7 +185,7 @@ class RotaryAttention(Rewritten):
         return functional.rotary_embedding_qk(q.to(dtype), k.to(dtype), cos, sin, **options)
 
 
-class _Scope(torch.nn.Module):
+class _RotaryScope(torch.nn.Module):
     """An attention, called with as many angles as each of `widths` says.
 
     With the name of its function it returns too what that makes of other tensors: softmax hides
@@ -303,7 +303,7 @@ def _list_widths(
     widths: list[int] = []
     for width in sorted((size for size in sizes if size > 1), reverse=True):  # one serves all pairs
         try:
-            twin = Twin(_Scope(module, (width,), tables), device, torch.float32)
+            twin = Twin(_RotaryScope(module, (width,), tables), device, torch.float32)
             probe.run(twin.module, inputs, torch.float32)
         except Exception as error:
             probe.read_refusal(error)
@@ -354,7 +354,7 @@ def rotates(forward: Any) -> bool:
     return reads(forward, _ROTATES) or reads(forward, _ROTATES_COMPLEX)
 
 
-def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left]:
+def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Skipped]:
     """An attention of transformers whose code rotates queries and keys by a function's name."""
     forward = forward_of(module)
     names = [name for name in (_ROTATES, _ROTATES_COMPLEX) if reads(forward, name)]
@@ -369,7 +369,7 @@ def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left
     if reason is None and not (head and hidden):
         reason = "it rotates, but no head_dim says how wide a head is"
     if reason is not None:
-        yield Left(module, what, reason)
+        yield Skipped(module, what, reason)
         return
     width: Any = getattr(module, str(head))
     device = view.device(module)
@@ -387,7 +387,7 @@ def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left
         if widths:
             break
     if not widths:
-        yield Left(module, what, "it did not run with angles that fuse() knows")
+        yield Skipped(module, what, "it did not run with angles that fuse() knows")
         return
     takes_norms = why_not(lambda: rewrite(forward, function, "_", _NORMS)) is None
     norms = [getattr(module, name, None) for name in _NORMS if takes_norms]
@@ -410,7 +410,7 @@ def find_rotary(module: torch.nn.Module, view: View) -> Iterator[Proposal | Left
                 "attends": attends,
                 "inner": tuple(_NORMS) if norm else (),
             }
-            scope = _Scope(module, widths, tables, function, bool(norm))
+            scope = _RotaryScope(module, widths, tables, function, bool(norm))
             inner = tuple(part for part in norms if norm and isinstance(part, torch.nn.Module))
             yield propose(
                 module, RotaryAttention, becomes, settings, scope, inner=inner, inputs=inputs
@@ -429,7 +429,7 @@ def _list_norms(norms: list[Any], view: View) -> Iterator[tuple[tuple[str, Any],
 def _list_settings(norm: torch.nn.Module, view: View) -> Iterator[tuple[tuple[str, Any], ...]]:
     """The possible settings of a norm with a weight and without a mean or a bias."""
     for entry in find_norm(norm, view):
-        settings = {} if isinstance(entry, Left) else entry.changes[0].settings
+        settings = {} if isinstance(entry, Skipped) else entry.changes[0].settings
         if (
             settings.get("centered") is False
             and settings["weight_name"] is not None

@@ -1,4 +1,11 @@
-"""block_sparse_attention: attention over only the blocks of a layout."""
+"""block_sparse_attention: attention over only the blocks of a layout.
+
+    y = dropout(softmax(softcap(scale * q k^T) + bias)) v, over the blocks of a layout
+
+Read on in: python/torchweld/ops/attention/reference.py, csrc/core/block_sparse.h,
+csrc/cpu/block_sparse.cpp, csrc/cpu/block_sparse_few.cpp,
+triton_kernels/attention/block_sparse_attention.py, bench/cases/attention.py.
+"""
 
 from __future__ import annotations
 
@@ -399,7 +406,7 @@ OP = Op(
     flops=flops,
     sources={
         "cpu": ("csrc/cpu/block_sparse.cpp", "csrc/cpu/block_sparse_few.cpp"),
-        "triton": ("triton_kernels/block_sparse_attention.py",),
+        "triton": ("triton_kernels/attention/block_sparse_attention.py",),
     },
     refuses=_refuses,
     visible=False,

@@ -96,7 +96,7 @@ def dividing(long_lines: bool) -> Iterator[None]:
 
 
 def _find_tiles() -> Any:
-    return importlib.import_module("torchweld.triton_kernels.attention_tiles")
+    return importlib.import_module("torchweld.triton_kernels.attention.tiles")
 
 
 def take_sample(args: Any, rows: int) -> Sequence[Any]:

@@ -47,7 +47,7 @@ class Factors(NamedTuple):
     down_bias: torch.Tensor | None
 
 
-class Needs(NamedTuple):
+class ExpertNeeds(NamedTuple):
     """The gradients that are wanted."""
 
     input: bool
@@ -295,7 +295,7 @@ def _backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients in the order of the arguments; z is computed again if it was not kept."""
     x, factors, indices, weights, form, rest = _read(inputs)
-    needs = Needs(*rest)
+    needs = ExpertNeeds(*rest)
     wanted = Factors(
         *[
             torch.empty_like(like, memory_format=_PACKED) if need and like is not None else None
@@ -378,7 +378,7 @@ FORM = (
     "str activation, str approximate, bool gated, bool interleaved, bool transposed,"
     " bool weights_first, float? limit, float up_offset"
 )
-_NEEDS = ", ".join(f"bool need_{name}" for name in Needs._fields)
+_NEEDS = ", ".join(f"bool need_{name}" for name in ExpertNeeds._fields)
 
 
 def _read(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -423,7 +423,7 @@ def _fake_backward(*inputs: Any) -> tuple[torch.Tensor, ...]:
 _FORWARD = f"({_TENSORS}, {FORM}, bool save) -> (Tensor y, Tensor order, Tensor z)"
 _BACKWARD = (
     f"(Tensor grad_y, Tensor order, Tensor z, {_TENSORS}, {FORM}, {_NEEDS}) -> ("
-    + ", ".join(f"Tensor grad_{name}" for name in Needs._fields)
+    + ", ".join(f"Tensor grad_{name}" for name in ExpertNeeds._fields)
     + ")"
 )
 forward = define_opaque("experts_mlp", _FORWARD, run_forward, _fake_forward)
@@ -432,7 +432,7 @@ backward = define_opaque("experts_mlp_backward", _BACKWARD, _run_backward, _fake
 
 # --- Triton's kernels -----------------------------------------------------------------------------
 
-TRITON_SOURCE = "triton_kernels/experts.py"
+TRITON_SOURCE = "triton_kernels/experts/grouped.py"
 
 
 def _fake_triton_forward(*inputs: Any) -> tuple[torch.Tensor, ...]:

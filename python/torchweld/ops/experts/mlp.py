@@ -1,4 +1,11 @@
-"""experts_mlp: the feed-forward blocks of a mixture's experts, each on the rows routed to it."""
+"""experts_mlp: the feed-forward blocks of a mixture's experts, each on the rows routed to it.
+
+    y = sum over a row's experts e of weight_e * down_e(act(gate_e(x)) * up_e(x))
+
+Read on in: python/torchweld/ops/experts/grouped.py, csrc/cpu/experts.cpp,
+triton_kernels/experts/grouped.py, triton_kernels/act.py, triton_kernels/experts/products.py,
+bench/cases/experts.py.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +128,7 @@ def experts_mlp(
 Passes = tuple[Callable[..., Any], Callable[..., Any]]
 
 
-class _Experts(torch.autograd.Function):
+class _ExpertsMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, passes: Passes, *inputs: Any) -> torch.Tensor:
         *given, recompute = inputs
@@ -152,7 +159,7 @@ class _Experts(torch.autograd.Function):
         return tuple(found)
 
 
-_apply = find_apply(_Experts)
+_apply = find_apply(_ExpertsMLP)
 _PASSES = {
     "cpu": (grouped.forward, grouped.backward),
     "triton": (grouped.TRITON_FORWARD, grouped.TRITON_BACKWARD),
@@ -181,7 +188,7 @@ def _run_cast(passes: Passes, *inputs: Any) -> torch.Tensor:
     x, dtype = args.input, gemm.find_dtype(args.input)
     factors = {name: getattr(args, name) for name in _CAST}
     cast = {name: None if t is None else t.to(dtype) for name, t in factors.items()}
-    made: torch.Tensor = _Experts.apply(passes, *args._replace(**cast))  # type: ignore[no-untyped-call]
+    made: torch.Tensor = _ExpertsMLP.apply(passes, *args._replace(**cast))  # type: ignore[no-untyped-call]
     return made.to(x.dtype)
 
 
@@ -319,7 +326,7 @@ def _has_many_rows(rows: int, experts: int) -> bool:
     """Whether an expert has so many rows that other tiles serve."""
     if BACKENDS["triton"].why_missing() is not None:
         return False
-    kernels: Any = importlib.import_module("torchweld.triton_kernels.experts")
+    kernels: Any = importlib.import_module("torchweld.triton_kernels.experts.grouped")
     return kernels.has_many_rows(rows, experts)  # type: ignore[no-any-return]
 
 
@@ -412,7 +419,7 @@ def arguments(
     return (activation(*leading, width), *factors, route, residual(*leading, top), *own, *form)
 
 
-_RESULTS = ("y", *(f"grad_{name}" for name in grouped.Needs._fields))
+_RESULTS = ("y", *(f"grad_{name}" for name in grouped.ExpertNeeds._fields))
 _ARGUMENTS = (
     "Tensor input, Tensor gate_up, Tensor down, Tensor indices, Tensor weights,"
     f" Tensor? gate_up_bias, Tensor? down_bias, {grouped.FORM}, bool recompute"
@@ -445,6 +452,6 @@ OP = Composite(
     eager_rounds=True,
 )
 _derive = derive_from_reference(OP)
-# Tensors are the first arguments. Some get a gradient, in the order of `grouped.Needs`.
+# Tensors are the first arguments. Some get a gradient, in the order of `grouped.ExpertNeeds`.
 _TENSORS = len(OP.tensors_at)
 _DIFFERENTIABLE = tuple(map(OP.forward_signature.arguments.index, OP.differentiable))

@@ -1,4 +1,10 @@
-"""route: a router's choice of experts for each token, and its side losses."""
+"""route: a router's choice of experts for each token, and its side losses.
+
+    weights, indices = the k largest of softmax(logits) or sigmoid(logits), of each row
+
+Read on in: csrc/core/route.h, csrc/cpu/route.cpp, csrc/bind/route.cpp,
+triton_kernels/experts/route.py.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +166,7 @@ _HOW = (
     "int k, str scores, int groups, int top_groups, int best_of_group, bool renormalize,"
     " float scale"
 )
-_TRITON = "triton_kernels/route.py"
+_TRITON = "triton_kernels/experts/route.py"
 # A row and its scores are in registers.
 _MOST_EXPERTS, _MOST_CHOSEN = 1024, 64
 # Rows of the check at a kernel's first use.
@@ -221,7 +227,7 @@ _BACKWARD = BareOp(
 )
 
 
-class _Run(NamedTuple):
+class _Routing(NamedTuple):
     """Both passes for calls that a short way has compared."""
 
     forward: Callable[..., Any]
@@ -230,7 +236,7 @@ class _Run(NamedTuple):
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: _Run | None, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, run: _Routing | None, *inputs: Any) -> tuple[torch.Tensor, ...]:
         *found, counts = (_FORWARD.run if run is None else run.forward)(*inputs)
         ctx.save_for_backward(*inputs[:3], found[0], counts)
         ctx.run, ctx.how = run, inputs[3:]
@@ -270,12 +276,12 @@ def _fits_triton(logits: torch.Tensor, k: int, groups: int) -> bool:
 
 def _plan(backend: str, logits: torch.Tensor, how: tuple[Any, ...]) -> Callable[..., Any]:
     is_direct = backend == "cpu" and state.can_read(logits) and not state.has_modes()
-    run = _Run(_FORWARD.direct, _BACKWARD.direct) if is_direct and not is_lazy(logits) else None
+    run = _Routing(_FORWARD.direct, _BACKWARD.direct) if is_direct and not is_lazy(logits) else None
     return partial(_run_kernel, run, wants_gradient(logits), how)
 
 
 def _run_kernel(
-    run: _Run | None,
+    run: _Routing | None,
     trains: bool,
     how: tuple[Any, ...],
     logits: torch.Tensor,

@@ -1,4 +1,10 @@
-"""gated_mlp: a transformer's feed-forward block with a gate, such as SwiGLU."""
+"""gated_mlp: a transformer's feed-forward block with a gate, such as SwiGLU.
+
+    gated_mlp(x) = (act(x gate^T) * x up^T) down^T
+
+Read on in: python/torchweld/ops/gemm/gated_epilogue.py, python/torchweld/ops/gemm/act_linear.py,
+csrc/cpu/act.cpp, triton_kernels/linear_act.py, triton_kernels/act.py.
+"""
 
 from __future__ import annotations
 

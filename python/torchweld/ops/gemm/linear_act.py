@@ -1,4 +1,11 @@
-"""linear_act and linear_gelu: a linear layer and its activation."""
+"""linear_act and linear_gelu: a linear layer and its activation.
+
+    linear_act(x) = act(x weight^T + bias)
+
+Read on in: python/torchweld/ops/gemm/gemm.py, python/torchweld/ops/gemm/epilogue.py,
+python/torchweld/ops/gemm/common.py, csrc/cpu/act.cpp, triton_kernels/linear_act.py,
+triton_kernels/act.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""linear_batch_norm_act: torch's GEMM, then batch_norm_act on its result."""
+"""linear_batch_norm_act: torch's GEMM, then batch_norm_act on its result.
+
+    y = batch_norm_act(x weight^T + bias)
+
+Read on in: python/torchweld/ops/batch_norm/batch_norm_act.py,
+python/torchweld/ops/batch_norm/statistics.py, python/torchweld/ops/gemm/gemm.py,
+csrc/cpu/batch_norm.cpp, triton_kernels/batch_norm.py.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +23,9 @@ from torchweld.dispatch.call import call, decide, run_checkpointed, run_on
 from torchweld.dispatch.warm.cache import short
 from torchweld.dispatch.warm.guards import are_comparable
 from torchweld.names import ActivationName, Approximation
-from torchweld.ops import batch_norm as batch_norms
-from torchweld.ops import column_statistics
+from torchweld.ops.batch_norm import batch_norm_act, statistics
+from torchweld.ops.batch_norm import columns as of_columns
+from torchweld.ops.batch_norm.normalize_act import NORMALIZE_ACT
 from torchweld.ops.gemm import common as layers
 from torchweld.ops.gemm import gemm
 from torchweld.registry import ROWS, Composite, constant, parameter, variance
@@ -96,7 +104,7 @@ def _plan(backend: str, x: Tensor, *rest: Any) -> Callable[..., Tensor]:
     weight, bias, *columns, training, momentum, eps, group, activation, approximate = rest
     running_mean, running_var, bn_weight, bn_bias = columns
     kind, width = (activation, approximate), weight.shape[:1]
-    column_statistics.check_numbers(OP, training, momentum, eps)
+    statistics.check_numbers(OP, training, momentum, eps)
     if not layers.fits(x, weight, bias) or not checks.all_dense(x, *columns):
         _check(x, *rest)
     dtype = gemm.find_dtype(x)
@@ -109,18 +117,19 @@ def _plan(backend: str, x: Tensor, *rest: Any) -> Callable[..., Tensor]:
         needs_z = gemm.wants_gradient(x, weight, None if training else bias)
         z = x.new_empty(0, dtype=dtype).requires_grad_(needs_z)
     if training:
-        if not batch_norms.is_training(x, width, columns, group):
+        if not batch_norm_act.is_training(x, width, columns, group):
             _check(x, *rest)
         columns[3] = _add_nothing(bias, bn_weight, bn_bias)
         how = (momentum, eps, group, *kind)
-        return partial(_train, batch_norms.plan_training(backend, z, columns, *how))
-    if not batch_norms.are_running(x, width, running_mean, running_var):
+        return partial(_train, batch_norm_act.plan_training(backend, z, columns, *how))
+    if not of_columns.are_running(x, width, running_mean, running_var):
         _check(x, *rest)
     trains = gemm.wants_gradient(x, weight, bias, bn_weight, bn_bias)
     if is_plain and backend == "cpu" and not trains:
         return partial(_evaluate_in_place, (eps, *kind))
     if is_plain and (trains or bias is None):
-        return partial(_differentiate, batch_norms.plan_evaluation(backend, z, columns, eps, *kind))
+        plan = batch_norm_act.plan_evaluation(backend, z, columns, eps, *kind)
+        return partial(_differentiate, plan)
     return partial(_evaluate, backend)
 
 
@@ -139,7 +148,7 @@ def _evaluate_in_place(how: tuple[Any, ...], x: Tensor, *rest: Any) -> Tensor:
     weight, bias, mean, var, bn_weight, bn_bias, *_ = rest
     z = gemm.linear(x, weight)
     if bias is not None:
-        mean, var = batch_norms.wide(mean) - bias, batch_norms.wide(var)
+        mean, var = of_columns.wide(mean) - bias, of_columns.wide(var)
     _IN_PLACE.direct(z, mean, var, bn_weight, bn_bias, *how)
     return z
 
@@ -160,24 +169,24 @@ def _evaluate(backend: str, x: Tensor, *rest: Any) -> Tensor:
     trained = gemm.wants_gradient(x, weight, bias, bn_weight, bn_bias)
     z = gemm.linear(x, weight, bias if trained else None)
     if bias is not None and not trained:  # subtracted from the mean instead of added to z
-        mean, var = batch_norms.wide(mean) - bias, batch_norms.wide(var)
+        mean, var = of_columns.wide(mean) - bias, of_columns.wide(var)
     arguments = (z, mean, var, bn_weight, bn_bias, eps, *kind)
     if backend == "cpu" and not trained and layers.may_overwrite(z):
         _normalize_act_(*arguments)
         return z
-    return run_on(batch_norms.NORMALIZE_ACT, backend, *arguments)
+    return run_on(NORMALIZE_ACT, backend, *arguments)
 
 
 def _reference(x: Tensor, *rest: Any) -> Tensor:
     weight, bias, *columns, training, momentum, eps, group, _, _ = rest
-    column_statistics.check_numbers(OP, training, momentum, eps)
+    statistics.check_numbers(OP, training, momentum, eps)
     if not layers.fits(x, weight, bias):
         _check(x, *rest)
     z = linear(x, weight, bias)
-    wrong = training and not batch_norms.is_training(z, z.shape[-1:], columns, group)
-    if wrong or batch_norms.unlike(z, *columns):
+    wrong = training and not batch_norm_act.is_training(z, z.shape[-1:], columns, group)
+    if wrong or of_columns.unlike(z, *columns):
         _check(x, *rest)
-    return batch_norms.reference(OP, z, *rest[2:])
+    return batch_norm_act.reference(OP, z, *rest[2:])
 
 
 def _check(x: Any, weight: Any, bias: Any, *rest: Any) -> None:
@@ -185,8 +194,8 @@ def _check(x: Any, weight: Any, bias: Any, *rest: Any) -> None:
     layers.check(OP.name, x, jagged=False, weight=weight, bias=bias)
     running = {"running_mean": running_mean, "running_var": running_var}
     pairs = running, {"bn_weight": bn_weight, "bn_bias": bn_bias}
-    batch_norms.check_columns(OP, x, weight.shape[:1], "the rows of weight", eps, kind, *pairs)
-    batch_norms.check_training(OP, x, running, training, momentum, group)
+    of_columns.check_columns(OP, x, weight.shape[:1], "the rows of weight", eps, kind, *pairs)
+    batch_norm_act.check_training(OP, x, running, training, momentum, group)
 
 
 def _size(leading: tuple[int, ...], row: tuple[int, ...]) -> tuple[Any, ...]:
@@ -211,7 +220,7 @@ OP = Composite(
     sharding=ROWS,
     sized=_size,
     flops=lambda x, weight, *_: count_for_gemms(x.numel() * weight.shape[0]),
-    sources=batch_norms.SOURCES,
+    sources=of_columns.SOURCES,
     slower=(torch.float64,),
     eager_rounds=True,
 )

@@ -1,4 +1,10 @@
-"""mlp: two linear layers with an activation between them, a transformer's feed-forward block."""
+"""mlp: two linear layers with an activation between them, a transformer's feed-forward block.
+
+    mlp(x) = act(x up^T + up_bias) down^T + down_bias
+
+Read on in: python/torchweld/ops/gemm/linear_act.py, python/torchweld/ops/gemm/act_linear.py,
+csrc/cpu/act.cpp, triton_kernels/linear_act.py, triton_kernels/act.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of losses, the rows that losses make of them, and this device's part."""
+"""Checks of the arguments of losses, and the rows that losses make of them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ import torch
 
 from torchweld import checks, state
 from torchweld.dispatch.dtensor import (
-    as_dtensor,
     is_dtensor,
-    is_strided,
-    replicate,
-    take_part,
 )
 from torchweld.dispatch.library import LIBRARY
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import rows
-from torchweld.ops.loss.rows import How
+from torchweld.ops.loss.rows import LossTransform
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int64, torch.int32, torch.uint8)
@@ -242,7 +238,7 @@ def check_target(
 
 def read_rows(
     settings: Settings, target: torch.Tensor, weight: torch.Tensor | None, temperature: Any
-) -> tuple[torch.Tensor, How]:
+) -> tuple[torch.Tensor, LossTransform]:
     """The targets as rows, and how u follows from the logits."""
     q = inverse = sum_of_weights = None
     count, kind, classes = math.prod(settings.leading), settings.kind, settings.classes
@@ -259,154 +255,9 @@ def read_rows(
         weight = weight.detach().to(kind)
         sum_of_weights = weight.sum()
     scaling = (settings.scale, settings.softcap)
-    return target, How(sum_of_weights, weight, q, inverse, *scaling, classes, kind)
+    return target, LossTransform(sum_of_weights, weight, q, inverse, *scaling, classes, kind)
 
 
 def _refuse_gradient(function: str, name: str, value: torch.Tensor) -> None:
     if value.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(function, name, "a tensor that requires grad", "one without")
-
-
-# --- Of several devices -----------------------------------------------------------------------
-
-
-class Classes(NamedTuple):
-    """The classes of this device, of a vocabulary that the devices of a group share."""
-
-    group: str  # the name of the process group
-    begin: int
-    size: int
-    whole: int  # the number of all classes
-    most: int  # the largest number of classes that a device has
-
-
-class Place(NamedTuple):
-    """The rows and classes that this device holds of tensors on a mesh; without one, all."""
-
-    function: str
-    mesh: Any = None
-    of_rows: tuple[Any, ...] = ()  # placements of tensors that have the input's leading dimensions
-    leading: tuple[int, ...] = ()  # of the rows of all devices
-    shared_along: int | None = None  # the dimension of the mesh that shares the vocabulary
-    classes: Classes | None = None  # None: the device has all classes
-
-    def take_rows(self, name: str, value: Any) -> Any:
-        """Take this device's rows of a tensor; return any other value unchanged."""
-        if self.mesh is None or not isinstance(value, torch.Tensor):
-            return value
-        if tuple(value.shape[: len(self.leading)]) != self.leading:
-            accepted = f"the rows' shape, {[*self.leading]}"
-            raise ArgumentError(self.function, name, f"of shape {[*value.shape]}", accepted)
-        return take_part(self.function, name, value, self.mesh, self.of_rows, self.of_rows)
-
-    def take_target(self, target: Any) -> Any:
-        """Take this device's rows of a target, and its classes of probabilities."""
-        soft = isinstance(target, torch.Tensor) and target.is_floating_point()
-        if not soft or self.classes is None:
-            return self.take_rows("target", target)
-        shape = (*self.leading, self.classes.whole)
-        checks.shaped(self.function, "target", target, shape, "one probability a class")
-        if target.requires_grad and torch.is_grad_enabled():
-            accepted = "ones without, where devices share the classes"
-            actual = "probabilities that require grad"
-            raise ArgumentError(self.function, "target", actual, accepted)
-        from torch.distributed.tensor import Shard
-
-        last, at = len(self.leading), self.shared_along
-        placements = [Shard(last) if i == at else of for i, of in enumerate(self.of_rows)]
-        return take_part(self.function, "target", target, self.mesh, placements, placements)
-
-    def take_whole(self, name: str, value: Any) -> Any:
-        """All of a tensor."""
-        if self.mesh is None:
-            return value
-        whole = replicate(self.mesh)
-        return take_part(self.function, name, value, self.mesh, whole, whole)
-
-    def take_classes(self, target: torch.Tensor, how: How) -> tuple[torch.Tensor, How]:
-        """Number targets from this device's first class on, and take its classes' weights.
-
-        Other devices' targets are ELSEWHERE; -1 and targets that are not classes do not change.
-        The sum of weights still covers all classes.
-        """
-        if self.classes is None:
-            return target, how
-        _, begin, size, whole, _ = self.classes
-        here = target - begin
-        here = torch.where((here >= 0) & (here < size), here, rows.ELSEWHERE)
-        here = torch.where(target >= whole, size, here)
-        if how.weight is not None:
-            how = how._replace(weight=how.weight[begin : begin + size])
-        return torch.where(target == -1, -1, here), how
-
-    def add_up(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the devices that have different rows."""
-        if self.mesh is None:
-            return x
-        from torch.distributed.tensor import DTensor, Partial, Replicate
-
-        if all(isinstance(of, Replicate) for of in self.of_rows):
-            return x
-        parts = [of if isinstance(of, Replicate) else Partial() for of in self.of_rows]
-        total = DTensor.from_local(x, self.mesh, parts, run_check=False)
-        return total.redistribute(self.mesh, replicate(self.mesh)).to_local()  # type: ignore[no-any-return]
-
-    def wrap(self, result: Any) -> Any:
-        """Results of each row, or one number that all devices have, as DTensors."""
-        if self.mesh is None:
-            return result
-        if isinstance(result, tuple):
-            return tuple(map(self.wrap, result))
-        if result.ndim == 0:
-            return as_dtensor(result, self.mesh, replicate(self.mesh), ())
-        shape = (*self.leading, *result.shape[len(self.leading) :])
-        return as_dtensor(result.contiguous(), self.mesh, self.of_rows, shape)
-
-
-def find_place(function: str, input: Any, weight: Any, bias: Any) -> tuple[Place, Any]:
-    """Where this device's part of the work is, and its input, weight and bias."""
-    if not any(map(is_dtensor, (input, weight, bias))):
-        return Place(function), (input, weight, bias)
-    if not is_dtensor(input):
-        accepted = (
-            "a DTensor, as linear_weight is: from_local(input, mesh, [Replicate()]) where devices "
-            "share the vocabulary. Of a layer under FSDP2 call the forward, which gathers its "
-            "weight once"
-        )
-        raise ArgumentError(function, "input", "a plain tensor", accepted)
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    mesh, count = input.device_mesh, input.ndim - 1
-    on_weight = weight.placements if is_dtensor(weight) else replicate(mesh)
-    if is_dtensor(weight) and weight.device_mesh != mesh:
-        raise ArgumentError(function, "linear_weight", "on another mesh", "the mesh of input")
-    along = [at for at, of in enumerate(on_weight) if not isinstance(of, Replicate)]
-    fits = [isinstance(on_weight[at], Shard) and on_weight[at].dim == 0 for at in along]
-    if not all(fits) or len(along) > 1 or any(map(is_strided, on_weight)):
-        placed = ", ".join(map(str, on_weight))
-        accepted = "Shard(0) along at most one dimension of the mesh, Replicate() along the others"
-        raise ArgumentError(function, "linear_weight", f"a DTensor placed {placed}", accepted)
-    shared = along[0] if along else None
-    if any(map(is_strided, input.placements)):
-        raise ArgumentError(function, "input", "a DTensor with strided shards", "Shard(dim)")
-    of_rows, on_input, of_classes = [], [], []
-    for at, of in enumerate(input.placements):
-        keeps = at != shared and isinstance(of, Shard) and of.dim < count
-        of_rows.append(of if keeps else Replicate())
-        on_input.append(Partial() if at == shared else of_rows[-1])
-        of_classes.append(Shard(0) if at == shared else Partial() if keeps else Replicate())
-    classes = None
-    if shared is not None:
-        whole, size = weight.shape[0], mesh.size(shared)
-        each = -(-whole // size)
-        begin = min(each * mesh.get_local_rank(shared), whole)
-        group = mesh.get_group(shared).group_name
-        classes = Classes(group, begin, min(each, whole - begin), whole, each)
-    of_weight = tuple(on_weight)
-    parts = (
-        take_part(function, "input", input, mesh, of_rows, on_input),
-        take_part(function, "linear_weight", weight, mesh, of_weight, of_classes),
-        take_part(function, "linear_bias", bias, mesh, of_weight, of_classes),
-    )
-    leading = tuple(input.shape[:-1])
-    return Place(function, mesh, tuple(of_rows), leading, shared, classes), parts

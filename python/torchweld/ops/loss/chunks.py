@@ -17,7 +17,7 @@ from torchweld import state
 from torchweld.errors import ArgumentError
 from torchweld.ops.gemm import product
 from torchweld.ops.loss import rows
-from torchweld.ops.loss.rows import How
+from torchweld.ops.loss.rows import LossTransform
 from torchweld.registry.constant import assume_constant_result
 
 # GEMMs of 64 rows are as fast per row as larger ones within a tenth.
@@ -53,6 +53,12 @@ class Layer(NamedTuple):
     def is_widened(self) -> bool:
         """Whether the factors are converted to the logits' dtype."""
         return self.logits_dtype != self.input.dtype
+
+
+def as_layer(logits: torch.Tensor) -> Layer:
+    """Given logits: a layer without a weight."""
+    nothing: Any = None
+    return Layer(logits, nothing, None, 0, logits.dtype, False, False, 0)
 
 
 class Needs(NamedTuple):
@@ -371,7 +377,7 @@ def run_forward(
     plan: Plan,
     layer: Layer,
     target: torch.Tensor,
-    how: How,
+    how: LossTransform,
     entropy: bool,
     smooth: bool,
     argmax: bool,
@@ -386,7 +392,7 @@ def run_forward(
     return made
 
 
-def _make_results(layer: Layer, target: torch.Tensor, how: How, argmax: bool) -> Results:
+def _make_results(layer: Layer, target: torch.Tensor, how: LossTransform, argmax: bool) -> Results:
     count = target.shape[0]
     statistics = layer.input.new_zeros((count, rows.STATISTICS), dtype=how.kind)
     statistics[:, rows.SUM] = 1
@@ -404,7 +410,7 @@ def run_backward(
     plan: Plan,
     layer: Layer,
     target: torch.Tensor,
-    how: How,
+    how: LossTransform,
     statistics: torch.Tensor,
     coefficients: torch.Tensor,
     grad_picked: torch.Tensor,
@@ -429,7 +435,7 @@ def run_both(
     plan: Plan,
     layer: Layer,
     target: torch.Tensor,
-    how: How,
+    how: LossTransform,
     make_coefficients: Callable[[], tuple[torch.Tensor, torch.Tensor]],
     smooth: bool,
     begun: Begun | None = None,

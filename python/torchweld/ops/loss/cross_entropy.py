@@ -1,4 +1,11 @@
-"""cross_entropy: of logits, in one pass forward and one backward."""
+"""cross_entropy: of logits, in one pass forward and one backward.
+
+    loss of a row = -log softmax(u)[target], u = softcap(scale * logits) / temperature
+
+Read on in: python/torchweld/ops/loss/results.py, python/torchweld/ops/loss/rows.py,
+python/torchweld/ops/loss/ways/fused.py, csrc/core/loss_rows.h, csrc/cpu/loss_rows.cpp,
+triton_kernels/loss/rows.py.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +21,10 @@ from torchweld.dispatch.call import Decision
 from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
 from torchweld.names import Reduction
-from torchweld.ops.loss import arguments, fused, nodes, results, small
+from torchweld.ops.loss import arguments, chunks, results
 from torchweld.ops.loss.arguments import Settings
+from torchweld.ops.loss.ways import again, fused
+from torchweld.ops.loss.ways import torch as of_torch
 from torchweld.registry import why_not_now
 
 _NAME = "cross_entropy"
@@ -99,13 +108,13 @@ def cross_entropy(
     if is_plain:  # in float64 torch's takes less time
         few = _PLAIN if input.dtype.itemsize < 8 else 2**63
     run = _find_way(settings, few if is_plain else 0, return_lse, inplace, *given)
-    span = small.find_span(settings, input, few)
+    span = of_torch.find_span(settings, input, few)
     return Decision(None, run, given, _TENSORS, **span)
 
 
 def _find_way(
     settings: Settings, few: int, returns_lse: bool, inplace: bool, *given: Any
-) -> small.Run:
+) -> of_torch.Run:
     """What serves a call: torch's op of few logits, one op of ours, or several; or eager torch."""
     input, target, weight, temperature, token_weights = given
     trains = torch.is_grad_enabled()
@@ -113,22 +122,22 @@ def _find_way(
     refuses = soft_trains or why_not_now() is not None
     how = (refuses or _takes_eager(input), returns_lse, inplace)
     in_several = partial(_compute, settings._replace(leading=()), *how)
-    if few and small.may_serve(few, settings, *given):
-        return small.cross_entropy(settings, trains and input.requires_grad, in_several)
+    if few and of_torch.may_serve(few, settings, *given):
+        return of_torch.cross_entropy(settings, trains and input.requires_grad, in_several)
     terms = (token_weights, input, target, weight, temperature)
     if not (refuses or returns_lse or inplace) and fused.may_serve(settings, *terms):
         return _fuse(settings, input)
     return in_several
 
 
-def _fuse(settings: Settings, input: torch.Tensor) -> small.Run:
+def _fuse(settings: Settings, input: torch.Tensor) -> of_torch.Run:
     """What serves calls like this one in one op, or in few launches."""
     dtype = torch.float32 if checks.autocasts(input.device.type) else input.dtype
-    run = fused.make_run(settings, dtype, nodes.as_layer(_as_rows(input)))
+    run = fused.make_run(settings, dtype, chunks.as_layer(_as_rows(input)))
     return partial(_run_rows, run)
 
 
-def _run_rows(run: small.Run, input: torch.Tensor, *terms: Any) -> Any:
+def _run_rows(run: of_torch.Run, input: torch.Tensor, *terms: Any) -> Any:
     return run(_as_rows(input), None, None, *terms)
 
 
@@ -161,11 +170,11 @@ def _compute(
     logits = _as_rows(input)
     target, how = arguments.read_rows(settings, target, weight, temperature)
     factors, count = results.make_factors(settings, target, how, token_weights)
-    asked = (target, how, factors.find_wanted())
+    asked = (target, how, factors.find_outputs())
     if takes_eager:
         rows = results.reference(logits, *asked)
     else:
-        rows = nodes.find(nodes.as_layer(logits), *asked, inplace)
+        rows = again.find(chunks.as_layer(logits), *asked, inplace)
     made = results.reduce(settings, factors, rows, count)
     if not checks.autocasts(input.device.type):
         made = made.to(input.dtype)

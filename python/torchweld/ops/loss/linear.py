@@ -1,7 +1,13 @@
 """linear_cross_entropy and linear_logprobs: the logits exist only in chunks.
 
-This file checks the arguments. `find_way` of ways.py decides whether logits are kept, or computed
-again in chunks of rows, and `find_rows` of chunks.py how many rows a chunk has.
+    loss = cross_entropy(x linear_weight^T + linear_bias, target)
+
+This file checks the arguments. `find_way` of ways/find.py decides whether logits are kept, or
+computed again in chunks of rows, and `find_rows` of chunks.py how many rows a chunk has.
+
+Read on in: python/torchweld/ops/loss/ways/find.py, python/torchweld/ops/loss/ways/kind.py,
+python/torchweld/ops/loss/chunks.py, python/torchweld/ops/loss/ways/kept.py,
+python/torchweld/ops/loss/ways/again.py, python/torchweld/ops/loss/rows.py.
 """
 
 from __future__ import annotations
@@ -17,10 +23,11 @@ from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
 from torchweld.names import Accumulation, Reduction
 from torchweld.ops.loss import arguments, chunks, cross_entropy
-from torchweld.ops.loss.arguments import Classes, Place
 from torchweld.ops.loss.chunks import Needs
-from torchweld.ops.loss.results import Wanted
-from torchweld.ops.loss.ways import Kind, find_span, find_way, make_layer
+from torchweld.ops.loss.results import Outputs
+from torchweld.ops.loss.sharding import Classes, Sharding, find_sharding
+from torchweld.ops.loss.ways.find import find_span, find_way
+from torchweld.ops.loss.ways.kind import LossKind, make_layer
 from torchweld.registry import why_not_now
 
 _CROSS_ENTROPY, _LOGPROBS = "linear_cross_entropy", "linear_logprobs"
@@ -105,14 +112,14 @@ def linear_cross_entropy(
     soft = isinstance(target, torch.Tensor) and target.is_floating_point()
     if soft and ignore_index is not None:
         raise ArgumentError(_CROSS_ENTROPY, "ignore_index", ignore_index, "None with probabilities")
-    place, parts = arguments.find_place(_CROSS_ENTROPY, input, linear_weight, linear_bias)
-    if place.mesh is not None:
-        target = place.take_target(target)
-        weight = place.take_whole("weight", weight)
-        temperature = place.take_rows("temperature", temperature)
-        token_weights = place.take_rows("token_weights", token_weights)
+    sharding, parts = find_sharding(_CROSS_ENTROPY, input, linear_weight, linear_bias)
+    if sharding.mesh is not None:
+        target = sharding.take_target(target)
+        weight = sharding.take_whole("weight", weight)
+        temperature = sharding.take_rows("temperature", temperature)
+        token_weights = sharding.take_rows("token_weights", token_weights)
     scaling |= {"weight": weight, "temperature": temperature}
-    kind = _prepare(_CROSS_ENTROPY, place, parts, chunking, target, ignored, **scaling)
+    kind = _prepare(_CROSS_ENTROPY, sharding, parts, chunking, target, ignored, **scaling)
     kind = _prepare_loss(kind, parts, token_weights, return_lse, **terms)
     given = (*parts, target, weight, temperature, token_weights)
     names = (*_LAYER, "target", "weight", "temperature", "token_weights")
@@ -175,24 +182,24 @@ def linear_logprobs(
         ("return_argmax", return_argmax),
     ):
         checks.flag(_LOGPROBS, flag, value)
-    place, parts = arguments.find_place(_LOGPROBS, input, linear_weight, linear_bias)
-    target = place.take_rows("target", target)
-    temperature = place.take_rows("temperature", temperature)
+    sharding, parts = find_sharding(_LOGPROBS, input, linear_weight, linear_bias)
+    target = sharding.take_rows("target", target)
+    temperature = sharding.take_rows("temperature", temperature)
     chunking = (logits_dtype, memory, accumulate, batch_invariant)
     scaling: dict[str, Any] = {"softcap": softcap, "logit_scale": logit_scale}
     scaling["temperature"] = temperature
-    kind = _prepare(_LOGPROBS, place, parts, chunking, target, ignore_index, **scaling)
-    wanted = Wanted(entropy=return_entropy, argmax=return_argmax)
+    kind = _prepare(_LOGPROBS, sharding, parts, chunking, target, ignore_index, **scaling)
+    wanted = Outputs(entropy=return_entropy, argmax=return_argmax)
     is_plain = kind.is_plain and not (any(wanted) or return_lse)
     kind = kind._replace(wanted=wanted, returns_lse=return_lse, is_plain=is_plain)
     return _finish(kind, (*_LAYER, "target", "temperature"), (*parts, target, temperature))  # type: ignore[no-any-return]
 
 
-def _finish(kind: Kind, names: Sequence[str], given: Sequence[Any]) -> Any:
+def _finish(kind: LossKind, names: Sequence[str], given: Sequence[Any]) -> Any:
     """The decision, with the sizes for which it holds; results where it holds only once."""
     decision = Decision(None, find_way(kind, *given), given, names)
-    if kind.place.mesh is not None:
-        return kind.place.wrap(decision.run())
+    if kind.sharding.mesh is not None:
+        return kind.sharding.wrap(decision.run())
     if kind.into_grad:  # no guard sees whether a weight is a leaf
         return decision.run()
     return decision._replace(**find_span(kind, given[0]))
@@ -203,19 +210,19 @@ def _finish(kind: Kind, names: Sequence[str], given: Sequence[Any]) -> Any:
 
 def _prepare(
     function: str,
-    place: Place,
+    sharding: Sharding,
     parts: Any,
     given: tuple[Any, ...],
     target: Any,
     ignored: Any,
     **options: Any,
-) -> Kind:
+) -> LossKind:
     """Check arguments that both functions have, and decide how such calls are computed.
 
     `given` are the arguments about chunks.
     """
-    casts_to, dtype, chunking = _check_layer(function, parts, place.classes, *given)
-    input, shared, own = parts[0], place.classes, parts[1].shape[0]
+    casts_to, dtype, chunking = _check_layer(function, parts, sharding.classes, *given)
+    input, shared, own = parts[0], sharding.classes, parts[1].shape[0]
     leading, classes = tuple(input.shape[:-1]), own if shared is None else shared.whole
     check = _check_picked if function == _LOGPROBS else arguments.check_target
     several = check(function, target, input, leading, (*leading, own))
@@ -226,9 +233,10 @@ def _prepare(
     logits_dtype, memory, accumulate, batch_invariant = given
     is_free = logits_dtype is None and memory is None and not batch_invariant
     is_free = is_free and accumulate != "grad"
-    kind = Kind(
+    is_plain = sharding.mesh is None and all(options[name] is None for name in _SCALING)
+    kind = LossKind(
         settings,
-        place,
+        sharding,
         casts_to,
         dtype,
         chunking,
@@ -236,15 +244,15 @@ def _prepare(
         needs=Needs(*[trains and x is not None and x.requires_grad for x in parts]),
         takes_eager=soft_trains or why_not_now() is not None,
         is_free=is_free,
-        is_plain=place.mesh is None and is_free and all(options[name] is None for name in _SCALING),
+        is_plain=is_plain and is_free,
     )
     chunks.check_memory(function, make_layer(kind, *parts), kind.needs)
     return kind
 
 
 def _prepare_loss(
-    kind: Kind, parts: Any, token_weights: torch.Tensor | None, returns_lse: bool, **terms: Any
-) -> Kind:
+    kind: LossKind, parts: Any, token_weights: torch.Tensor | None, returns_lse: bool, **terms: Any
+) -> LossKind:
     """Check the other arguments of a loss."""
     settings = arguments.check_terms(kind.settings, parts[0], token_weights, **terms)
     is_plain = kind.is_plain and not (returns_lse or settings.z_loss) and token_weights is None

@@ -9,10 +9,10 @@ import torch
 
 from torchweld.ops.loss import rows
 from torchweld.ops.loss.arguments import Settings
-from torchweld.ops.loss.rows import How
+from torchweld.ops.loss.rows import LossTransform
 
 
-class Wanted(NamedTuple):
+class Outputs(NamedTuple):
     """Per-row results to compute in addition to log-probabilities and log-sum-exp."""
 
     entropy: bool = False
@@ -32,7 +32,7 @@ class RowResults(NamedTuple):
 
 
 def find(
-    made: Sequence[torch.Tensor], target: torch.Tensor, how: How, wanted: Wanted
+    made: Sequence[torch.Tensor], target: torch.Tensor, how: LossTransform, wanted: Outputs
 ) -> RowResults:
     """Compute the results from the row kernel's results."""
     picked, statistics, argmax = made
@@ -64,7 +64,7 @@ def _entropy(statistics: torch.Tensor) -> torch.Tensor:
 def make_coefficients(
     grads: Sequence[torch.Tensor | None],
     target: torch.Tensor,
-    how: How,
+    how: LossTransform,
     statistics: torch.Tensor | None = None,
     on_lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +101,7 @@ def make_coefficients(
     return torch.stack(each, 1), grad_picked
 
 
-class Factors(NamedTuple):
+class LossFactors(NamedTuple):
     """The factors of the terms of each row's loss, [n]; None: the term is absent."""
 
     target: torch.Tensor | None  # of -log p of the target
@@ -109,13 +109,13 @@ class Factors(NamedTuple):
     soft: torch.Tensor | None
     lse_squared: torch.Tensor | None
 
-    def find_wanted(self) -> Wanted:
+    def find_outputs(self) -> Outputs:
         """Find the results that the terms need."""
-        return Wanted(smooth=self.smooth is not None)
+        return Outputs(smooth=self.smooth is not None)
 
-    def divide(self, by: torch.Tensor) -> Factors:
+    def divide(self, by: torch.Tensor) -> LossFactors:
         """The factors of a loss that is divided by a number."""
-        return Factors(*[None if factor is None else factor / by for factor in self])
+        return LossFactors(*[None if factor is None else factor / by for factor in self])
 
     def add(self, row_results: RowResults) -> torch.Tensor:
         """The loss of each row."""
@@ -135,7 +135,7 @@ class Factors(NamedTuple):
         return self.add(row_results).sum()
 
     def make_coefficients(
-        self, target: torch.Tensor, how: How
+        self, target: torch.Tensor, how: LossTransform
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradient kernel's coefficients and grad_picked of the sum."""
         picked = None if self.target is None else -self.target.unsqueeze(1)
@@ -145,8 +145,8 @@ class Factors(NamedTuple):
 
 
 def make_factors(
-    settings: Settings, target: torch.Tensor, how: How, token_weights: torch.Tensor | None
-) -> tuple[Factors, torch.Tensor]:
+    settings: Settings, target: torch.Tensor, how: LossTransform, token_weights: torch.Tensor | None
+) -> tuple[LossFactors, torch.Tensor]:
     """Make the factors of a row's terms, and the divisor of a mean."""
     soft, smoothing, classes = how.probabilities is not None, settings.label_smoothing, how.classes
     if soft:
@@ -161,7 +161,7 @@ def make_factors(
             token_weights = torch.where(target[:, 0] == -1, 0.0, token_weights)
         counted, weights = counted * token_weights, weights * token_weights
     main = (1 - smoothing) * weights if smoothing else weights
-    factors = Factors(
+    factors = LossFactors(
         None if soft else main,
         counted * (smoothing / classes) if smoothing else None,
         main if soft and smoothing < 1 else None,
@@ -172,7 +172,7 @@ def make_factors(
 
 def reduce(
     settings: Settings,
-    factors: Factors,
+    factors: LossFactors,
     row_results: RowResults,
     count: torch.Tensor,
     add_up: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
@@ -185,7 +185,9 @@ def reduce(
     return total if settings.reduction == "sum" else total / count
 
 
-def reference(logits: torch.Tensor, target: torch.Tensor, how: How, wanted: Wanted) -> RowResults:
+def reference(
+    logits: torch.Tensor, target: torch.Tensor, how: LossTransform, wanted: Outputs
+) -> RowResults:
     """The results by plain torch, which differentiates them any number of times."""
     ignored = rows.is_ignored(target)
     # An ignored row gets no gradient, whatever its logits are.

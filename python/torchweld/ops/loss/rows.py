@@ -22,7 +22,7 @@ COEFFICIENTS = 5
 ELSEWHERE = -2
 
 
-class How(NamedTuple):
+class LossTransform(NamedTuple):
     """How u follows from the logits, and the weights of its sums.
 
     how[:4] are tensors, and how[1:6] are the arguments that kernels take.
@@ -41,7 +41,7 @@ class How(NamedTuple):
         """The sum of the classes' weights."""
         return self.classes if self.sum_of_weights is None else self.sum_of_weights
 
-    def take(self, rows: slice | torch.Tensor) -> How:
+    def take(self, rows: slice | torch.Tensor) -> LossTransform:
         """Take some of the rows."""
         q, inverse = self.probabilities, self.inverse_temperature
         return self._replace(
@@ -55,7 +55,7 @@ def accumulate_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def transform(logits: torch.Tensor, how: How) -> torch.Tensor:
+def transform(logits: torch.Tensor, how: LossTransform) -> torch.Tensor:
     """u of the logits, differentiable."""
     u = logits.to(accumulate_type(logits.dtype))
     u = u * how.scale if how.scale != 1 else u
@@ -79,7 +79,7 @@ def is_ignored(target: torch.Tensor) -> torch.Tensor:
     return (target == -1).all(1) & (target.shape[1] > 0)
 
 
-def _weigh(how: How, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _weigh(how: LossTransform, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """w, and w * q."""
     weight = u.new_ones(u.shape[1]) if how.weight is None else how.weight
     q = how.probabilities
@@ -90,7 +90,7 @@ def forward_reference(
     logits: torch.Tensor, target: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     *given, entropy, smooth, argmax = rest
-    how = How(None, *given)
+    how = LossTransform(None, *given)
     u = transform(logits, how)
     statistics = u.new_zeros(u.shape[0], STATISTICS)
     if u.shape[1]:
@@ -125,7 +125,7 @@ def backward_reference(
     grad_picked: torch.Tensor,
     *given: Any,
 ) -> torch.Tensor:
-    how = How(None, *given)
+    how = LossTransform(None, *given)
     u = transform(logits, how)
     on_p, on_lse, on_entropy, on_smooth, on_dot = coefficients.unsqueeze(2).unbind(1)
     highest = statistics[:, HIGHEST : HIGHEST + 1]
@@ -190,7 +190,7 @@ GIVEN_SCHEMA = (
     "Tensor? weight, Tensor? probabilities, Tensor? inverse_temperature, float scale, float softcap"
 )
 GRADS_SCHEMA = "Tensor coefficients, Tensor grad_picked"
-# Every field of How, and of RowResults, for ops that graphs hold.
+# Every field of LossTransform, and of RowResults, for ops that graphs hold.
 HOW_SCHEMA = f"Tensor? sum_of_weights, {GIVEN_SCHEMA}, SymInt classes, ScalarType kind"
 RESULTS_SCHEMA = (
     "(Tensor log_probabilities, Tensor lse, Tensor entropy, Tensor smooth, Tensor soft,"
@@ -231,11 +231,11 @@ SCALE = RowOp(
     "scale_",
     "(Tensor(a!) x, Tensor factor) -> ()",
     backends=(),
-    triton="triton_kernels/scale.py",
+    triton="triton_kernels/loss/scale.py",
     reference=_scale_reference,
     sample=lambda x, factor: (x.flatten()[:_SAMPLED], factor),
 )
-_TRITON = "triton_kernels/loss_rows.py"
+_TRITON = "triton_kernels/loss/rows.py"
 FORWARD = RowOp(
     "loss_rows",
     f"(Tensor logits, Tensor target, {GIVEN_SCHEMA}, bool entropy, bool smooth, bool argmax)"

@@ -1,4 +1,10 @@
-"""rotary_embedding_packed_: queries and keys rotated where they are in a packed projection."""
+"""rotary_embedding_packed_: queries and keys rotated where they are in a packed projection.
+
+    as rotary_embedding, of the queries and keys in [*, (queries + 2 keys) * width]
+
+Read on in: python/torchweld/ops/rotary/rotary_embedding.py, python/torchweld/ops/rotary/op.py,
+csrc/cpu/rotary.cpp, triton_kernels/rotary.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""rotary_embedding: turn pairs of columns by angles, after an optional RMSNorm."""
+"""rotary_embedding: turn pairs of columns by angles, after an optional RMSNorm.
+
+    (a, b) of a pair of columns becomes (a cos - b sin, b cos + a sin)
+
+Read on in: python/torchweld/ops/rotary/reference.py, python/torchweld/ops/rotary/op.py,
+csrc/core/rotary.h, csrc/cpu/rotary.cpp, triton_kernels/rotary.py, bench/cases/rotary.py.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable
 import torch
 
 from torchweld.fusion.graph.patterns.activation import find_act
+from torchweld.fusion.graph.patterns.attention import find_attention
 from torchweld.fusion.graph.patterns.dropout_add import find_dropout_add
+from torchweld.fusion.graph.patterns.experts import find_experts
 from torchweld.fusion.graph.patterns.gated_act import find_gated_act
 from torchweld.fusion.graph.patterns.layer_norm import (
     find_add_layer_norm,
@@ -24,6 +26,7 @@ from torchweld.fusion.graph.patterns.loss import find_large_loss, find_loss
 from torchweld.fusion.graph.patterns.modulation import find_gated_residual, find_modulated_norm
 from torchweld.fusion.graph.patterns.rms_norm import find_add_rms_norm, find_rms_norm
 from torchweld.fusion.graph.patterns.rotary import find_normed_rotary, find_rotary
+from torchweld.fusion.graph.patterns.rotary_forms import find_rotary_forms
 from torchweld.fusion.graph.patterns.softmax import find_softmax
 from torchweld.fusion.graph.prove import Proposal
 from torchweld.fusion.graph.record import Record
@@ -31,6 +34,8 @@ from torchweld.ops.gemm.linear_act import is_left_to_compiler
 
 FINDERS: list[Callable[[Record, int], Iterable[Proposal]]] = [
     find_loss,
+    find_experts,
+    find_attention,
     find_modulated_norm,
     find_gated_residual,
     find_normed_rotary,
@@ -41,6 +46,7 @@ FINDERS: list[Callable[[Record, int], Iterable[Proposal]]] = [
     find_layer_norm_by_hand,
     find_dropout_add,
     find_rotary,
+    find_rotary_forms,
     find_gated_act,
     find_linear_act,
     find_act,

@@ -20,38 +20,46 @@ class _Norm(NamedTuple):
     x: Ref
     shape: tuple[int, ...]
     weight: int
-    bias: int
+    bias: list[int]  # none of a norm without one
     eps: float
 
 
-def _norm(x: Any, weight: Any, bias: Any, shape: Any, eps: float) -> Any:
-    return torch.nn.functional.layer_norm(x, shape, weight, bias, eps)
+# After the weight there may be a bias, then come constants.
 
 
-def _run_norm(x: Any, weight: Any, bias: Any, shape: Any, eps: float) -> Any:
-    return functional.layer_norm(x, shape, weight, bias, eps)
+def _norm(x: Any, weight: Any, *more: Any) -> Any:
+    *bias, shape, eps = more
+    return torch.nn.functional.layer_norm(x, shape, weight, *(bias or [None]), eps)
+
+
+def _run_norm(x: Any, weight: Any, *more: Any) -> Any:
+    *bias, shape, eps = more
+    return functional.layer_norm(x, shape, weight, *(bias or [None]), eps)
 
 
 def _sum(x: Any, residual: Any, p: float) -> Any:
     return torch.nn.functional.dropout(x, p, True) + residual if p else x + residual
 
 
-def _norm_of_sum(x: Any, residual: Any, weight: Any, bias: Any, eps: float, p: float) -> Any:
-    return torch.nn.functional.layer_norm(_sum(x, residual, p), weight.shape, weight, bias, eps)
+def _norm_of_sum(x: Any, residual: Any, weight: Any, *more: Any) -> Any:
+    return _sum_and_norm(x, residual, weight, *more)[1]
 
 
-def _run_norm_of_sum(x: Any, residual: Any, weight: Any, bias: Any, eps: float, p: float) -> Any:
-    return functional.dropout_add_layer_norm(x, residual, weight, bias, eps=eps, p=p)
+def _run_norm_of_sum(x: Any, residual: Any, weight: Any, *more: Any) -> Any:
+    *bias, eps, p = more
+    return functional.dropout_add_layer_norm(x, residual, weight, *bias, eps=eps, p=p)
 
 
-def _sum_and_norm(x: Any, residual: Any, weight: Any, bias: Any, eps: float, p: float) -> Any:
+def _sum_and_norm(x: Any, residual: Any, weight: Any, *more: Any) -> Any:
+    *bias, eps, p = more
     z = _sum(x, residual, p)
-    return z, torch.nn.functional.layer_norm(z, weight.shape, weight, bias, eps)
+    return z, torch.nn.functional.layer_norm(z, weight.shape, weight, *(bias or [None]), eps)
 
 
-def _run_sum_and_norm(x: Any, residual: Any, weight: Any, bias: Any, eps: float, p: float) -> Any:
+def _run_sum_and_norm(x: Any, residual: Any, weight: Any, *more: Any) -> Any:
+    *bias, eps, p = more
     y, z = functional.dropout_add_layer_norm(
-        x, residual, weight, bias, eps=eps, p=p, return_residual=True
+        x, residual, weight, *bias, eps=eps, p=p, return_residual=True
     )
     return z, y
 
@@ -118,8 +126,9 @@ def _list_casts(record: Record, number: int) -> list[int]:
 
 def find_layer_norm(record: Record, at: int) -> Iterator[Proposal]:
     if (norm := _read_norm(record.steps[at])) is not None:
-        inputs, out = [norm.x.at, norm.weight, norm.bias], [norm.step.outs[0]]
-        yield Proposal("layer_norm", inputs, out, _norm, _run_norm, (norm.shape, norm.eps))
+        inputs, out = [norm.x.at, norm.weight, *norm.bias], [norm.step.outs[0]]
+        constants = norm.shape, norm.eps
+        yield Proposal("layer_norm", inputs, out, _norm, _run_norm, constants, unsaved=out)
 
 
 def find_add_layer_norm(record: Record, at: int) -> Iterator[Proposal]:
@@ -138,10 +147,13 @@ def find_add_layer_norm(record: Record, at: int) -> Iterator[Proposal]:
             continue
         inside = x if drop is None else drop.args[0]
         name = "dropout_add_layer_norm"
-        inputs, constants = [inside.at, residual.at, norm.weight, norm.bias], (norm.eps, p)
+        inputs, constants = [inside.at, residual.at, norm.weight, *norm.bias], (norm.eps, p)
         y, z = norm.step.outs[0], norm.x.at
-        yield Proposal(name, inputs, [y], _norm_of_sum, _run_norm_of_sum, constants)
-        yield Proposal(name, inputs, [z, y], _sum_and_norm, _run_sum_and_norm, constants)
+        for outs, reference, run in (
+            ([y], _norm_of_sum, _run_norm_of_sum),
+            ([z, y], _sum_and_norm, _run_sum_and_norm),
+        ):
+            yield Proposal(name, inputs, outs, reference, run, constants, unsaved=[y])
 
 
 def _read_norm(step: Step) -> _Norm | None:
@@ -150,8 +162,9 @@ def _read_norm(step: Step) -> _Norm | None:
     x, shape, weight, bias, eps = step.args
     sizes = [size.text for size in shape]
     number = as_float(eps)
-    if number is None or not isinstance(weight, Ref) or not isinstance(bias, Ref):
+    if number is None or not isinstance(weight, Ref):
         return None
     if not all(size.isdigit() for size in sizes):
         return None
-    return _Norm(step, x, tuple(map(int, sizes)), weight.at, bias.at, number)
+    biases = [bias.at] if isinstance(bias, Ref) else []
+    return _Norm(step, x, tuple(map(int, sizes)), weight.at, biases, number)

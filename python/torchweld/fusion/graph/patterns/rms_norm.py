@@ -14,11 +14,14 @@ from torchweld.fusion.graph.record import Record, Ref, as_float
 
 _CAST = aten._to_copy.default
 # How the weight is applied: to what is rounded already, as in Llama; in float32, as in OLMo 2; as
-# an offset from one in float32, as in Gemma; and without a cast of the rounded input, as in T5.
-_KINDS = ("rounded", "wide", "plus_one", "promoted")
+# an offset from one in float32, as in Gemma; without a cast of the rounded input, as in T5; and as
+# torch's own function applies it where it is made of other ones.
+_KINDS = ("rounded", "wide", "plus_one", "promoted", "torch")
 
 
 def compute(x: Any, weight: Any, eps: float, kind: str) -> Any:
+    if kind == "torch":
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
     wide = x.to(torch.float32)
     scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
     if kind == "promoted":
@@ -39,20 +42,12 @@ def _run_norm(x: Any, weight: Any, eps: float, kind: str) -> Any:
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 
-def _norm_only(x: Any, eps: float) -> Any:
-    return compute(x, None, eps, "")
+def _norm_only(x: Any, eps: float, kind: str) -> Any:
+    return compute(x, None, eps, kind)
 
 
-def _run_norm_only(x: Any, eps: float) -> Any:
+def _run_norm_only(x: Any, eps: float, kind: str) -> Any:
     return functional.rms_norm(x, x.shape[-1:], None, eps)
-
-
-def _fused(x: Any, weight: Any, eps: float) -> Any:
-    return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
-
-
-def _run_fused(x: Any, weight: Any, eps: float) -> Any:
-    return functional.rms_norm(x, weight.shape, weight, eps)
 
 
 def _add_norm(x: Any, residual: Any, weight: Any, eps: float, kind: str) -> Any:
@@ -68,15 +63,15 @@ def _run_add_norm(x: Any, residual: Any, weight: Any, eps: float, kind: str) -> 
 def find_rms_norm(record: Record, at: int) -> Iterator[Proposal]:
     step = record.steps[at]
     if step.name == "_fused_rms_norm" and len(step.args) == 4:  # torch's own function
-        x, _, weight, eps = step.args
+        x, sizes, weight, eps = step.args
+        out, constants = [step.outs[0]], (as_float(eps), "torch")
         if isinstance(weight, Ref) and record.shape(weight) == record.shape(x)[-1:]:
-            number = as_float(eps)
-            yield Proposal(
-                "rms_norm", [x.at, weight.at], [step.outs[0]], _fused, _run_fused, (number,)
-            )
+            yield Proposal("rms_norm", [x.at, weight.at], out, compute, _run_norm, constants)
+        elif weight is None and len(sizes) == 1:
+            yield Proposal("rms_norm", [x.at], out, _norm_only, _run_norm_only, constants)
     for x, weight, out, eps, kind in list_norms(record, at):
         if weight is None:
-            yield Proposal("rms_norm", [x], [out], _norm_only, _run_norm_only, (eps,))
+            yield Proposal("rms_norm", [x], [out], _norm_only, _run_norm_only, (eps, kind))
         else:
             yield Proposal("rms_norm", [x, weight], [out], compute, _run_norm, (eps, kind))
 
@@ -100,6 +95,11 @@ def list_norms(record: Record, at: int) -> Iterator[tuple[int, int | None, int, 
     if step.func is not aten.rsqrt.default:
         return
     total = record.maker(step.args[0], aten.add.Tensor)
+    if total is None and (made := record.made_by.get(step.args[0].at)) is not None:
+        total = record.steps[made]
+        if total.func is not aten.add_.Scalar:
+            return
+    is_torchs = total is not None and bool(total.writes)
     # Through factors, so that an explanation can name them.
     inside = total and record.strip(total.args[0], aten.mul.Tensor)
     mean = inside and record.maker(inside, aten.mean.dim)
@@ -119,11 +119,12 @@ def list_norms(record: Record, at: int) -> Iterator[tuple[int, int | None, int, 
                 plus = record.maker(weight, aten.add.Tensor)
                 inner = weight if plus is None else record.strip(plus.args[0], _CAST)
                 if isinstance(inner, Ref) and record.shape(inner) == record.shape(x)[-1:]:
+                    kinds = ("plus_one",) if plus else ("rounded", "wide", "promoted")
                     for out in (*_list_casts(record, scaled.outs[0]), scaled.outs[0]):
-                        for kind in ("plus_one",) if plus else ("rounded", "wide", "promoted"):
+                        for kind in ("torch",) if is_torchs else kinds:
                             yield x.at, inner.at, out, eps, kind
         for end in reversed(ends):
-            yield x.at, None, end, eps, ""
+            yield x.at, None, end, eps, "torch" if is_torchs else ""
 
 
 def _list_casts(record: Record, number: int) -> list[int]:

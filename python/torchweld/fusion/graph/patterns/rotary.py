@@ -61,6 +61,7 @@ def _both(q: Any, k: Any, cos: Any, sin: Any, seq_dim: int, form: Form) -> Any:
 
 
 def _run_both(q: Any, k: Any, cos: Any, sin: Any, seq_dim: int, form: Form) -> Any:
+    q, k = _promote(q, cos, form), _promote(k, cos, form)
     return functional.rotary_embedding_qk(q, k, cos, sin, **_options(cos, seq_dim, form))
 
 
@@ -69,7 +70,13 @@ def _one(x: Any, cos: Any, sin: Any, seq_dim: int, form: Form) -> Any:
 
 
 def _run_one(x: Any, cos: Any, sin: Any, seq_dim: int, form: Form) -> Any:
+    x = _promote(x, cos, form)
     return functional.rotary_embedding(x, cos, sin, **_options(cos, seq_dim, form))
+
+
+def _promote(x: Any, cos: Any, form: Form) -> Any:
+    """The dtype of the result, which is that of the angles in a region of autocast."""
+    return x if form.wide else x.to(torch.result_type(x, cos))
 
 
 def _options(cos: Any, seq_dim: int, form: Form) -> dict[str, Any]:
@@ -106,7 +113,7 @@ class Norms(NamedTuple):
 
 
 # Which values of a norm are rounded, in the op's words.
-_ROUNDING = {"rounded": "both", "wide": "result", "plus_one": "result"}
+_ROUNDING = {"rounded": "both", "wide": "result", "plus_one": "result", "torch": "result"}
 
 
 def _normed(

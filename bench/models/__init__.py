@@ -1,0 +1,1 @@
+"""Models that are timed: blocks, transformers' own, and a GPT that learns."""

@@ -1,0 +1,1 @@
+"""What a run's results look like: tables, plots, and a comparison of two runs."""

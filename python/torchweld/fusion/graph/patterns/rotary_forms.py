@@ -1,0 +1,100 @@
+"""rotary_embedding_qk, written as a product of complex numbers or half by half."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from torchweld import functional
+from torchweld.fusion.graph.normal import aten
+from torchweld.fusion.graph.prove import Proposal
+from torchweld.fusion.graph.record import Record, Ref, Step
+
+_CAST, _VIEW, _MUL = aten._to_copy.default, aten.view.default, aten.mul.Tensor
+
+
+class _Rotation(NamedTuple):
+    x: int
+    angles: tuple[Ref, ...]
+    outs: list[int]  # the ends that it may have, the one after a cast first
+
+
+def _rotate(x: Any, angles: tuple[Any, ...]) -> Any:
+    if len(angles) == 1:  # complex numbers
+        z = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(z * angles[0]).flatten(3).type_as(x)
+    cos, sin = angles
+    first, second = torch.chunk(x, 2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _both(q: Any, k: Any, *given: Any) -> Any:
+    *angles, _ = given
+    return _rotate(q, tuple(angles)), _rotate(k, tuple(angles))
+
+
+def _run_both(q: Any, k: Any, *given: Any) -> Any:
+    *angles, seq_dim = given
+    interleaved = len(angles) == 1
+    if interleaved:
+        cos, sin = (x.repeat_interleave(2, -1) for x in (angles[0].real, angles[0].imag))
+    else:
+        cos, sin = (torch.cat((x, x), -1) for x in angles)
+    return functional.rotary_embedding_qk(q, k, cos, sin, seq_dim=seq_dim, interleaved=interleaved)
+
+
+def find_rotary_forms(record: Record, at: int) -> Iterator[Proposal]:
+    """Two rotations with the same angles, where this step belongs to the first one."""
+    for first in _read(record, record.steps[at]):
+        for product in record.readers(first.angles[0].at, _MUL):
+            for second in _read(record, product):
+                if second.angles != first.angles or second.outs[0] <= first.outs[0]:
+                    continue
+                dims = [_find_seq_dim(record, each.x, first.angles[0]) for each in (first, second)]
+                if dims[0] is None or dims[0] != dims[1]:
+                    continue
+                for outs in zip(first.outs, second.outs, strict=False):
+                    inputs = [first.x, second.x, *(angles.at for angles in first.angles)]
+                    name = "rotary_embedding_qk"
+                    yield Proposal(name, inputs, list(outs), _both, _run_both, (dims[0],))
+
+
+def _read(record: Record, step: Step) -> Iterator[_Rotation]:
+    """Rotations whose first product is this step."""
+    if step.func is not _MUL or not all(isinstance(each, Ref) for each in step.args):
+        return
+    out = step.outs[0]
+    if record.values[out].is_complex():
+        for z, angles in (step.args, step.args[::-1]):
+            pairs = record.maker(z, aten.view_as_complex.default)
+            if split := pairs and record.maker(pairs.args[0], _VIEW):
+                x = record.strip(split.args[0], _CAST, aten.clone.default)
+                for end in _follow(record, [out], aten.view_as_real.default, _VIEW):
+                    yield _Rotation(x.at, (angles,), [*_follow(record, [end], _CAST), end])
+        return
+    half, cos = step.args
+    split = record.maker(half, aten.split.Tensor)
+    for minus in record.readers(out, aten.sub.Tensor) if split else ():
+        turned = record.maker(minus.args[1], _MUL)
+        if turned is not None and isinstance(turned.args[1], Ref) and len(minus.args) == 2:
+            for end in _follow(record, [minus.outs[0]], aten.cat.default):
+                yield _Rotation(split.args[0].at, (cos, turned.args[1]), [end])
+
+
+def _follow(record: Record, numbers: list[int], *funcs: Any) -> list[int]:
+    """The results of operations, one after another."""
+    for func in funcs:
+        numbers = [step.outs[0] for number in numbers for step in record.readers(number, func)]
+    return numbers
+
+
+def _find_seq_dim(record: Record, x: int, angles: Ref) -> int | None:
+    """The dimension of x that counts tokens, where the angles have the form that the op takes."""
+    sizes, by = ([str(size) for size in record.values[at].shape] for at in (x, angles.at))
+    if len(sizes) != 4 or len(by) != 4 or by[0] not in ("1", sizes[0]):
+        return None
+    if by[1] == "1" and by[2] == sizes[2]:
+        return -2
+    return -3 if by[2] == "1" and by[1] == sizes[1] else None

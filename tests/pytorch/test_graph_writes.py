@@ -1,0 +1,103 @@
+"""fuse(by="graph") where a forward writes to a tensor in place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchweld
+from words import list_ops
+
+WIDTH = 16
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Part(nn.Module):
+    """A norm of a linear layer's result, and a way to call them."""
+
+    def __init__(self, call: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.call = call
+        self.table = nn.Buffer(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self, x)
+
+
+def _write_result(part: Any, x: torch.Tensor) -> torch.Tensor:
+    y = part.norm(part.linear(x))
+    y *= part.table
+    return y
+
+
+def _write_result_by_index(part: Any, x: torch.Tensor) -> torch.Tensor:
+    y = part.norm(part.linear(x))
+    y[:, 0] = 2.0
+    return y + part.table
+
+
+def _write_input_before(part: Any, x: torch.Tensor) -> torch.Tensor:
+    z = part.linear(x)
+    z.mul_(2.0)
+    return part.norm(z)
+
+
+def _write_input_by_a_view(part: Any, x: torch.Tensor) -> torch.Tensor:
+    z = part.linear(x)
+    z[:, :2].mul_(3.0)
+    return part.norm(z)
+
+
+# Of these the norm is welded.
+WELDED = [_write_result, _write_result_by_index, _write_input_before, _write_input_by_a_view]
+
+
+def _write_between(part: Any, x: torch.Tensor) -> torch.Tensor:
+    """By hand: the mean is that of the tensor before the write."""
+    z = part.linear(x).detach().clone()
+    mean = z.mean(-1, keepdim=True)
+    square = (z - mean).pow(2).mean(-1, keepdim=True)
+    z.mul_(2.0)
+    return part.norm.weight * ((z - mean) / torch.sqrt(square + 1e-5)) + part.norm.bias
+
+
+def _run(part: Any, rows: int) -> list[torch.Tensor]:
+    x = torch.randn(rows, 3, WIDTH, generator=torch.Generator().manual_seed(rows))
+    part.zero_grad()
+    y = part(x.requires_grad_())
+    y.pow(3).sum().backward()
+    return [y.detach(), *(p.grad.clone() for p in (x, *part.parameters()) if p.grad is not None)]
+
+
+@pytest.mark.parametrize("call", [*WELDED, _write_between])
+def test_a_write(call: Callable[..., torch.Tensor]) -> None:
+    """A value is that of its time. FlauBERT multiplies results of norms in place, and lost them."""
+    torch.manual_seed(0)
+    want = Part(call)
+    got = torchweld.fuse(copy.deepcopy(want), by="graph")
+    for rows in (4, 5, 7):
+        for a, b in zip(_run(got, rows), _run(want, rows), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+    assert ("layer_norm" in list_ops(got)) == (call in WELDED)
+
+
+def test_torchs_rms_norm() -> None:
+    """On the CPU it adds eps in place to a mean that it made, so that none was known."""
+    torch.manual_seed(0)
+    want = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH, 1e-3, False))
+    got = torchweld.fuse(copy.deepcopy(want), by="graph")
+    for a, b in zip(_run(got, 4), _run(want, 4), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
+    assert list_ops(got) == ["rms_norm", "rms_norm"]

@@ -1,0 +1,1 @@
+"""The loss of large vocabularies."""
