@@ -79,7 +79,7 @@ def imitate_gpu() -> Iterator[None]:
         (torch.cuda, "device_count", 1),
         (torch.utils._triton, "has_triton", True),
     ]
-    for module in launched._list_modules():
+    for module in launched.list_modules():
         if hasattr(module, "processors"):
             answers.append((module, "processors", PROCESSORS))
     with contextlib.ExitStack() as stack:
