@@ -23,8 +23,8 @@ _Way = Callable[[nn.Module, str, Any], Any]
 
 
 @functools.cache
-def _make(name: str, fused: bool) -> nn.Module:
-    """A model without dropout, which tests only copy."""
+def _make(name: str, by: Any = None) -> nn.Module:
+    """A model without dropout, which tests only copy; fused by one of the ways."""
     torch.manual_seed(0)
     model = MODELS[name]()
     for part in model.modules():
@@ -32,8 +32,8 @@ def _make(name: str, fused: bool) -> nn.Module:
             part.p = 0.0
         if isinstance(part, nn.ReLU):
             part.inplace = False  # a call by itself would change the test's input
-    if fused:
-        torchweld.fuse(model)
+    if by is not None:
+        torchweld.fuse(model, by=by)
         assert any(isinstance(part, Weld) for part in model.modules())
     return model
 
@@ -41,7 +41,7 @@ def _make(name: str, fused: bool) -> nn.Module:
 @functools.cache
 def _list_calls(name: str) -> dict[str, Any]:
     """The arguments with which the plain model calls each of its submodules first."""
-    model = copy.deepcopy(_make(name, False))
+    model = copy.deepcopy(_make(name))
     found: dict[str, Any] = {}
     for part, module in model.named_modules():
 
@@ -181,11 +181,13 @@ def _run(model: nn.Module, part: str, way: _Way, call: Any) -> list[torch.Tensor
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # for inputs by name
+@pytest.mark.filterwarnings("ignore:fuse. .* has 8 graphs")  # each part with a hook is a kind
+@pytest.mark.parametrize("by", ["trial", "graph"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__.strip("_"))
 @pytest.mark.parametrize("name", MODELS)
-def test_a_part_means_what_it_meant(name: str, way: _Way) -> None:
+def test_a_part_means_what_it_meant(name: str, way: _Way, by: str) -> None:
     """Results and gradients: no further from float64 than twice the original's, and some units."""
-    plain, fused = _make(name, False), _make(name, True)
+    plain, fused = _make(name), _make(name, by)
     for part, call in _list_calls(name).items():
         expected, found = (_run(model, part, way, call) for model in (plain, fused))
         truth = _run(copy.deepcopy(plain).double(), part, way, call)

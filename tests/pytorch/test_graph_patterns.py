@@ -244,7 +244,7 @@ CASES: dict[str, Case] = {
             attention._reference,
             attention._run,
             ((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, width), *mask),
-            (attention._Options(0.0, causal, scale),),
+            (attention._AttentionOptions(0.0, causal, scale),),
         )
         for name, width, mask, causal, scale in (
             ("with biases", 8, ((1, 4, 6, 6),), False, 0.3),

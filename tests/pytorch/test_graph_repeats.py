@@ -30,18 +30,21 @@ def _forget() -> Any:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The layers that were copied."""
     made: list[Any] = []
-    finish = repeat._Layer.repeat
+    finish = repeat._Evaluated.repeat
 
     def note(layer: Any, *args: Any) -> Any:
         made.append(layer)
         return finish(layer, *args)
 
-    monkeypatch.setattr(repeat._Layer, "repeat", note)
+    monkeypatch.setattr(repeat._Evaluated, "repeat", note)
     return made
 
 
 class Inner(nn.Module):
     """A module with settings of several kinds."""
+
+    shift: torch.Tensor
+    extra: float
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,14 +220,14 @@ class Keeping(Layer):
 
     index = 0
 
-    def forward(self, x: torch.Tensor, memory: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, memory: Any = None) -> torch.Tensor:  # type: ignore[override]
         return super().forward(memory.update(x, self.index))
 
 
 class Branching(Keeping):
     """Reads its number."""
 
-    def forward(self, x: torch.Tensor, memory: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, memory: Any = None) -> torch.Tensor:
         x = memory.update(x, self.index)
         return Layer.forward(self, x * 2 if self.index == CHANGED else x)
 
@@ -232,7 +235,7 @@ class Branching(Keeping):
 class Reading(Keeping):
     """Reads what others wrote."""
 
-    def forward(self, x: torch.Tensor, memory: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, memory: Any = None) -> torch.Tensor:
         x = x * 2 if memory.count == CHANGED else x
         return super().forward(x, memory)
 
@@ -240,7 +243,7 @@ class Reading(Keeping):
 class Asking(Keeping):
     """Reads it by a method."""
 
-    def forward(self, x: torch.Tensor, memory: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, memory: Any = None) -> torch.Tensor:
         x = x * 2 if memory.size() == CHANGED else x
         return super().forward(x, memory)
 
@@ -248,7 +251,7 @@ class Asking(Keeping):
 class Writing(Keeping):
     """Writes by itself."""
 
-    def forward(self, x: torch.Tensor, memory: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, memory: Any = None) -> torch.Tensor:
         memory.count += 1
         return super().forward(x, memory)
 
@@ -256,7 +259,7 @@ class Writing(Keeping):
 class Replacing(Keeping):
     """Replaces the method."""
 
-    def forward(self, x: torch.Tensor, memory: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, memory: Any = None) -> torch.Tensor:
         x = super().forward(x, memory)
         if self.index == 1:
             memory.update = lambda x, index: x
@@ -269,7 +272,7 @@ class Counting(Keeping):
 
     calls = 0
 
-    def forward(self, x: torch.Tensor, memory: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, memory: Any = None) -> torch.Tensor:
         self.calls += 1
         return super().forward(x * self.calls, memory)
 
@@ -315,7 +318,7 @@ class Appending(Layer):
 class Handing(Keeping):
     """Hands an object of its own to one from outside."""
 
-    def forward(self, x: torch.Tensor, memory: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, memory: Any = None) -> torch.Tensor:
         return Layer.forward(self, memory.take([x, x * (1 + self.index)]))
 
 
@@ -392,7 +395,7 @@ def test_a_copy_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> Any:
         raise AssertionError("planted")
 
-    monkeypatch.setattr(repeat._Layer, "_repeat", fail)
+    monkeypatch.setattr(repeat._Evaluated, "_repeat", fail)
     got = check(make())
     assert list_ops(got).count("gated_act") == LAYERS
     (slot,) = type(got).weld_captures.slots.values()

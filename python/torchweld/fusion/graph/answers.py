@@ -187,6 +187,7 @@ def _read(tx: Any, node: torch.fx.Node) -> bool | None:
         return bool(cut.run(*numbers))
 
 
+_OPERATORS = {"and_", "or_", "not_", "is_"}  # Python's, which are words
 _IN_PLACE = {f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
 _IN_PLACE |= {f"i{name}" for name in ("and", "or", "xor", "lshift", "rshift", "matmul")}
 _IN_PLACE |= {f"__{name}__" for name in _IN_PLACE}
@@ -195,7 +196,7 @@ _IN_PLACE |= {f"__{name}__" for name in _IN_PLACE}
 def may_write(node: torch.fx.Node) -> bool:
     """Whether a node has the name of an operation that writes in place."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    is_in_place = name.endswith("_") and not name.endswith("__")
+    is_in_place = name.endswith("_") and not name.endswith("__") and name not in _OPERATORS
     writes = is_in_place or name in _IN_PLACE or "set" in name or "out" in node.kwargs
     return node.op not in ("placeholder", "get_attr") and writes
 

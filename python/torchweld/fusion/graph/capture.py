@@ -81,7 +81,10 @@ def _without_names(find: Callable[..., Any]) -> Callable[..., Any]:
 eval_frame.get_compiler_fn = _without_names(eval_frame.get_compiler_fn)
 # Settings of later versions: what is forgotten after a compilation for known backends only, which
 # are imported for that; and a log of what a frame writes.
-_LATER = {"invalidate_compile_context_weakrefs": False, "side_effect_replay_policy": "silent"}
+_LATER: dict[str, Any] = {
+    "invalidate_compile_context_weakrefs": False,
+    "side_effect_replay_policy": "silent",
+}
 _LATER = {name: value for name, value in _LATER.items() if hasattr(config, name)}
 
 

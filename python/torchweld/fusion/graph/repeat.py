@@ -61,7 +61,7 @@ class Repeats:
     def __init__(self) -> None:
         self.made = 0
         self._output: Any = None
-        self._known: dict[Any, list[_Layer]] = {}
+        self._known: dict[Any, list[_Evaluated]] = {}
         self._is_recording = False
 
     def call(
@@ -176,7 +176,7 @@ class _Recording:
     def watch(self) -> Iterator[None]:
         allow, load = SideEffects.check_allowed_side_effect, SideEffects.load_attr
         begin = MutationType.__init__
-        inline = InliningInstructionTranslator.inline_call
+        inline: Any = InliningInstructionTranslator.inline_call
         recording = self
 
         def check_allowed(effects: Any, item: Any) -> Any:
@@ -228,10 +228,10 @@ class _Recording:
     @contextlib.contextmanager
     def _watch_others(self) -> Iterator[None]:
         """Note what reads the state of an object from outside, which no guard is about."""
-        classes = [type(each) for each in self.given.others]
-        for each in self.given.others:
+        classes: list[Any] = [type(each) for each in self.given.others]
+        for each, cls in zip(self.given.others, classes, strict=True):
             vars(each)["_weld_recording"] = self
-            each.__class__ = _watched(type(each))
+            each.__class__ = _watched(cls)
         try:
             yield
         finally:
@@ -298,7 +298,7 @@ class _Recording:
 
     # --- Afterwards
 
-    def finish(self, result: Any) -> _Layer:
+    def finish(self, result: Any) -> _Evaluated:
         if self.last.op == "placeholder":
             self.why = "nothing comes before it"
         if self.random != len(self.tx.output.random_calls):
@@ -320,7 +320,7 @@ class _Recording:
         self._unless(not results.others)
         self._unless(results.nodes | handed <= {*given, *inner, *made})
         self._check_memory(results.nodes & set(inner), (*given, *lifted))
-        return _Layer(
+        return _Evaluated(
             module=self.module,
             given=self.given,
             parts=parts,
@@ -382,7 +382,7 @@ class _Recording:
                 self._unless(find(source) is find(other))
                 listed.append((guard, None, None))
                 continue
-            check = CHECKS.get(guard.create_fn_name())
+            check: Any = CHECKS.get(guard.create_fn_name())
             self._unless(isinstance(check, dynamo_guards.GuardCheckSpec))
             value = find(source)
             listed.append((guard, check, check.get_metadata_fn(guard, value)))
@@ -412,9 +412,9 @@ _PASSING = {
 
 
 @functools.cache
-def _watched(cls: type[Any]) -> type[Any]:
+def _watched(cls: Any) -> type[Any]:
     def read(variable: Any, name: str) -> Any:
-        get = functools.partial(cls.__getattribute__, variable)
+        get: Any = functools.partial(cls.__getattribute__, variable)
         recording = get("_weld_recording")
         if recording._in_hole or name in _PASSING:
             return get(name)
@@ -454,7 +454,7 @@ def _read_path(module: Any) -> str:
 
 
 @functools.cache
-def _list_fields(cls: type[Any]) -> tuple[str, ...]:
+def _list_fields(cls: Any) -> tuple[str, ...]:
     return tuple(each.name for each in dataclasses.fields(cls)) if is_dataclass(cls) else ()
 
 
@@ -466,7 +466,8 @@ class _Swap:
 
     def __call__(self, source: Any) -> Any:
         if source not in self._known:
-            values = {name: getattr(source, name) for name in _list_fields(type(source))}
+            kind: Any = type(source)
+            values = {name: getattr(source, name) for name in _list_fields(kind)}
             parts = {name: each for name, each in values.items() if isinstance(each, Source)}
             other = {name: self(each) for name, each in parts.items()}
             is_same = all(other[name] is each for name, each in parts.items())
@@ -498,7 +499,7 @@ class _Found:
 
 
 @dataclass
-class _Layer:
+class _Evaluated:
     """An evaluated layer."""
 
     module: Any
@@ -556,8 +557,8 @@ class _Layer:
             new = source if source is None else found.swap(source)
             made[old] = old
             if new != source:
-                value = VariableBuilder(tx, new)(found.find(new))
-                made[old] = value.as_proxy().node
+                variable: Any = VariableBuilder(tx, new)(found.find(new))  # type: ignore[arg-type]
+                made[old] = variable.as_proxy().node
         for source, value in found.tensors:
             VariableBuilder(tx, source)(value)
         tracer.traced_sources |= type(tracer.traced_sources)(map(found.swap, self.sources))

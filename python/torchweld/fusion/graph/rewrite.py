@@ -246,13 +246,15 @@ class _Writing:
         output = self.trace.nodes[-1]
         leaks = () if proposal.late is None else proposal.late.results
         leaking = {n for number in leaks for n in self._list_producers(number)}
-        # Casts that do nothing and questions about sizes have no steps.
-        idle = {
-            user
-            for node in nodes
-            for user in node.users
-            if user.op != "output" and user not in self._steps and user not in self.trace.effects
-        }
+        # Casts that do nothing and questions about sizes have no steps. One may read another one.
+        idle: set[torch.fx.Node] = set()
+        waiting = list(nodes)
+        while waiting:
+            for user in waiting.pop().users:
+                is_idle = user.op != "output" and user not in self._steps and user not in idle
+                if is_idle and user not in self.trace.effects:
+                    idle.add(user)
+                    waiting.append(user)
         idle -= self._added
         for node in sorted(nodes | producers | idle, key=self.trace.place.__getitem__)[::-1]:
             users = set(node.users) - ({output} if node in leaking else set())

@@ -13,16 +13,17 @@ from torchweld.fusion.graph.record import Record, Ref, as_float
 from torchweld.sparse.by_length import DENSE
 
 
-class _Options(NamedTuple):
+class _AttentionOptions(NamedTuple):
     p: float
     causal: bool
     scale: float | None
 
 
 def _reference(q: Any, k: Any, v: Any, *given: Any) -> Any:
-    *mask, options = given
+    *masks, options = given
+    mask = masks[0] if masks else None
     return torch.nn.functional.scaled_dot_product_attention(
-        *(q, k, v, *mask), dropout_p=options.p, is_causal=options.causal, scale=options.scale
+        q, k, v, mask, dropout_p=options.p, is_causal=options.causal, scale=options.scale
     )
 
 
@@ -56,7 +57,9 @@ def find_attention(record: Record, at: int) -> Iterator[Proposal]:
     is_biased = isinstance(mask, Ref) and _has_heads(record, mask, sizes[0])
     is_square = str(sizes[0][2]) == str(sizes[1][2])
     if (is_biased or sizes[1][3] != sizes[2][3]) and (is_square or not causal):
-        options = _Options(as_float(p) or 0.0, causal, None if scale is None else as_float(scale))
+        options = _AttentionOptions(
+            as_float(p) or 0.0, causal, None if scale is None else as_float(scale)
+        )
         inputs = [q.at, k.at, v.at, *([mask.at] if isinstance(mask, Ref) else [])]
         out = [step.outs[0]]
         yield Proposal("block_sparse_attention", inputs, out, _reference, _run, (options,))

@@ -176,7 +176,8 @@ def _split(record: Record, product: Step, transposed: bool) -> tuple[Any, Any, A
 
 def _climb(record: Record, rows: Ref, func: Any) -> tuple[Step | None, list[Step]]:
     """The last product before some rows, and the steps after it."""
-    waiting, seen, between = [rows.at], set(), []
+    waiting, seen = [rows.at], set()
+    between: list[Step] = []
     while waiting and len(between) < _BETWEEN:
         at = record.made_by.get(waiting.pop(0), -1)
         if at < 0 or at in seen:

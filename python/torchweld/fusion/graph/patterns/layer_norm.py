@@ -29,12 +29,12 @@ class _Norm(NamedTuple):
 
 def _norm(x: Any, weight: Any, *more: Any) -> Any:
     *bias, shape, eps = more
-    return torch.nn.functional.layer_norm(x, shape, weight, *(bias or [None]), eps)
+    return torch.nn.functional.layer_norm(x, shape, weight, bias[0] if bias else None, eps)
 
 
 def _run_norm(x: Any, weight: Any, *more: Any) -> Any:
     *bias, shape, eps = more
-    return functional.layer_norm(x, shape, weight, *(bias or [None]), eps)
+    return functional.layer_norm(x, shape, weight, bias[0] if bias else None, eps)
 
 
 def _sum(x: Any, residual: Any, p: float) -> Any:
@@ -53,7 +53,7 @@ def _run_norm_of_sum(x: Any, residual: Any, weight: Any, *more: Any) -> Any:
 def _sum_and_norm(x: Any, residual: Any, weight: Any, *more: Any) -> Any:
     *bias, eps, p = more
     z = _sum(x, residual, p)
-    return z, torch.nn.functional.layer_norm(z, weight.shape, weight, *(bias or [None]), eps)
+    return z, _norm(z, weight, *bias, weight.shape, eps)
 
 
 def _run_sum_and_norm(x: Any, residual: Any, weight: Any, *more: Any) -> Any:

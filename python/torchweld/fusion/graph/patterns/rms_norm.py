@@ -64,11 +64,11 @@ def find_rms_norm(record: Record, at: int) -> Iterator[Proposal]:
     step = record.steps[at]
     if step.name == "_fused_rms_norm" and len(step.args) == 4:  # torch's own function
         x, sizes, weight, eps = step.args
-        out, constants = [step.outs[0]], (as_float(eps), "torch")
+        end, constants = [step.outs[0]], (as_float(eps), "torch")
         if isinstance(weight, Ref) and record.shape(weight) == record.shape(x)[-1:]:
-            yield Proposal("rms_norm", [x.at, weight.at], out, compute, _run_norm, constants)
+            yield Proposal("rms_norm", [x.at, weight.at], end, compute, _run_norm, constants)
         elif weight is None and len(sizes) == 1:
-            yield Proposal("rms_norm", [x.at], out, _norm_only, _run_norm_only, constants)
+            yield Proposal("rms_norm", [x.at], end, _norm_only, _run_norm_only, constants)
     for x, weight, out, eps, kind in list_norms(record, at):
         if weight is None:
             yield Proposal("rms_norm", [x], [out], _norm_only, _run_norm_only, (eps, kind))

@@ -15,7 +15,7 @@ from torchweld.fusion.graph.record import Record, Ref, Step
 _CAST, _VIEW, _MUL = aten._to_copy.default, aten.view.default, aten.mul.Tensor
 
 
-class _Rotation(NamedTuple):
+class _RotationForm(NamedTuple):
     x: int
     angles: tuple[Ref, ...]
     outs: list[int]  # the ends that it may have, the one after a cast first
@@ -61,7 +61,7 @@ def find_rotary_forms(record: Record, at: int) -> Iterator[Proposal]:
                     yield Proposal(name, inputs, list(outs), _both, _run_both, (dims[0],))
 
 
-def _read(record: Record, step: Step) -> Iterator[_Rotation]:
+def _read(record: Record, step: Step) -> Iterator[_RotationForm]:
     """Rotations whose first product is this step."""
     if step.func is not _MUL or not all(isinstance(each, Ref) for each in step.args):
         return
@@ -72,15 +72,17 @@ def _read(record: Record, step: Step) -> Iterator[_Rotation]:
             if split := pairs and record.maker(pairs.args[0], _VIEW):
                 x = record.strip(split.args[0], _CAST, aten.clone.default)
                 for end in _follow(record, [out], aten.view_as_real.default, _VIEW):
-                    yield _Rotation(x.at, (angles,), [*_follow(record, [end], _CAST), end])
+                    yield _RotationForm(x.at, (angles,), [*_follow(record, [end], _CAST), end])
         return
     half, cos = step.args
     split = record.maker(half, aten.split.Tensor)
-    for minus in record.readers(out, aten.sub.Tensor) if split else ():
+    if split is None:
+        return
+    for minus in record.readers(out, aten.sub.Tensor):
         turned = record.maker(minus.args[1], _MUL)
         if turned is not None and isinstance(turned.args[1], Ref) and len(minus.args) == 2:
             for end in _follow(record, [minus.outs[0]], aten.cat.default):
-                yield _Rotation(split.args[0].at, (cos, turned.args[1]), [end])
+                yield _RotationForm(split.args[0].at, (cos, turned.args[1]), [end])
 
 
 def _follow(record: Record, numbers: list[int], *funcs: Any) -> list[int]:
