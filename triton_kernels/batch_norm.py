@@ -60,7 +60,7 @@ from .tensors import (
 def _load_columns(mean_ptr, var_ptr, weight_ptr, bias_ptr, eps, column, width):
     """Mean, rstd, weight and bias of each column, as one row."""
     mean = load_parameter(mean_ptr, column, width, 0)[None, :]
-    rstd = tl.rsqrt(load_parameter(var_ptr, column, width, 0) + eps)[None, :]
+    rstd = tl.rsqrt(load_parameter(var_ptr, column, width, 0) + tl.cast(eps, tl.float32))[None, :]
     weight = load_parameter(weight_ptr, column, width, 1)[None, :]
     return mean, rstd, weight, load_parameter(bias_ptr, column, width, 0)[None, :]
 

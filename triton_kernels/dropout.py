@@ -56,7 +56,7 @@ def factors_of_groups(seed_ptr, number, group, threshold, scale):
     even = tl.join(word0 >= limit, word2 >= limit)
     high = tl.join(even, tl.join(word1 >= limit, word3 >= limit))
     kept = tl.reshape(tl.join(low, high), [ROWS, BLOCK])
-    return tl.where(kept, scale, 0.0)
+    return tl.where(kept, tl.cast(scale, tl.float32), 0.0)
 
 
 @triton.jit

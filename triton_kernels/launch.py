@@ -139,6 +139,7 @@ class Watcher(Protocol):
     """What starts the launches of a thread in place of `start`, to repeat them later if it fits."""
 
     fits: bool
+    traces: bool  # tensors have no addresses, and no device waits for kernels
 
     def start(self, launch: Launch, options: dict[str, Any]) -> None: ...
 
@@ -175,18 +176,27 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def run(on: torch.Tensor, *launches: Launch) -> None:
     """Run the launches in order on the device of `on`, which need not be the current one."""
+    if _watched.by is not None and _watched.by.traces:
+        for each in launches:
+            if each.grid:
+                _watched.by.start(each, _choose_options(each))
+        return
     with torch.cuda.device_of(on):
         for each in launches:
             if not each.grid:
                 continue
             for value in each.args:
                 check_allocated(getattr(value, "base", value))  # of a descriptor: its tensor
-            unaligned = each.spreads and not are_aligned(*each.args)
-            options = each.unaligned_options() if unaligned else each.options
+            options = _choose_options(each)
             if _watched.by is not None:
                 _watched.by.start(each, options)
             else:
                 start(each, options)
+
+
+def _choose_options(launch: Launch) -> dict[str, Any]:
+    unaligned = launch.spreads and not are_aligned(*launch.args)
+    return launch.unaligned_options() if unaligned else launch.options
 
 
 # Addresses of a storage that was freed are offsets in it, and lower; most GPUs' memory is higher.

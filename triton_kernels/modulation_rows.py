@@ -130,6 +130,7 @@ def _forward_wide(
         squares += centered * centered
         centered = tl.where(inside, z.to(SAVED).to(tl.float32) - saved_mean, 0)
         saved_squares += centered * centered
+    eps = tl.cast(eps, tl.float32)
     rstd = tl.rsqrt(tl.sum(squares, 0) / width + eps)
     if CENTERED:
         tl.store(mean_ptr + row, saved_mean)

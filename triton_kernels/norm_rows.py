@@ -30,7 +30,7 @@ def _statistics(x, inside, width, eps, CENTERED: tl.constexpr):
     if CENTERED:
         mean = tl.sum(x, 1) / width
         x = tl.where(inside, x - mean[:, None], 0)
-    return mean, tl.rsqrt(tl.sum(x * x, 1) / width + eps), x
+    return mean, tl.rsqrt(tl.sum(x * x, 1) / width + tl.cast(eps, tl.float32)), x
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _join_lanes(lane_mean, lane_squares, lane_count, width, eps, CENTERED: tl.co
     if CENTERED:
         mean = tl.sum(lane_mean * lane_count, 0) / width
         lane_squares += lane_count * (lane_mean - mean) * (lane_mean - mean)
-    return mean, tl.rsqrt(tl.sum(lane_squares, 0) / width + eps)
+    return mean, tl.rsqrt(tl.sum(lane_squares, 0) / width + tl.cast(eps, tl.float32))
 
 
 @triton.jit

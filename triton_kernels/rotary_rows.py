@@ -213,7 +213,7 @@ def rotate_tile(
     )
     if NORM:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(rest * rest, 1)
-        rstd = 1 / tl.sqrt_rn(squares[:, None] / layout[2] + eps)
+        rstd = 1 / tl.sqrt_rn(squares[:, None] / layout[2] + tl.cast(eps, tl.float32))
         at = batch * stream[12] + token * stream[13] + head * stream[14]
         tl.store(rstd_ptr + at, rstd, mask=inside)
         weight = load_weight(weight_ptr, layout, PLUS_ONE, INTERLEAVED, PAIRS, REST)

@@ -128,6 +128,7 @@ def _forward(
     mask_row = place(row, 0, mask_size1, mask_size2, mask_stride0, mask_stride1, mask_stride2)
     number = place(row, first_number, size1, size2, stride0, stride1, stride2)
     scores = (scores_ptr, mask_ptr, row, keys)
+    scale = tl.cast(scale, tl.float32)
     mask = (width, mask_row, mask_stride, scale)
 
     if WIDE:
@@ -234,6 +235,7 @@ def _backward(
         inverse = tl.load(statistics_ptr + 2 * row + 1, mask=row < rows, other=0)
     statistics = (highest, inverse)
     scores = (scores_ptr, mask_ptr, row, keys)
+    scale = tl.cast(scale, tl.float32)
     mask = (width, mask_row, mask_stride, scale)
     dropout = (seed_ptr, number, threshold, kept_scale)
 

@@ -78,7 +78,14 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     if tensor.dim() == 0 or tensor.shape[-1] % _ALIGNMENT:
         return True
     strides = (stride for stride in tensor.stride() if stride != 1)
-    return tensor.data_ptr() % _ALIGNMENT == 0 and not any(s % _ALIGNMENT for s in strides)
+    return _find_address(tensor) % _ALIGNMENT == 0 and not any(s % _ALIGNMENT for s in strides)
+
+
+def _find_address(tensor: torch.Tensor) -> int:
+    """The tensor's address; of a tensor of a trace, its place in memory that will be aligned."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor.data_ptr()
+    return tensor.storage_offset() * tensor.element_size()  # type: ignore[return-value]
 
 
 def are_aligned(*values: Any) -> bool:

@@ -17,9 +17,9 @@ from torchweld.bench.measure.memory import peak_bytes
 from torchweld.table import Table, progress
 
 
-def compiled(model: nn.Module) -> nn.Module:
+def compiled(model: nn.Module, backend: str = "inductor") -> nn.Module:
     """torch.compile's module; torch annotates it only as a callable."""
-    made = torch.compile(model)
+    made = torch.compile(model, backend=backend)
     assert isinstance(made, nn.Module)
     return made
 

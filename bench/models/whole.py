@@ -27,6 +27,7 @@ from torchweld.files import write_json
 from torchweld.optim import AdamW
 
 EAGER, COMPILED, LIGER, FUSED, BOTH = "eager", "compiled", "liger", "fused", "fused, compiled"
+BACKEND = "compiled by torchweld"
 OPS, GRAPHS, NORMS = "fused, residuals by hand", "fused, graphs", "fused norms"
 Build = Callable[[bool], nn.Module]  # on the current device; of a few numbers if `tiny`
 
@@ -150,7 +151,7 @@ class _WithLoss(nn.Module):
         return loss
 
 
-_ALL = (EAGER, COMPILED, FUSED, BOTH)
+_ALL = (EAGER, COMPILED, FUSED, BOTH, BACKEND)
 _1B = {"hidden_size": 2048, "intermediate_size": 8192}
 _1B |= {"num_attention_heads": 32, "num_key_value_heads": 8}
 _8B = {"hidden_size": 4096, "intermediate_size": 14336}
@@ -160,7 +161,7 @@ MODELS = {
     "gpt2_355m": Whole(_gpt2, 8, 1024, (*_ALL, GRAPHS), autocast=True),
     "llama_1b": Whole(
         partial(_llama, layers=16, words=128256, tied=True, sizes=_1B),
-        *(4, 2048, (EAGER, COMPILED, LIGER, FUSED)),
+        *(4, 2048, (*_ALL, LIGER)),
     ),
     # NVIDIA's published script: 6 x 2048 tokens a step.
     "llama_1b_script": Whole(
@@ -210,6 +211,7 @@ _MAKE: dict[str, Callable[[nn.Module], nn.Module]] = {
     FUSED: torchweld.fuse,
     GRAPHS: lambda model: torchweld.keep_graphs(torchweld.fuse(model)),
     BOTH: lambda model: training.compiled(torchweld.fuse(model)),
+    BACKEND: lambda model: training.compiled(model, backend="torchweld"),
     OPS: _by_hand,
     NORMS: _norms,
     LIGER: _liger,
@@ -226,11 +228,13 @@ def learners(name: str, device: str, *, tiny: bool = False) -> list[Learner]:
         size = (2, 16) if tiny else (whole.batch, whole.length)
         ids = torch.randint(0, vocabulary, size)
     made = list[Learner]()
-    ways = [way for way in whole.ways if not tiny or way not in (COMPILED, BOTH)]  # these take long
+    slow = (COMPILED, BOTH, BACKEND)  # to begin with
+    ways = [way for way in whole.ways if not tiny or way not in slow]
     for way in sorted(ways, key=[*_MAKE].index):
         try:
             contender = _MAKE[way](copy.deepcopy(model))
-            ours = way in (FUSED, GRAPHS, BOTH, OPS)  # the norms learn by the same optimizer
+            # The norms learn by the same optimizer.
+            ours = way in (FUSED, GRAPHS, BOTH, BACKEND, OPS)
             learner = Learner(
                 *(_LIGERS if way == LIGER else way, contender, _optimizer(whole, contender, ours)),
                 lambda m, _: m(input_ids=ids, labels=ids),

@@ -29,6 +29,7 @@ from torchweld.bench.measure.contenders import PEERS
 from torchweld.bench.measure.jobs import Job
 from torchweld.bench.measure.runner import Plan, Result
 from torchweld.bench.measure.timing import clock_for
+from torchweld.bench.models import compiled
 from torchweld.bench.models import huggingface as models
 from torchweld.bench.show.report import Report
 from torchweld.commands import cli
@@ -374,6 +375,25 @@ def test_a_page_keeps_the_rows_of_models_that_are_not_measured() -> None:
     assert page.count("1 layer_norm") == 3
     with pytest.raises(ValueError, match="other versions"):
         models.write_page([make("Llama", 3e6)], "5.1", before)
+
+
+def test_compiled_models_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return SimpleNamespace(loss=(x * self.weight).sum())
+
+    monkeypatch.setattr(models, "build", lambda *_: (Model(), {"x": torch.ones(1 << 20, 8)}))
+    monkeypatch.setattr(compiled, "WAYS", {way: lambda m: m for way in ("compiled", "fused")})
+    found = compiled.measure("any", 3)
+    assert found["compiled"]["ratio"] == 1
+    # The product has 32 MiB; its gradient is expanded, or as large.
+    assert all(2**24 <= row["peak_bytes"] <= 2**27 for row in found.values())
+    lines = compiled.show({"any": found}).plain().splitlines()
+    assert [line.split()[1] for line in lines[2:]] == ["compiled", "fused"]
 
 
 # --- The benchmark's rivals of block_sparse_attention compute the right result ---

@@ -33,10 +33,10 @@ def define(op: Op) -> None:
 
 def _overloads(op: Op, backend: str) -> tuple[Any, Any]:
     """A backend's own ops for the two schemas."""
-    source, backward = op.sources[backend][0], f"{op.name}_backward"
+    how, backward = (op.sources[backend][0], op.visible), f"{op.name}_backward"
     return (
-        define_overload(op.name, backend, op.forward, _fake_forward(op), source),
-        define_overload(backward, backend, op.backward, _fake_backward(op), source),
+        define_overload(op.name, backend, op.forward, _fake_forward(op), *how),
+        define_overload(backward, backend, op.backward, _fake_backward(op), *how),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchweld.dispatch.tile_proof import connect
+from torchweld.dispatch.visible import show_launches
 from torchweld.dispatch.warm import plans
 
 LIBRARY = torch.library.Library("torchweld", "DEF")
@@ -21,14 +22,24 @@ LIBRARY.define("seed(Tensor fresh) -> Tensor", tags=(torch.Tag.nondeterministic_
 
 
 def define_overload(
-    name: str, backend: str, schema: str, fake: Callable[..., Any], triton: str | None = None
+    name: str,
+    backend: str,
+    schema: str,
+    fake: Callable[..., Any],
+    triton: str | None = None,
+    visible: bool = False,
 ) -> Any:
-    """Define `torchweld::name.backend`; `triton` is the file with its Triton kernel."""
+    """Define `torchweld::name.backend`; `triton` is the file with its Triton kernel.
+
+    `visible`: Inductor's own code starts the kernel, see visible.py.
+    """
     LIBRARY.define(f"{name}.{backend}{schema}")
     torch.library.register_fake(f"torchweld::{name}.{backend}", fake, lib=LIBRARY)
     if backend == "triton":
         assert triton is not None
-        _implement_in_triton(name, triton)
+        find = _implement_in_triton(name, triton)
+        if visible:
+            show_launches(LIBRARY, name, find)
     overload = getattr(getattr(torch.ops.torchweld, name), backend)
     if name.endswith("_backward"):
         for layout in ("SparseCPU", "SparseCUDA"):
@@ -70,8 +81,8 @@ def import_kernels(source: str) -> Any:
 _IN_TRITON: dict[Any, Callable[[], Any]] = {}
 
 
-def _implement_in_triton(name: str, source: str) -> None:
-    """The function of that name in `source`; the first call imports the module."""
+def _implement_in_triton(name: str, source: str) -> Callable[[], Any]:
+    """What finds the function of that name in `source`; the first call imports the module."""
 
     @functools.cache
     def find_module() -> Any:
@@ -93,6 +104,7 @@ def _implement_in_triton(name: str, source: str) -> None:
     LIBRARY.impl(f"{name}.triton", implementation, "CUDA")
     LIBRARY.impl(f"{name}.triton", implementation, "CPU")  # the interpreter
     _IN_TRITON[getattr(torch.ops.torchweld, name).triton] = find
+    return find
 
 
 class OutOfResourcesError(RuntimeError):

@@ -142,7 +142,8 @@ BIAS_DROPOUT_ADD = Op(
         "triton": ("triton_kernels/bias_dropout_add.py",),
     },
     eager_rounds=True,
-    left_to_compiler=lambda *_: True,
+    # A kernel draws for eight columns at once, compiled code for each by itself.
+    left_to_compiler=lambda x, bias, residual, p, seed, *_: seed is None,
 )
 define(BIAS_DROPOUT_ADD)
 
@@ -270,8 +271,8 @@ class _AddNorm:
                 "triton": ("triton_kernels/dropout_add_norm.py",),
             },
             eager_rounds=True,
-            # A sum of several layers and its norm: until Inductor sees the kernel.
-            left_to_compiler=lambda *_: True,
+            # As above; and Inductor starts the GPU's kernel itself, so that it keeps the norm too.
+            left_to_compiler=lambda *inputs: not (inputs[0].is_cuda or self.op.draws(inputs)),
         )
         define(self.op)
 

@@ -104,6 +104,9 @@ class Op(Differentiable):
     # Takes the forward's arguments: whether torch.compile gets the reference, which Inductor fuses
     # with what stands around it.
     left_to_compiler: Callable[..., bool] | None = None
+    # Whether Inductor's own code may start the Triton kernels (dispatch/visible.py). Not where it
+    # takes an answer of this machine to know what to launch.
+    visible: bool = True
     # Device type -> the dtype in which eager computes and returns under autocast, if it has a rule.
     autocast: dict[str, torch.dtype] = field(default_factory=dict)
     # Backend -> its implementation, made by torchweld.dispatch.

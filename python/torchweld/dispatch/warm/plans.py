@@ -126,6 +126,8 @@ def _write(
 class _Recorder(TorchDispatchMode):
     """Sees what a call allocates, and whether it does anything that a plan cannot repeat."""
 
+    traces = False
+
     def __init__(self, launching: Any) -> None:
         super().__init__()
         self._launching = launching

@@ -409,5 +409,6 @@ OP = Op(
         "triton": ("triton_kernels/attention/block_sparse_attention.py",),
     },
     refuses=_refuses,
+    visible=False,
 )
 define(OP)

@@ -56,4 +56,12 @@ FINDERS: list[Callable[[Record, int], Iterable[Proposal]]] = [
 
 def list_for_inductor(x: torch.Tensor) -> list[Callable[[Record, int], Iterable[Proposal]]]:
     """The finders that pay on x's device where Inductor compiles the rest, and fuses all else."""
-    return [find_large_loss, *([] if is_left_to_compiler(x) else [find_linear_act])]
+    finders: list[Callable[[Record, int], Iterable[Proposal]]] = [find_large_loss]
+    finders += [find_add_rms_norm, find_add_layer_norm] if x.is_cuda else [_find_dropped_norm]
+    finders += [find_dropout_add]
+    return finders if is_left_to_compiler(x) else [*finders, find_linear_act]
+
+
+def _find_dropped_norm(record: Record, at: int) -> Iterable[Proposal]:
+    """Norms behind a dropout, whose p is the last constant: a kernel draws in less time."""
+    return (each for each in find_add_layer_norm(record, at) if each.constants[-1])
