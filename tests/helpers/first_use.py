@@ -270,7 +270,7 @@ FAULTS = (
     ),
     Fault(
         "no mask at the ragged end of queries",
-        "block_sparse_attention.py",
+        "attention/block_sparse_attention.py",
         '"RAGGED": call.q.shape[2] % block != 0',
         '"RAGGED": False',
         _attended(150),
@@ -286,7 +286,7 @@ FAULTS = (
     ),
     Fault(
         "the tile of experts with many rows",
-        "experts.py",
+        "experts/grouped.py",
         '"COLUMNS": tile.columns,',
         '"COLUMNS": min(tile.columns, 128),',
         _experts(100),

@@ -40,6 +40,7 @@ from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Guard, Source
 
+from torchweld.fusion import probe
 from torchweld.fusion.graph.record import find_storage, read_casts
 
 CHECKS = getattr(dynamo_guards, "GUARD_VALUE_DISPATCH", {})  # how torch compares a guard's values
@@ -532,7 +533,8 @@ class _Evaluated:
                 else:
                     first = find(guard.originating_source)
                     is_same = check.eval_fn(value, wanted) and _is_like(value, first)
-            except Exception:  # e.g. an attribute that this layer lacks
+            except Exception as error:  # e.g. an attribute that this layer lacks
+                probe.read_refusal(error)
                 return None
             if not is_same:
                 return None
@@ -547,7 +549,7 @@ class _Evaluated:
         try:
             return self._repeat(tx, given, found)
         except Exception as error:
-            raise CannotRepeatError(f"{type(error).__name__}: {error}") from error
+            raise CannotRepeatError(probe.read_refusal(error)) from error
 
     def _repeat(self, tx: Any, given: _Values, found: _Found) -> Any:
         tracer = tx.output.current_tracer
