@@ -41,6 +41,8 @@ def make_config(config_class: Any, **more: Any) -> Any:
     sizes = {n: size for n, size in (SIZES | more).items() if hasattr(config_class(), n)}
     if "qk_rope_head_dim" in sizes:  # latent attention: a rotation has this width, each head keys
         more = {"head_dim": "qk_rope_head_dim", "num_key_value_heads": "num_attention_heads"}
+        if "partial_rotary_factor" in (getattr(config_class(), "rope_parameters", None) or {}):
+            del more["head_dim"]  # of which it takes a part by itself, as in Mistral 4
         sizes |= {name: sizes[other] for name, other in more.items() if name in sizes}
     for refused in ("num_key_value_heads", "head_dim", ""):
         try:
