@@ -85,7 +85,7 @@ def test_a_region_keeps_its_kernels() -> None:
     model = torchweld.fuse(Normed(), by="graph")
     with torch.no_grad():
         model(_X)
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             model(_X)
     seen = {event.key for event in profile.key_averages()}
     assert "aten::_fused_rms_norm" not in seen
