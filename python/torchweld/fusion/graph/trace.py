@@ -91,9 +91,8 @@ class Trace(torch.fx.Interpreter):
             return None
         for given in node.all_input_nodes:
             if isinstance(x := self.env.get(given), torch.Tensor):
-                self.maker.setdefault(
-                    self.record.number(x), given
-                )  # after a write it has a new one
+                # After a write it has a new number.
+                self.maker.setdefault(self.record.number(x), given)
         out = self._run(node)
         self.value[node] = tree_map(
             lambda x: Ref(self.record.number(x)) if isinstance(x, torch.Tensor) else x, out

@@ -75,7 +75,7 @@ def _run_one(x: Any, cos: Any, sin: Any, seq_dim: int, form: Form) -> Any:
 
 
 def _promote(x: Any, cos: Any, form: Form) -> Any:
-    """The dtype of the result, which is that of the angles in a region of autocast."""
+    """The dtype of the result: under autocast the angles'."""
     return x if form.wide else x.to(torch.result_type(x, cos))
 
 
