@@ -8,7 +8,8 @@
 
 libtorchweld_cpu.so         bindings; registers the CPU ops with torch
 libtorchweld_cpu_<isa>.so   CPU kernels, one library per instruction set
-libtorchweld_python.so      calls the bindings from Python, if Python's headers are found
+libtorchweld_python.so      calls the bindings and starts Triton's kernels from Python, if Python's
+                            headers are found
 libtorchweld_cuda.so        bindings and CUDA kernels, if nvcc 12.1 or newer is found
 
 The build needs only torch's headers. At run time the stable ABI's symbols come from the loaded

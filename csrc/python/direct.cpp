@@ -1,13 +1,10 @@
 // Calls kernels of the bindings from Python without torch's dispatcher, for calls that
 // python/torchweld/dispatch/warm/direct.py has found to need nothing of it. It uses CPython's limited
 // API and torch's stable ABI, so one library serves every Python and every torch.
-#define Py_LIMITED_API 0x030A0000
-#include <Python.h>
-
 #include <cstring>
 
-#include "bind/tensor.h"
 #include "core/dispatch.h"
+#include "python/objects.h"
 
 namespace torchweld {
 namespace {
@@ -28,14 +25,7 @@ struct Kernel {
 };
 
 // What Python told at load.
-Py_ssize_t offset = 0;  // of the at::Tensor in a Python object
-PyObject *tensor_class, *parameter_class, *wrap, *count_modes, *has_transforms, *is_negative,
-    *is_without_memory, *dtypes;
-
-bool is_plain(PyObject* value) {
-  const auto type = reinterpret_cast<PyObject*>(Py_TYPE(value));
-  return type == tensor_class || type == parameter_class;
-}
+PyObject *wrap, *count_modes, *has_transforms, *is_negative, *is_without_memory, *dtypes;
 
 bool is_true(PyObject* result) {  // steals it; an error counts as true
   const bool answer = !result || PyObject_IsTrue(result);
@@ -94,10 +84,8 @@ StableIValue box(char kind, PyObject* value) {
   switch (kind) {
     case 'T':
     case 'G': {
-      const auto held = reinterpret_cast<char*>(value) + offset;
       AtenTensorHandle handle;
-      TORCH_ERROR_CODE_CHECK(
-          aoti_torch_new_tensor_handle(reinterpret_cast<AtenTensorHandle>(held), &handle));
+      TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(borrow(value), &handle));
       return stable::from(handle);
     }
     case 'A':
@@ -140,17 +128,6 @@ bool is_direct(const Kernel& kernel, PyObject* const* given, Py_ssize_t count) {
                                    !is_true(PyObject_CallNoArgs(has_transforms)));
 }
 
-PyObject* call_twin(const Kernel& kernel, PyObject* const* given, Py_ssize_t count) {
-  PyObject* all = PyTuple_New(count);
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    Py_INCREF(given[i]);
-    PyTuple_SetItem(all, i, given[i]);
-  }
-  PyObject* result = PyObject_Call(kernel.twin, all, nullptr);
-  Py_DECREF(all);
-  return result;
-}
-
 // The results as Python's tensors, wrapped in one call; a single one without a tuple.
 PyObject* unbox(const StableIValue* stack, int count) {
   if (count == 0) Py_RETURN_NONE;
@@ -169,7 +146,7 @@ PyObject* unbox(const StableIValue* stack, int count) {
 
 PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   const Kernel& kernel = *static_cast<Kernel*>(PyCapsule_GetPointer(self, nullptr));
-  if (!is_direct(kernel, given, count)) return call_twin(kernel, given, count);
+  if (!is_direct(kernel, given, count)) return call_twin(kernel.twin, given, count);
   StableIValue stack[kMost];
   std::string fault;
   try {
@@ -188,13 +165,12 @@ PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   PyEval_RestoreThread(state);
   if (fault.empty()) return unbox(stack, kernel.results);
   // Gradients that autograd has batched (is_grads_batched) have no memory; the dispatcher serves them.
-  if (kernel.has_gradients) return call_twin(kernel, given, count);
+  if (kernel.has_gradients) return call_twin(kernel.twin, given, count);
   PyErr_SetString(PyExc_RuntimeError, fault.c_str());
   return nullptr;
 }
 
-PyMethodDef definition = {"kernel", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(call)),
-                          METH_FASTCALL, nullptr};
+PyMethodDef definition = define("kernel", call);
 
 }  // namespace
 }  // namespace torchweld
@@ -238,8 +214,5 @@ TW_EXPORT PyObject* torchweld_make_call(PyObject* told) {
                             std::strpbrk(kinds, "Gg") != nullptr,
                             twin};
   std::memcpy(kernel->kinds, kinds, count + 1);
-  PyObject* self = PyCapsule_New(kernel, nullptr, nullptr);
-  PyObject* function = PyCFunction_NewEx(&definition, self, nullptr);
-  Py_DECREF(self);
-  return function;
+  return make_function(definition, kernel);
 }

@@ -21,6 +21,7 @@ STAND_INS = (
     "ops/test_seeds.py::test_kernels_compile_with_a_seed_by_value",
     "tools/test_gpu.py",
     "tools/test_launched.py",
+    "tools/test_leaf.py",
     "tools/test_triton_aot.py",
     "tools/test_triton_slots.py",
 )

@@ -158,6 +158,22 @@ _FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("            self.fits = False\n", ""),
         ("_count_bytes(x) != _count_bytes(made[at])", "False"),
     ],
+    ("python/torchweld/dispatch/warm/plans.py", "tests/tools/test_leaf.py"): [
+        ("            if at in described:", "            if at not in described:"),
+        ("find_stream({plan.device})", "{81}"),
+    ],
+    ("python/torchweld/dispatch/warm/leaf.py", "tests/tools/test_leaf.py"): [
+        ("by_argument[at] for at in given_at", "by_argument[at] for at in reversed(given_at)"),
+        ("if value.size != size:", "if False:"),
+        ("size * stride for stride", "stride for stride"),
+        ("-len(packed) % alignment", "0"),
+    ],
+    ("csrc/python/launch.cpp", "tests/tools/test_leaf.py"): [
+        ("if (value >= leaf.near) return Found::yes;", "return Found::yes;"),
+        ("if (failed) return call_twin(leaf.twin, given, count);", ""),
+        ("driver.version <= 13010 && map.is_small", "false"),
+        ("leaf.config.grid[0] *= clusters;", ""),
+    ],
     ("python/torchweld/dispatch/warm/guards.py", "tests/tools/test_plans.py"): [
         ('conditions.append(f"({addresses}) % ALIGNMENT == 0")', "pass")
     ],

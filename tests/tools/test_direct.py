@@ -205,14 +205,14 @@ LIMITED = set(
     re.findall(
         r"\w+",
         """
-    PyArg_ParseTuple PyBool_Type PyCMethod_New PyCapsule_GetPointer PyCapsule_New PyDict_GetItem
-    PyErr_Clear PyErr_Occurred PyErr_SetString PyEval_RestoreThread PyEval_SaveThread
-    PyExc_RuntimeError PyFloat_AsDouble PyFloat_Type PyList_AsTuple PyList_GetItem PyList_New
-    PyList_SetItem PyList_Size PyLong_AsLong PyLong_AsLongLong PyLong_AsVoidPtr PyLong_FromSsize_t
-    PyObject_Call PyObject_CallFunctionObjArgs PyObject_CallMethodObjArgs PyObject_CallNoArgs
-    PyObject_IsTrue PyTuple_GetItem PyTuple_New PyTuple_SetItem PyTuple_Size PyType_GetFlags
-    PyType_IsSubtype PyUnicode_AsUTF8AndSize _Py_Dealloc _Py_NoneStruct _Py_TrueStruct
-    _Py_FalseStruct""",
+    PyArg_ParseTuple PyBool_Type PyBytes_AsString PyBytes_Size PyCMethod_New PyCapsule_GetPointer
+    PyCapsule_New PyDict_GetItem PyErr_Clear PyErr_Occurred PyErr_SetString PyEval_RestoreThread
+    PyEval_SaveThread PyExc_RuntimeError PyFloat_AsDouble PyFloat_Type PyList_AsTuple
+    PyList_GetItem PyList_New PyList_SetItem PyList_Size PyLong_AsLong PyLong_AsLongLong
+    PyLong_AsUnsignedLongLongMask PyLong_AsVoidPtr PyLong_FromSsize_t PyObject_Call
+    PyObject_CallFunctionObjArgs PyObject_CallMethodObjArgs PyObject_CallNoArgs PyObject_IsTrue
+    PyTuple_GetItem PyTuple_New PyTuple_SetItem PyTuple_Size PyType_GetFlags PyType_IsSubtype
+    PyUnicode_AsUTF8AndSize _Py_Dealloc _Py_NoneStruct _Py_TrueStruct _Py_FalseStruct""",
     )
 )
 

@@ -19,7 +19,7 @@ from torchweld import state
 from torchweld.dispatch import native
 from torchweld.dispatch.warm.guards import PLAIN
 
-LIBRARY = "torchweld_python"
+LIBRARY, HINT = "torchweld_python", "it was built without Python's headers"
 # The letters of csrc/python/direct.cpp.
 _KINDS = {
     "Tensor": "T",
@@ -45,7 +45,7 @@ def make_direct(overload: Any, twin: Callable[..., Any]) -> Callable[..., Any]:
 def _load() -> Callable[..., Any] | None:
     """What makes direct calls; None, with the reason in native.missing, where they cannot be."""
     with torch.device("cpu"):  # whatever the default device is
-        make = native.try_library(LIBRARY, _open, "it was built without Python's headers")
+        make = native.try_library(LIBRARY, _open, HINT)
         is_right = make is None or _is_right(make)
     if not is_right:
         native.missing[LIBRARY] = "its calls differ from calls of torch's dispatcher"
@@ -53,22 +53,30 @@ def _load() -> Callable[..., Any] | None:
     return make
 
 
-def _open() -> Callable[..., Any]:
-    if native.cpu_isa is None or not getattr(sys, "_is_gil_enabled", lambda: True)():
-        raise OSError("it needs the CPU kernels, and Python's global lock")
-    cpu, library = native.open_library("torchweld_cpu"), native.open_library(LIBRARY, ctypes.PyDLL)
-    cpu.torchweld_find_kernel.argtypes = [ctypes.c_char_p]
-    cpu.torchweld_find_kernel.restype = ctypes.c_void_p
-    prepare, make_call = library.torchweld_prepare, library.torchweld_make_call
-    for function in (prepare, make_call):
+@functools.cache
+def open_prepared() -> ctypes.CDLL:
+    """The library, which knows by now where it finds the tensor in a Python object."""
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        raise OSError("it needs Python's global lock")
+    library = native.open_library(LIBRARY, ctypes.PyDLL)
+    for function in (library.torchweld_prepare, library.torchweld_make_call):
         function.argtypes, function.restype = [ctypes.py_object], ctypes.py_object
-    example = torch.ones(3)
+    example = torch.ones(3, device="cpu")
     wrap: Any = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs  # type: ignore[attr-defined]
     size = torch._C.TensorBase.__basicsize__  # type: ignore[attr-defined]
     questions = state.count_dispatch_modes, state.is_transforming, "is_neg", "_is_zerotensor"
     told = (*PLAIN, example, example._cdata, size, wrap, *questions, _DTYPES)
-    if prepare(told) is None:
+    if library.torchweld_prepare(told) is None:
         raise OSError("this torch's tensors are not where the library looks for them")
+    return library
+
+
+def _open() -> Callable[..., Any]:
+    if native.cpu_isa is None:
+        raise OSError("it needs the CPU kernels")
+    cpu, make_call = native.open_library("torchweld_cpu"), open_prepared().torchweld_make_call
+    cpu.torchweld_find_kernel.argtypes = [ctypes.c_char_p]
+    cpu.torchweld_find_kernel.restype = ctypes.c_void_p
 
     def make(overload: Any, twin: Callable[..., Any]) -> Any:
         schema = overload._schema

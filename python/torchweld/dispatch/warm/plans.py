@@ -35,6 +35,7 @@ from torchweld.dispatch.warm.guards import (
     has_lazy,
     make_guard,
 )
+from torchweld.dispatch.warm.leaf import make_leaf
 from torchweld.isolate import leave_dispatch_modes
 
 _ALLOCATIONS = {
@@ -76,7 +77,8 @@ _recording = threading.RLock()
 class _Step(NamedTuple):
     """A launch: what starts it, its arguments, and (argument, tensor) pairs to fill in.
 
-    `described` are the pairs whose argument is a descriptor of the tensor.
+    `described` are the pairs whose argument is a descriptor of the tensor. A `leaf` takes the
+    stream and what is to be filled in, tensors by number and then the seed, in place of `start`.
     """
 
     start: Any  # a Start of triton_kernels/launch.py
@@ -84,6 +86,7 @@ class _Step(NamedTuple):
     places: list[tuple[int, int]]
     described: list[tuple[int, int]]
     seed_at: int | None  # the argument that is the seed's number
+    leaf: Callable[..., None] | None = None
 
 
 class Plan(NamedTuple):
@@ -161,6 +164,8 @@ def _write(
         lines += [f"if not ({conditions}):", refuse]
     taken = {number for step in plan.steps for _, number in (*step.places, *step.described)}
     read = sorted(number for number in taken if number < inputs)
+    if matches is None and len(plan.steps) == 1 and plan.steps[0].leaf:
+        read = []  # nothing runs before the leaf has looked at all addresses
     lines += [f"p{number} = t{number}.data_ptr()" for number in read]
     if matches is not None and read:
         lines += [f"if ({' | '.join(f'p{number}' for number in read)}) % {ALIGNMENT}:", refuse]
@@ -171,6 +176,13 @@ def _write(
     if plan.seed is not None:
         lines.append(f"seed = t{plan.seed}.item()")
     for at, step in enumerate(plan.steps):
+        if step.leaf is not None:
+            scope[f"launch{at}"] = step.leaf
+            given = [f"find_stream({plan.device})"]
+            given += [f"p{n}" if n in read else f"t{n}" for _, n in step.places]
+            given += [f"t{n}" for _, n in step.described] + ["seed"] * (step.seed_at is not None)
+            lines.append(f"launch{at}({', '.join(given)})")
+            continue
         function, before, after, takes_tuple = step.start
         scope[f"launch{at}"] = function
         given = _name(scope, f"c{at}_", step.arguments)
@@ -297,7 +309,28 @@ class _Recorder(TorchDispatchMode):
         rest = launch.kernel.arg_names[len(arguments) :]
         arguments += [options[name] for name in rest]
         start = self._launching.repeat(compiled, launch.grid)
-        return _Step(start, arguments, places, described, seed_at)
+        step = _Step(start, arguments, places, described, seed_at)
+        if start.before is None:
+            return step
+        seeds = [] if seed_at is None else [seed_at]
+        given_at = [*(at for at, _ in (*places, *described)), *seeds]
+        twin = partial(_launch, step, given_at)
+        check, near = self._launching.check_allocated, self._launching.FAR
+        leaf = make_leaf(compiled, launch.grid, arguments, given_at, check, near, twin)
+        return step._replace(leaf=leaf)
+
+
+def _launch(step: _Step, given_at: Sequence[int], stream: int, *given: Any) -> None:
+    """What the step's leaf does, by Triton's launcher."""
+    arguments, described = list(step.arguments), {at for at, _ in step.described}
+    for at, value in zip(given_at, given, strict=True):
+        if at in described:
+            value = _describe(value, arguments[at])
+        elif isinstance(value, torch.Tensor):
+            value = value.data_ptr()
+        arguments[at] = value
+    function, before, after, takes_tuple = step.start
+    function(*before, stream, *after, *([tuple(arguments)] if takes_tuple else arguments))
 
 
 def _start_again(start: Any, launch: Any, options: dict[str, Any], *arguments: Any) -> None:
