@@ -159,7 +159,7 @@ _FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("_count_bytes(x) != _count_bytes(made[at])", "False"),
     ],
     ("python/torchweld/dispatch/warm/plans.py", "tests/tools/test_leaf.py"): [
-        ("            if at in described:", "            if at not in described:"),
+        ("if at in described:", "if at not in described:"),
         ("find_stream({plan.device})", "{81}"),
     ],
     ("python/torchweld/dispatch/warm/leaf.py", "tests/tools/test_leaf.py"): [
