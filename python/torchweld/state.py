@@ -5,6 +5,7 @@ Dynamo traces these functions, so none may hide what it knows: `is_compiling` is
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import torch
@@ -124,6 +125,14 @@ def why_not_now() -> str | None:
 
 
 # --- The running backward pass --------------------------------------------------------------------
+
+
+def has_tangents(grads: Iterable[torch.Tensor | None]) -> bool:
+    """Whether forward-mode AD differentiates the pass, by its gradients, and it makes no graph."""
+    if forward_ad._current_level < 0 or torch.is_grad_enabled():
+        return False
+    given = [grad for grad in grads if grad is not None]
+    return any(forward_ad.unpack_dual(grad).tangent is not None for grad in given)
 
 
 # Whether the running backward pass leaves the graph for another one.

@@ -9,15 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import selection
 import torchweld
 from conftest import Target
 from oracle import incoming, is_floating, run, total
+from torchweld import numerics
 from torchweld.bench.cases import CASES
+from torchweld.bench.measure.host_times import PAIRS, Timed
 from torchweld.dispatch import choice, proof
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
+from torchweld.distributed.ring.attention import _RingAttention
 from torchweld.registry import BACKENDS, Made, Op, TensorSpec, materialize
 
 IMITATED = ("interpreter", "emulator")
@@ -228,6 +232,49 @@ def test_forward_mode_is_right_and_a_named_backend_refuses(op: Op) -> None:
         assert all(derivative.any() for derivative in as_tuple(found))
         with torchweld.use_backend("cpu"), pytest.raises(torchweld.BackendError):
             function(lambda x: call(op, x, *inputs[1:]), (x,), (tangent,))
+
+
+@pytest.mark.parametrize("name", [name for name, pair in PAIRS.items() if pair.leaves])
+def test_gradients_with_a_tangent(name: str) -> None:
+    """Forward-mode AD of a backward pass, whose graph was made outside, cold and warm.
+
+    Every op lost the tangent silently: kernels read a gradient's numbers only, and tests of
+    forward-mode AD ended at results. A backward pass is linear in its gradients: the results'
+    tangents are what it makes of the gradients' tangents.
+    """
+    pair = PAIRS[name]
+    given = [t.requires_grad_() if at < pair.leaves else t for at, t in enumerate(_draw(pair))]
+    leaves = given[: pair.leaves]
+    for _ in range(3):
+        results = [y for y in as_tuple(pair.ours(*given)) if y.requires_grad]
+        grads, tangents = ([torch.randn_like(y) for y in results] for _ in range(2))
+        how: Any = {"allow_unused": True, "retain_graph": True}
+        wanted = torch.autograd.grad(results, leaves, tangents, **how)
+        with forward_ad.dual_level():
+            duals = [*map(forward_ad.make_dual, grads, tangents)]
+            made = torch.autograd.grad(results, leaves, duals, **how)
+            found = [None if each is None else forward_ad.unpack_dual(each) for each in made]
+        for each, expected, exact in zip(
+            found, wanted, torch.autograd.grad(results, leaves, grads, **how), strict=True
+        ):
+            if each is None or expected is None:
+                assert each is expected
+                continue
+            assert not each.primal.requires_grad
+            for one, other in ((each.primal, exact), (each.tangent, expected)):
+                assert one is not None
+                most = 8 * numerics.REORDERED * other.abs().max()
+                assert (one - other).abs().max() <= most
+
+
+def _draw(pair: Timed) -> list[torch.Tensor]:
+    return [t.detach() for t in pair.draw(*pair.sizes[0])]
+
+
+def test_attention_along_a_ring_refuses_tangents() -> None:
+    """Its kernels would lose them."""
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="tangent"):
+        _RingAttention.backward(None, forward_ad.make_dual(torch.ones(1), torch.ones(1)), None)
 
 
 def _dual_jvp(function: Any, primals: Any, tangents: Any) -> Any:

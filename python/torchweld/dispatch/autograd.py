@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from torchweld import state
@@ -141,8 +143,10 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str], ready: b
         f"if {' and '.join(f'{name} is None' for name in incoming)}:",
         f"    return (None,) * {len(first) + len(passed)}",
         f"_grads = {_tuple(incoming)}",
-        f"{_tuple(saved)} = _ctx.saved_tensors" if saved else "",  # raises if one has changed
         "_is_eager, _needs = not is_compiling(), _ctx.needs_input_grad",
+        "if _is_eager and _has_tangents(_grads):",
+        f"    return carry_tangents(_ctx._forward_cls.backward, _ctx, {', '.join(incoming)})",
+        f"{_tuple(saved)} = _ctx.saved_tensors" if saved else "",  # raises if one has changed
         "_is_one_of_several = _is_eager and (_ctx.late is not None or _keeps_the_graph())",
         "if _is_one_of_several:",
         "    if (_late := take_left_over(_ctx, _grads)) is not None:",
@@ -218,6 +222,38 @@ def _write_gradients(
             yield own
         else:
             yield f"{own} if {f'_{name}_wanted' if name in lenders else f'need_{name}'} else None"
+
+
+# --- Forward-mode AD of a backward pass -----------------------------------------------------------
+
+# A name of its own: generated code asks at each backward pass.
+_has_tangents = state.has_tangents
+
+
+def carry_tangents(
+    backward: Callable[..., Any], ctx: Any, *grads: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """Run a backward pass as with create_graph=True, by eager torch; its results have no graph."""
+    with torch.enable_grad():
+        return tuple([None if made is None else _cut(made) for made in backward(ctx, *grads)])
+
+
+def _cut(made: torch.Tensor) -> torch.Tensor:
+    primal, tangent = forward_ad.unpack_dual(made)
+    primal = primal.detach()
+    return primal if tangent is None else forward_ad.make_dual(primal, tangent.detach())
+
+
+def carrying_tangents(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a node's backward pass carry tangents, by what it does with create_graph=True."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        if not is_compiling() and _has_tangents(grads):
+            return carry_tangents(backward, ctx, *grads)
+        return backward(ctx, *grads)
+
+    return run
 
 
 # --- Several runs of one graph --------------------------------------------------------------------

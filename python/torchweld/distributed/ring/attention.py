@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from torchweld import checks
+from torchweld import checks, state
 from torchweld.dispatch.call import call
 from torchweld.dispatch.choice import choose
 from torchweld.errors import ArgumentError
@@ -396,6 +396,11 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_y: Any, grad_lse: Any) -> Any:
+        if state.has_tangents((grad_y, grad_lse)):
+            raise RuntimeError(
+                "the gradient of attention along a ring has a tangent, and its backward pass knows"
+                " no forward-mode AD: differentiate the attention of one device"
+            )
         q, k, v, sinks, _, y, lse = ctx.saved_tensors
         ring = ctx.ring
         chunks = _Chunks.of(k, v, ring)

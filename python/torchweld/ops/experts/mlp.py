@@ -20,6 +20,7 @@ from torch.nn.functional import linear
 
 from torchweld import checks, state
 from torchweld.dispatch.autograd import (
+    carrying_tangents,
     derive_from_reference,
     find_apply,
     is_one_of_several,
@@ -139,6 +140,7 @@ class _ExpertsMLP(torch.autograd.Function):
         return make_unaliased(y)
 
     @staticmethod
+    @carrying_tangents
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *tensors, order, z = ctx.saved_tensors  # raises if one has changed
         is_one, wanted = is_one_of_several(ctx), ctx.needs_input_grad

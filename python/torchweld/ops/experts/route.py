@@ -16,7 +16,7 @@ import torch
 
 from torchweld import checks, state
 from torchweld.dispatch import choice
-from torchweld.dispatch.autograd import find_apply, wants_gradient
+from torchweld.dispatch.autograd import carrying_tangents, find_apply, wants_gradient
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.call import Decision
 from torchweld.dispatch.warm.cache import short
@@ -244,6 +244,7 @@ class _Route(torch.autograd.Function):
         return tuple(found)
 
     @staticmethod
+    @carrying_tangents
     def backward(ctx: Any, _: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         backward = _BACKWARD.run if ctx.run is None else ctx.run.backward
         is_compiling = torch.compiler.is_compiling()

@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 
 from torchweld import state
 from torchweld.dispatch.autograd import (
+    carrying_tangents,
     differentiate,
     find_left_over,
     is_one_of_several,
@@ -69,6 +70,7 @@ class _ActLinear(torch.autograd.Function):
         return make_unaliased(gemm.linear(_activate(z, bias, *kind), weight, weight_bias))
 
     @staticmethod
+    @carrying_tangents
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if torch.is_grad_enabled() and not state.is_compiling():
             return _derivatives(ctx, grad)

@@ -18,7 +18,12 @@ from typing import Any
 import torch
 
 from torchweld import state
-from torchweld.dispatch.autograd import list_reached, make_unaliased, wants_gradient
+from torchweld.dispatch.autograd import (
+    carrying_tangents,
+    list_reached,
+    make_unaliased,
+    wants_gradient,
+)
 from torchweld.dispatch.bare import BareOp
 from torchweld.dispatch.warm.guards import PLAIN
 from torchweld.registry import BACKENDS, why_not_now
@@ -81,6 +86,7 @@ class _Product(torch.autograd.Function):
         return make_unaliased(_multiply(left, right))
 
     @staticmethod
+    @carrying_tangents
     def backward(ctx: Any, grad: Any) -> Any:
         (left, right), (to_left, to_right) = ctx.saved_tensors, list_reached(ctx)
         rows = [t.flatten(0, -2) if right.ndim == 2 else t for t in (left, grad)]

@@ -7,7 +7,12 @@ from typing import Any
 import torch
 
 from torchweld import state
-from torchweld.dispatch.autograd import differentiate, exports_a_derivative, make_views
+from torchweld.dispatch.autograd import (
+    carrying_tangents,
+    differentiate,
+    exports_a_derivative,
+    make_views,
+)
 from torchweld.dispatch.library import define_differentiable
 from torchweld.ops.loss import chunk_ops, chunks, results, rows, sharding
 from torchweld.ops.loss.chunks import Layer, Needs, Plan
@@ -68,6 +73,7 @@ class _ComputedAgain(torch.autograd.Function):
         return tuple(row_results)
 
     @staticmethod
+    @carrying_tangents
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         needs, after = Needs(*ctx.needs_input_grad[:3]), (*chunk_ops.AFTER, *(None,) * 7)
         if all(grad is None for grad in grads) or not any(needs):

@@ -16,7 +16,13 @@ import torch
 
 from torchweld import state
 from torchweld.dispatch import choice
-from torchweld.dispatch.autograd import differentiate, find_apply, make_views, wants_gradient
+from torchweld.dispatch.autograd import (
+    carrying_tangents,
+    differentiate,
+    find_apply,
+    make_views,
+    wants_gradient,
+)
 from torchweld.dispatch.warm.guards import has_lazy
 from torchweld.ops.gemm import product
 from torchweld.ops.gemm.gemm import find_linear
@@ -177,6 +183,7 @@ class _Loss(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @carrying_tangents
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call = ctx.call
         x, weight, bias, target, *terms, logits, statistics, count = ctx.saved_tensors

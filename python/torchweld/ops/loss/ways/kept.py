@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchweld import state
-from torchweld.dispatch.autograd import differentiate, make_views
+from torchweld.dispatch.autograd import carrying_tangents, differentiate, make_views
 from torchweld.ops.loss import arguments, chunk_ops, chunks, results, rows, sharding
 from torchweld.ops.loss.chunks import Layer, Plan
 from torchweld.ops.loss.results import LossFactors
@@ -94,6 +94,7 @@ class _Total(torch.autograd.Function):
         return factors.add_up(results.find(made, target, how, wanted))
 
     @staticmethod
+    @carrying_tangents
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         after = (*chunk_ops.AFTER, *(None,) * (chunk_ops.FACTORS + 5))
         if torch.compiler.is_compiling():
