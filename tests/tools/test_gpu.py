@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import json
+import sys
 import time
+import types
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +21,7 @@ from conftest import PLACES, running_at
 from torchweld import functional
 from torchweld.bench import command
 from torchweld.bench.cases import CASES, SMALLEST, Case
-from torchweld.bench.measure import clock, evidence, gpu, jobs, machine
+from torchweld.bench.measure import clock, evidence, gpu, jobs, machine, windows
 from torchweld.bench.measure.contenders import DENSE
 from torchweld.bench.measure.jobs import Job
 from torchweld.bench.measure.overhead import Overhead
@@ -27,6 +30,7 @@ from torchweld.bench.models import whole
 from torchweld.bench.models.blocks import BLOCKS
 from torchweld.commands import cli
 from torchweld.registry import OPS
+from torchweld.sparse import BlockLayout
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE: dict[str, Any] = {
@@ -198,10 +202,53 @@ def test_scripts_run_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     scripts = _read(record)["scripts"]
     assert {*scripts} == {script.name for script in every}
     assert all(found["ended"] and found["found"] for found in scripts.values())
-    ours = [row for row in scripts["windows"]["found"]["rows"] if row["contender"] != "flex"]
+    of_windows = scripts["windows"]["found"]["rows"]
+    ours = [row for row in of_windows if row["contender"] not in windows.PEERS]
+    if importlib.util.find_spec("cudnn") is None:
+        assert "pip install nvidia-cudnn-frontend" in of_windows[-1]["fault"]
     assert all(row["fault"] == "" and row["full"] > 0 for row in ours)
     monkeypatch.setattr(gpu.Script, "run", lambda *_, **__: pytest.fail("it runs again"))
     assert gpu.run_scripts(record, "cpu", until, tiny=True) == []
+
+
+def test_cudnn_s_attention_takes_the_blocks_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in with its signatures, which knows no backward pass for heads of 64.
+
+    Its wheel may be missing, and it asks for a GPU.
+    """
+    layout = BlockLayout.sliding_window(640, window_size=(127, 0), block=64)
+    blocks, counts = windows.list_blocks(2, 3, 640, "cpu")
+    visible = torch.zeros(10, 10, dtype=torch.bool)
+    for row, (listed, count) in enumerate(zip(blocks[1, 2], counts[1, 2], strict=True)):
+        visible[row, listed[:count].long()] = True
+    of_tokens = layout.to_mask().reshape(10, 64, 10, 64)
+    assert torch.equal(visible, of_tokens.any(3).any(1))
+
+    def attend(
+        q_tensor: Any, k_tensor: Any, v_tensor: Any, q2k_block_index: Any, **how: Any
+    ) -> Any:
+        assert {*how} == {"q2k_block_nums", "sparse_block_size"}
+        assert q2k_block_index.dtype is how["q2k_block_nums"].dtype is torch.int32
+        mask = visible.repeat_interleave(64, 0).repeat_interleave(64, 1)
+        y = torch.nn.functional.scaled_dot_product_attention(q_tensor, k_tensor, v_tensor, mask)
+        return {"o_tensor": y, "lse_tensor": y[..., 0].float()}
+
+    def refuse(*given: Any, **how: Any) -> Any:
+        assert len(given) == 7
+        raise NotImplementedError("SM90 backward requires head_dim=128")
+
+    named = {"block_sparse_attention_forward": attend, "block_sparse_attention_backward": refuse}
+    module = types.ModuleType("cudnn.block_sparse_attention")
+    module.__dict__.update(named)
+    parent = types.ModuleType("cudnn")
+    parent.__spec__ = importlib.machinery.ModuleSpec("cudnn", None)
+    monkeypatch.setitem(sys.modules, "cudnn", parent)
+    monkeypatch.setitem(sys.modules, "cudnn.block_sparse_attention", module)
+    monkeypatch.setattr(windows, "contenders", lambda *_: {windows.CUDNN: windows._cudnn})
+    (row,) = windows.measure(2, 640, 1, "cpu", torch.float32, 0.0)
+    assert row["fwd"] > 0
+    assert "full" not in row
+    assert "head_dim=128" in row["fault"]
 
 
 def test_a_clock_is_sampled_meanwhile() -> None:
