@@ -75,7 +75,8 @@ class _Cudnn(torch.autograd.Function):
     def forward(ctx: Any, q: Any, k: Any, v: Any) -> torch.Tensor:
         from cudnn.block_sparse_attention import block_sparse_attention_forward
 
-        blocks, counts = list_blocks(*q.shape[:3], q.device)
+        batch, heads, length = q.shape[:3]
+        blocks, counts = list_blocks(batch, heads, length, q.device)
         ctx.how = {"q2k_block_nums": counts, "sparse_block_size": _BLOCK}
         made = block_sparse_attention_forward(q, k, v, blocks, **ctx.how)
         ctx.save_for_backward(q, k, v, made["o_tensor"], made["lse_tensor"], blocks)
@@ -150,7 +151,7 @@ def measure(
     directions = {"fwd": forward, "full": both}
     runs: dict[str, list[tuple[dict[str, Any], Call]]] = {name: [] for name in directions}
     for name, call in contenders(length, device, sinks).items():
-        row = {"contender": name, "fault": ""}
+        row: dict[str, Any] = {"contender": name, "fault": ""}
         rows.append(row)
         try:
             if name not in PEERS:
