@@ -1,8 +1,8 @@
 """What an op launches on a GPU that need not be here: its evidence is current while that is equal.
 
-An op's Triton functions run on meta tensors as on a GPU with 132 processors, and what they would
-launch is compiled for sm_90. Of the compiled code only instructions, layouts and types count: no
-places in a file, and no names.
+An op runs on meta tensors as on a GPU with 132 processors, and what it would launch is compiled for
+sm_90. Of the compiled code only instructions, layouts and types count: no places in a file, and no
+names. Ops of several steps also have torch's products, by their sizes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchweld.bench.cases import CASES, Case
 from torchweld.bench.measure import evidence
 from torchweld.bench.measure.evidence import Codes
-from torchweld.dispatch.autograd import Ready, complete_steps
-from torchweld.dispatch.library import import_kernels
-from torchweld.registry import OPS, Composite, Made, Op, TensorSpec
+from torchweld.dispatch import proof
+from torchweld.dispatch.autograd import as_tuple
+from torchweld.dispatch.call import call
+from torchweld.dispatch.choice import use_backend
+from torchweld.dispatch.library import IN_TRITON
+from torchweld.registry import BACKENDS, OPS, Made, Op, TensorSpec
 
 CAPABILITY, _PROCESSORS = 90, 132
 _COMPILERS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
@@ -40,8 +44,8 @@ _NAME = re.compile(r"%[\w$.]+|@[\w$.]+|\^bb\d+")
 def renew(records: Mapping[str, dict[str, Any]], root: Path) -> Codes:
     """The codes of the present sources, of all rows that could be stale by their sources.
 
-    Rows of the present sources get their codes. Ops of several steps have none: GEMMs of torch's
-    are among them. CUDA's kernels have the hash of their source, as nvcc gets it.
+    Rows of the present sources get their codes. CUDA's kernels have the hash of their source, as
+    nvcc gets it.
     """
     import triton
 
@@ -51,7 +55,7 @@ def renew(records: Mapping[str, dict[str, Any]], root: Path) -> Codes:
             if "cuda" in proofs and name in evidence.PROVEN:
                 _renew_cuda(name, proofs["cuda"], root, codes)
             op = OPS.get(name)
-            if op is None or isinstance(op, Composite) or "triton" not in proofs:
+            if op is None or "triton" not in proofs:
                 continue
             now = evidence.sources_hash(op, "triton", root)
             for row in proofs["triton"]["results"]:
@@ -90,20 +94,22 @@ def _find_case(op: Op, row: dict[str, Any]) -> Case | None:
 
 def list_launches(case: Case, direction: str) -> list[tuple[Any, dict[str, Any]]]:
     """The launches of a case in order, each with its options."""
-    op = case.op
+    return [step for step in list_steps(case, direction) if isinstance(step, tuple)]
+
+
+def list_steps(case: Case, direction: str) -> list[Any]:
+    """The launches of a case, each with its options, and torch's products, as text, in order."""
     inputs = [_make_meta(value, case.dtype) for value in case.arguments]
-    with _collecting(op) as (steps, launches):
+    with _collecting() as steps:
         if direction == "fwd":
-            steps.forward(*[_detach(value) for value in inputs])
-            return launches
-        ready = complete_steps(op, steps, inputs)
-        tensors = [inputs[at] for at in op.tensors_at]
-        made = op.kernels["triton"].ready_function.apply(ready, *tensors)
-        results = made if isinstance(made, tuple) else (made,)
-        results = tuple(y for y in results[: len(op.public)] if y.requires_grad)
-        leaves = [t for t in tensors if t is not None and t.requires_grad]
-        torch.autograd.grad(results, leaves, [torch.empty_like(y) for y in results])
-    return launches
+            with torch.no_grad():
+                call(case.op, *inputs)
+            return steps
+        results = [y for y in as_tuple(call(case.op, *inputs)) if y.requires_grad]
+        leaves = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+        grads = [torch.empty_like(y) for y in results]
+        torch.autograd.grad(results, leaves, grads, allow_unused=True)
+    return steps
 
 
 def _make_meta(argument: Any, dtype: torch.dtype) -> Any:
@@ -121,20 +127,40 @@ def _make_meta(argument: Any, dtype: torch.dtype) -> Any:
 _DTYPES = {"seed": torch.int64, "boolean": torch.bool, "padding": torch.bool}
 
 
-def _detach(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
+class _Steps(TorchDispatchMode):
+    """Runs the function in Triton of each of our ops, and writes torch's products down."""
+
+    def __init__(self, steps: list[Any]) -> None:
+        super().__init__()
+        self._steps = steps
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func in IN_TRITON:
+            return IN_TRITON[func]()(*args, **kwargs or {})
+        made = func(*args, **kwargs or {})
+        if func.overloadpacket.__name__ in _PRODUCTS:
+            given = [x for x in args if isinstance(x, torch.Tensor)]
+            self._steps.append(f"{func} {[(*x.shape, x.stride(), x.dtype) for x in given]}")
+        return made
+
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 
 
 @contextmanager
-def _collecting(op: Op) -> Iterator[tuple[Ready, list[tuple[Any, dict[str, Any]]]]]:
-    """The op's Triton functions, and the launches that they then make."""
+def _collecting() -> Iterator[list[Any]]:
+    """What ops do on meta tensors, as on a GPU whose kernels were found right."""
     from torchweld.triton_kernels import launch
 
-    module = import_kernels(op.sources["triton"][0])
-    launches: list[tuple[Any, dict[str, Any]]] = []
+    steps: list[Any] = []
 
     def start(launched: Any, options: dict[str, Any]) -> None:
-        launches.append((launched, options))
+        steps.append((launched, options))
+
+    def pick(_: Any, make_question: Callable[[], Any]) -> tuple[str, None]:
+        return make_question().candidates[0], None
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(launch, "start", start))
@@ -142,7 +168,13 @@ def _collecting(op: Op) -> Iterator[tuple[Ready, list[tuple[Any, dict[str, Any]]
             for name, answer in (("processors", _PROCESSORS), ("runs_on", True)):
                 if hasattr(each, name):
                     stack.enter_context(mock.patch.object(each, name, return_value=answer))
-        yield Ready(getattr(module, op.name), getattr(module, f"{op.name}_backward")), launches
+        stack.enter_context(mock.patch.object(BACKENDS["triton"], "devices", {"meta"}))
+        stack.enter_context(mock.patch.object(proof, "pick", pick))
+        # torch has no autocast for meta, and raises an error.
+        stack.enter_context(mock.patch.object(torch, "is_autocast_enabled", return_value=False))
+        stack.enter_context(use_backend("triton"))
+        stack.enter_context(_Steps(steps))
+        yield steps
 
 
 def list_modules() -> list[Any]:
@@ -169,8 +201,6 @@ def compile_ahead(names: Iterable[str], known: Callable[[str, str], Sequence[str
 
     found: dict[str, Any] = {}
     for op in [OPS[name] for name in names if name in OPS and "triton" in OPS[name].sources]:
-        if isinstance(op, Composite):
-            continue
         for given in CASES[op.name].benchmarks_on_gpu:
             case = Case(op, given, torch.bfloat16, "cuda")
             about = {"shape": case.shape, "variant": case.variant, "dtype": "bfloat16"}
@@ -194,7 +224,11 @@ def compile_ahead(names: Iterable[str], known: Callable[[str, str], Sequence[str
 def find_code(case: Case, direction: str) -> str:
     """The hash of what a case launches, by the installed Triton."""
     digest = hashlib.sha256()
-    for launched, options in list_launches(case, direction):
+    for step in list_steps(case, direction):
+        if isinstance(step, str):
+            digest.update(f"{step}\n".encode())
+            continue
+        launched, options = step
         signature = sign(launched)
         rest = {name: value for name, value in options.items() if name not in signature[0]}
         code = _compile(launched.kernel, repr(signature), repr(rest), signature, rest)

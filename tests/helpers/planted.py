@@ -58,7 +58,7 @@ def _find_code(text: str, grid: int = 4, block: int = 512, num_warps: int = 4) -
         x = torch.empty(2048, device="meta")
         made = launch(kernel, grid, x, x, 2048, BLOCK=block, num_warps=num_warps)
         launches = mock.Mock(return_value=[(made, made.options)])
-        with mock.patch.object(launched, "list_launches", launches):
+        with mock.patch.object(launched, "list_steps", launches):
             return launched.find_code(mock.Mock(), "fwd")
 
 

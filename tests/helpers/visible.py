@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib.util
 import json
 import sys
@@ -172,31 +173,34 @@ class Call(NamedTuple):
 def list_calls(case: Any) -> list[Call]:
     """The calls of an op's Triton functions in both directions."""
     from torchweld.bench.measure import launched
-    from torchweld.dispatch.autograd import Ready, complete_steps
+    from torchweld.dispatch.library import IN_TRITON
+    from torchweld.triton_kernels import launch
 
-    op = case.op
     calls: list[Call] = []
 
     def keep(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*inputs: Any) -> Any:
-            before = len(launches)
-            made = function(*inputs)
-            given = [launched._detach(x) for x in inputs]
-            calls.append(Call(name, given, launches[before:]))
+            own: list[Any] = []
+            start = launch.start
+
+            def see(*launched: Any) -> None:
+                own.append(launched)
+                start(*launched)
+
+            with mock.patch.object(launch, "start", see):
+                made = function(*inputs)
+            given = [x.detach() if isinstance(x, torch.Tensor) else x for x in inputs]
+            calls.append(Call(name, given, own))
             return made
 
         return call
 
-    inputs = [launched._make_meta(value, case.dtype) for value in case.arguments]
-    with launched._collecting(op) as (steps, launches):
-        kept = Ready(keep(op.name, steps.forward), keep(f"{op.name}_backward", steps.backward))
-        tensors = [inputs[at] for at in op.tensors_at]
-        ready = complete_steps(op, kept, inputs)
-        made = op.kernels["triton"].ready_function.apply(ready, *tensors)
-        results = made if isinstance(made, tuple) else (made,)
-        results = tuple(y for y in results[: len(op.public)] if y.requires_grad)
-        leaves = [t for t in tensors if t is not None and t.requires_grad]
-        torch.autograd.grad(results, leaves, [torch.empty_like(y) for y in results])
+    kept = {}
+    for name in (case.op.name, f"{case.op.name}_backward"):
+        overload = getattr(torch.ops.torchweld, name).triton
+        kept[overload] = functools.partial(keep, name, IN_TRITON[overload]())
+    with mock.patch.dict(IN_TRITON, kept):
+        launched.list_launches(case, "full")
     return calls
 
 

@@ -12,7 +12,7 @@ import fresh
 import planted
 from torchweld.bench.cases import CASES, Case
 from torchweld.bench.measure import evidence, launched
-from torchweld.registry import OPS, Composite
+from torchweld.registry import OPS
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -30,7 +30,7 @@ def test_what_runs_otherwise_has_another_code() -> None:
 @pytest.mark.parametrize("direction", ["fwd", "full"])
 @pytest.mark.parametrize(
     "name",
-    [n for n, op in OPS.items() if "triton" in op.sources and not isinstance(op, Composite)],
+    [n for n, op in OPS.items() if "triton" in op.sources],
 )
 def test_launches_are_found_without_a_gpu(name: str, direction: str) -> None:
     case = Case(OPS[name], CASES[name].benchmarks_on_gpu[0], torch.bfloat16, "cuda")
@@ -41,6 +41,26 @@ def test_launches_are_found_without_a_gpu(name: str, direction: str) -> None:
     if direction == "full":
         forward = [each.kernel for each, _ in launched.list_launches(case, "fwd")]
         assert len(kernels) > len(forward)
+
+
+PRODUCTS = {"linear_act": (0, 2), "mlp": (1, 5), "linear_batch_norm_act": (1, 3)}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_ops_of_several_steps_have_their_launches_and_products(name: str) -> None:
+    """They went by their sources: with a rename all of their rows were stale.
+
+    A kernel by warps with roles multiplies itself. A product of another size has another code.
+    """
+    codes = []
+    for given in (CASES[name].benchmarks_on_gpu[at] for at in (0, -1)):
+        case = Case(OPS[name], given, torch.bfloat16, "cuda")
+        steps = [launched.list_steps(case, direction) for direction in ("fwd", "full")]
+        counts = tuple(sum(isinstance(step, str) for step in each) for each in steps)
+        assert counts == PRODUCTS[name]
+        assert [step[0].kernel.fn.__name__ for step in steps[0] if not isinstance(step, str)]
+        codes.append([step for step in steps[1] if isinstance(step, str)])
+    assert codes[0] != codes[1]
 
 
 def test_a_row_is_current_by_its_code(monkeypatch: pytest.MonkeyPatch) -> None:

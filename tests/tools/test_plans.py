@@ -20,7 +20,7 @@ from torchweld import functional, numerics
 from torchweld.bench.cases import CASES
 from torchweld.bench.measure import launched
 from torchweld.dispatch.autograd import Ready, as_tuple, complete_steps
-from torchweld.dispatch.library import _IN_TRITON
+from torchweld.dispatch.library import IN_TRITON
 from torchweld.dispatch.warm import plans as warm_plans
 from torchweld.ops.experts import route
 from torchweld.ops.loss import rows
@@ -540,7 +540,7 @@ LOSSES = rows.FORWARD, rows.BACKWARD, rows.BACKWARD_IN_PLACE, rows.BOTH_IN_PLACE
 @pytest.mark.parametrize("name", _loss_calls(0))
 def test_losses_repeat_their_rows_kernels(name: str, plans: list[Any]) -> None:
     op = next(op for op in LOSSES if op.name == name)
-    step: Any = warm_plans.Planned(_IN_TRITON[op.overload("triton")], op.overload("triton"))
+    step: Any = warm_plans.Planned(IN_TRITON[op.overload("triton")], op.overload("triton"))
     for seed in range(3):
         inputs, again = _loss_calls(seed)[name], _loss_calls(seed)[name]
         found, wanted = step(*inputs), op.overload("triton")(*again)

@@ -66,7 +66,7 @@ def define_differentiable(name: str, backend: str, schema: str, run: Callable[..
 
 def make_step(overload: Any) -> Callable[..., Any]:
     """The overload for calls that are alike: without its Python frame, or with a plan."""
-    function = _IN_TRITON.get(overload)
+    function = IN_TRITON.get(overload)
     return overload._op if function is None else plans.Planned(function, overload)  # type: ignore[no-any-return]
 
 
@@ -78,7 +78,7 @@ def import_kernels(source: str) -> Any:
 
 
 # What implements each overload that Triton serves.
-_IN_TRITON: dict[Any, Callable[[], Any]] = {}
+IN_TRITON: dict[Any, Callable[[], Any]] = {}
 
 
 def _implement_in_triton(name: str, source: str) -> Callable[[], Any]:
@@ -103,7 +103,7 @@ def _implement_in_triton(name: str, source: str) -> Callable[[], Any]:
 
     LIBRARY.impl(f"{name}.triton", implementation, "CUDA")
     LIBRARY.impl(f"{name}.triton", implementation, "CPU")  # the interpreter
-    _IN_TRITON[getattr(torch.ops.torchweld, name).triton] = find
+    IN_TRITON[getattr(torch.ops.torchweld, name).triton] = find
     return find
 
 
