@@ -104,6 +104,10 @@ ENTRY CUresult cuCtxSetCurrent(CUcontext given) {
   context = given;
   return CUDA_SUCCESS;
 }
+ENTRY CUresult cuCtxGetDevice(CUdevice* device) {
+  *device = 0;
+  return CUDA_SUCCESS;
+}
 ENTRY CUresult cuCtxGetLimit(size_t* value, CUlimit) {
   *value = 0;
   return CUDA_SUCCESS;
@@ -137,6 +141,11 @@ ENTRY CUresult cuGetErrorString(CUresult, const char** text) {
 }
 ENTRY CUresult cuModuleLoadData(CUmodule* module, const void*) {
   *module = nullptr;
+  return CUDA_SUCCESS;
+}
+ENTRY CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
+ENTRY CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* status) {
+  *status = CU_STREAM_CAPTURE_STATUS_NONE;
   return CUDA_SUCCESS;
 }
 ENTRY CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char*) {

@@ -129,7 +129,7 @@ def _make_map(like: Any, about: dict[str, Any]) -> tuple[Any, ...]:
     """What the driver is told of a tensor, innermost dimension first, as Triton tells it."""
     from triton.backends.nvidia import driver
 
-    if about["fp4_padded"] or like.strides[-1] != 1:
+    if about["fp4_padded"] or about.get("is_im2col") or like.strides[-1] != 1:
         raise _UnknownError
     size, dtype = about["elem_size"], driver.TMA_DTYPE_DEVICE_TO_HOST[about["elem_type"]]
     dtype = driver.TMA_TF32 if _is_rounded(like) else dtype
