@@ -1,8 +1,6 @@
 // Starts kernels that Triton compiled by one call of CUDA's driver, for plans that repeat a launch
 // (python/torchweld/dispatch/warm/leaf.py). All but addresses is packed once. Triton's launcher takes
 // 1.2 to 1.7 us to look at each argument again, and Python 0.1 us to read each address.
-#include <dlfcn.h>
-
 #include <cstring>
 
 #include "core/dispatch.h"
@@ -49,7 +47,6 @@ struct Driver {
   int (*encode)(void* map, int dtype, uint32_t rank, void* address, const uint64_t* sizes,
                 const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int interleave,
                 int swizzle, int promotion, int fill);
-  int (*find_version)(int*);
   int version;
 };
 Driver driver{};
@@ -78,20 +75,6 @@ struct Leaf {
   uint64_t near;  // addresses below may be offsets in a storage that was freed
   PyObject *check, *twin;
 };
-
-template <class T>
-bool load(void* library, const char* name, T& function) {
-  return (function = reinterpret_cast<T>(dlsym(library, name))) != nullptr;
-}
-
-bool has_driver() {
-  if (driver.version) return true;
-  void* library = dlopen("libcuda.so.1", RTLD_LAZY);
-  return library && load(library, "cuLaunchKernelEx", driver.launch) &&
-         load(library, "cuTensorMapEncodeTiled", driver.encode) &&
-         load(library, "cuDriverGetVersion", driver.find_version) &&
-         driver.find_version(&driver.version) == 0 && driver.version != 0;
-}
 
 // Writes a tensor's map. A driver up to 13.1 marks small tensors wrongly, as CUTLASS and Triton know.
 bool encode(const Map& map, uint64_t address, char* to) {
@@ -233,10 +216,19 @@ bool read(PyObject* told, Leaf& leaf) {
 }  // namespace
 }  // namespace torchweld
 
-// A function that starts a kernel, as `leaf.py` tells it; None without a driver.
+// Takes the addresses of cuLaunchKernelEx and cuTensorMapEncodeTiled, and the driver's version.
+TW_EXPORT PyObject* torchweld_use_driver(PyObject* told) {
+  using namespace torchweld;
+  PyObject *launch, *encode;
+  if (!PyArg_ParseTuple(told, "OOi", &launch, &encode, &driver.version)) return nullptr;
+  driver.launch = reinterpret_cast<decltype(driver.launch)>(PyLong_AsVoidPtr(launch));
+  driver.encode = reinterpret_cast<decltype(driver.encode)>(PyLong_AsVoidPtr(encode));
+  Py_RETURN_NONE;
+}
+
+// A function that starts a kernel, as `leaf.py` tells it.
 TW_EXPORT PyObject* torchweld_make_launch(PyObject* told) {
   using namespace torchweld;
-  if (!has_driver()) Py_RETURN_NONE;
   auto* leaf = new Leaf{};
   if (!read(told, *leaf)) {
     delete leaf;

@@ -263,7 +263,8 @@ def test_gradients_with_a_tangent(name: str) -> None:
             assert not each.primal.requires_grad
             for one, other in ((each.primal, exact), (each.tangent, expected)):
                 assert one is not None
-                most = 8 * numerics.REORDERED * other.abs().max()
+                # Terms of a batch norm's gradient are about 1, and cancel.
+                most = 8 * numerics.REORDERED * (1 + other.abs().max())
                 assert (one - other).abs().max() <= most
 
 

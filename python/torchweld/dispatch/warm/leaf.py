@@ -74,14 +74,23 @@ def make_leaf(
 
 @functools.cache
 def _load() -> Callable[..., Any] | None:
-    """What makes launches; without a driver it returns None."""
-    return native.try_library(LIBRARY, _open, HINT)
+    """What makes launches; None without the driver too."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        entries = cuda.cuLaunchKernelEx, cuda.cuTensorMapEncodeTiled
+    except (OSError, AttributeError):
+        return None
+    addresses = [ctypes.cast(entry, ctypes.c_void_p).value for entry in entries]
+    open_with = functools.partial(_open, (*addresses, native.read_cuda_driver()))
+    return native.try_library(LIBRARY, open_with, HINT)
 
 
-def _open() -> Callable[..., Any]:
-    make: Any = open_prepared().torchweld_make_launch
-    make.argtypes, make.restype = [ctypes.py_object], ctypes.py_object
-    return make  # type: ignore[no-any-return]
+def _open(driver: tuple[Any, ...]) -> Callable[..., Any]:
+    library = open_prepared()
+    for function in (library.torchweld_use_driver, library.torchweld_make_launch):
+        function.argtypes, function.restype = [ctypes.py_object], ctypes.py_object
+    library.torchweld_use_driver(driver)
+    return library.torchweld_make_launch
 
 
 def _list_values(
