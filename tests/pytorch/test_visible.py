@@ -120,6 +120,7 @@ def _layer_norm(x: torch.Tensor, _: torch.Tensor, weight: torch.Tensor, p: float
     return functional.layer_norm(x + 1, (24,), weight, weight + 1) * 2
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("function", [_add_norm, _layer_norm])
 @pytest.mark.parametrize("p", [0.0, 0.25])
@@ -141,6 +142,7 @@ def test_numbers(on_cpu: None, function: Callable[..., Any], p: float, compiler:
         torch.testing.assert_close(mine, plain)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_checkpoint_asks_about_the_op(
     on_cpu: None, saves: bool, monkeypatch: pytest.MonkeyPatch
