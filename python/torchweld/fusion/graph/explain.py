@@ -12,7 +12,7 @@ from torchweld.fusion import peer
 from torchweld.fusion.graph import capture
 from torchweld.fusion.graph.patterns import FINDERS
 from torchweld.fusion.graph.regions import Region, list_layers
-from torchweld.fusion.graph.rewrite import Placed, rewrite
+from torchweld.fusion.graph.rewrite import Placed, leaving_out, rewrite
 from torchweld.fusion.plan import Filter, Weldable
 
 _TOKENS = (2, 16)  # of an example that nobody gave
@@ -28,9 +28,12 @@ def explain(
     """Capture a call of a model on fake tensors, and list what is welded and what is not.
 
     The call does not run. If its forward does not capture as a whole, the call runs until the
-    last kind of layer begins, and each kind is captured by itself.
+    last kind of layer begins, and each kind is captured by itself. Without a call it lists what the
+    calls became that a fused model has captured.
     """
     if not args and not kwargs:
+        if captured := list(_list_captured(model)):
+            return captured
         kwargs = _make_example(model)
     left_out = {
         key
@@ -45,6 +48,16 @@ def explain(
     return list(_make_rows(model, "", placed))
 
 
+def _list_captured(model: torch.nn.Module) -> Iterator[Weldable]:
+    """What the graphs of a fused model's calls became, each kind of calls once."""
+    for name, region in model.named_modules():
+        captures = getattr(region, "weld_captures", None)
+        slots = [] if captures is None else [*captures.slots.values()]
+        rows = [row for slot in slots for row in _make_rows(region, name, slot.placed)]
+        if any(slot.runs for slot in slots):
+            yield from dict.fromkeys(rows)
+
+
 def _capture(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], left_out: set[str]
 ) -> tuple[list[Placed], str]:
@@ -52,7 +65,7 @@ def _capture(
     placed: list[Placed] = []
 
     def tell(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        placed.extend(rewrite(graph, FINDERS, left_out).placed)
+        placed.extend(rewrite(graph, FINDERS, leaving_out(left_out)).placed)
         raise _EnoughError
 
     kind: Any = next((cls for cls in type(module).__mro__ if "weld_captures" in vars(cls)), None)

@@ -186,10 +186,11 @@ class _Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         written = _list_written(func, args, kwargs) if func._schema.is_mutable else ()
-        name, given, named = (func, args, kwargs) if written else normalize(func, args, kwargs)
+        calls = [(func, args, kwargs)] if written else normalize(func, args, kwargs)
         out = func(*args, **kwargs)
         if func.namespace != "prim":  # questions about a tensor's device
-            self.record.add(name, given, named, out, written)
+            for call, each in zip(calls, out if len(calls) > 1 else (out,), strict=True):
+                self.record.add(*call, each, written)
         return out
 
 
@@ -220,6 +221,12 @@ class _Functions(TorchFunctionMode):
             self.record.cut(length)
             given = _read_attention(*args, **kwargs)
             self.record.add("scaled_dot_product_attention", given, {}, out, ())
+        if func is torch.nn.functional.batch_norm:
+            self.record.cut(length)
+            given = _read_batch_norm(*args, **kwargs)
+            statistics = given[1:3] if given[5] else ()
+            written = tuple(find_storage(x) for x in statistics if x is not None)
+            self.record.add("batch_norm", given, {}, out, written)
         return out
 
     def _drop(self, x: torch.Tensor, p: float, training: bool, inplace: bool) -> torch.Tensor:
@@ -255,6 +262,20 @@ def _read_attention(
 ) -> tuple[Any, ...]:
     """The arguments of torch.nn.functional.scaled_dot_product_attention, in order."""
     return query, key, value, attn_mask, float(dropout_p), is_causal, scale, enable_gqa
+
+
+def _read_batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> tuple[Any, ...]:
+    """The arguments of torch.nn.functional.batch_norm, in order."""
+    return input, running_mean, running_var, weight, bias, training, momentum, eps
 
 
 @functools.cache

@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
+from torch.nn.parameter import is_lazy
 
 from torchweld import state
-from torchweld.fusion.graph import capture
+from torchweld.fusion.graph import capture, compiled
 from torchweld.fusion.graph.answers import OtherNumbersError
 from torchweld.fusion.graph.backend import run_eagerly
 from torchweld.fusion.graph.patterns import FINDERS
-from torchweld.fusion.graph.rewrite import Placed, rewrite
+from torchweld.fusion.graph.rewrite import Placed, leaving_out, rewrite
 from torchweld.fusion.weld import Weld, forward_of, make_class, set_class, why_not_change
 
 # How many graphs a region has, of one mode: then its calls run as they are.
@@ -175,7 +176,7 @@ class Slot:
     def _compile(self, module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         if not self._pieces and not capture.is_known(self.run):
             self.placed, self.graphs, self.welds = [], 0, 0
-        made = rewrite(module, FINDERS, self.captures.left_out)
+        made = rewrite(module, FINDERS, leaving_out(self.captures.left_out))
         self.graphs += 1
         self.welds += made.count()
         self.placed += made.placed
@@ -230,6 +231,7 @@ class Root(Region):
 
 def weld(model: torch.nn.Module, filter_fn: Callable[[Any, str], bool] | None) -> int:
     """Make regions of a model and of its repeated layers; returns how many changed."""
+    compiled.install()
     left_out = {
         name for name, part in model.named_modules() if filter_fn and not filter_fn(part, name)
     }
@@ -283,7 +285,8 @@ def _make_region(
 def _describe(module: torch.nn.Module) -> str:
     """A short text that modules of the same structure share."""
     parts = [(name, *_name_class(type(part))) for name, part in module.named_modules()]
-    sizes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
+    parameters = module.named_parameters()
+    sizes = [(name, None if is_lazy(p) else tuple(p.shape)) for name, p in parameters]
     return hashlib.sha256(repr((parts, sizes)).encode()).hexdigest()[:16]
 
 

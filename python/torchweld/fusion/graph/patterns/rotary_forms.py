@@ -75,7 +75,7 @@ def _read(record: Record, step: Step) -> Iterator[_RotationForm]:
                     yield _RotationForm(x.at, (angles,), [*_follow(record, [end], _CAST), end])
         return
     half, cos = step.args
-    split = record.maker(half, aten.split.Tensor)
+    split = record.maker(half, aten.slice.Tensor)
     if split is None:
         return
     for minus in record.readers(out, aten.sub.Tensor):
