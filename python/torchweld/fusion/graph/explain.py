@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +33,7 @@ def explain(
     calls became that a fused model has captured.
     """
     if not args and not kwargs:
-        if captured := list(_list_captured(model)):
+        if (captured := _list_captured(model)) is not None:
             return captured
         kwargs = _make_example(model)
     left_out = {
@@ -48,14 +49,22 @@ def explain(
     return list(_make_rows(model, "", placed))
 
 
-def _list_captured(model: torch.nn.Module) -> Iterator[Weldable]:
-    """What the graphs of a fused model's calls became, each kind of calls once."""
+def _list_captured(model: torch.nn.Module) -> list[Weldable] | None:
+    """What the calls became that a fused model has captured; None if there were none."""
+    found: list[Weldable] | None = None
     for name, region in model.named_modules():
         captures = getattr(region, "weld_captures", None)
-        slots = [] if captures is None else [*captures.slots.values()]
-        rows = [row for slot in slots for row in _make_rows(region, name, slot.placed)]
-        if any(slot.runs for slot in slots):
-            yield from dict.fromkeys(rows)
+        rows: collections.Counter[Weldable] = collections.Counter()
+        for slot in () if captures is None else captures.list_slots():
+            found = found or []
+            if slot.reason:
+                reason = f"it is captured in parts: {slot.reason}"
+                rows |= collections.Counter([Weldable(name, _name(region), reason=reason)])
+            # Training and evaluation have rows in common.
+            rows |= collections.Counter(_make_rows(region, name, slot.placed))
+        if found is not None:
+            found += rows.elements()
+    return found
 
 
 def _capture(

@@ -48,6 +48,10 @@ class Region(Weld):
             cls.weld_captures = Captures(cls.welded_from.__name__, set(cls.weld_left_out))
             cls.forward = _make_forward(cls)  # type: ignore[attr-defined]
 
+    def _get_name(self) -> str:
+        """The model's own: transformers' Trainer asks by it whether labels are to be shifted."""
+        return type(self).__name__
+
 
 def _make_forward(cls: Any) -> Callable[..., Any]:
     @functools.wraps(cls.welded_from.forward)
@@ -96,6 +100,9 @@ class Captures:
         if slot is None:
             with self._lock:
                 slot = self.slots.setdefault(key, Slot(self))
+            # Its parts have a compiler already, which makes their welds.
+            parts = (part for part in module.modules() if part is not module)
+            slot.off = any(getattr(part, "_compiled_call_impl", None) for part in parts)
         return self._call_by(slot, module, run, args, kwargs)
 
     def _call_by(self, slot: Slot, module: Any, run: Any, args: Any, kwargs: Any) -> Any:
@@ -128,6 +135,13 @@ class Captures:
         if not isinstance(module, Root):
             slot.divide(module)
         return run(*args, **kwargs)
+
+    def list_slots(self) -> Iterator[Slot]:
+        """The graphs of each kind of call, so far."""
+        for slot in [*self.slots.values()]:
+            while slot is not None:
+                yield slot
+                slot = slot.other
 
     def _list_left_out(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         return (each for name, each in module.named_modules() if name and name in self.left_out)
@@ -203,16 +217,15 @@ class Slot:
         run = capture.make(self.captures.name, self._compile, whole=False)
 
         def run_pieces(*given: Any) -> Any:
-            # Regions in it capture by themselves. torch.compiler.reset() forgets that.
-            capture.skip(_FORWARDS[0])
-            return run(*given)
+            with capture.skipping(_FORWARDS[0]):  # regions in it capture by themselves
+                return run(*given)
 
         self.run = run_pieces
 
     def judge(self) -> None:
         """After a capture: stop if nothing is welded, or if there are too many graphs."""
         if not self.welds:
-            self.off, self.reason = True, self.reason or "nothing in it is welded"
+            self.off = True
         elif self.graphs == self._limit:
             self.run = capture.only_known(self.run)
             warnings.warn(
@@ -237,10 +250,16 @@ def weld(model: torch.nn.Module, filter_fn: Callable[[Any, str], bool] | None) -
     }
     # Models that are fused by themselves have graphs of their own; copies and pickles share theirs.
     key = _read_key(model) if isinstance(model, Region) else uuid.uuid4().hex[:8]
-    changed = 0
-    for name, part, structure in list(list_layers(model)):
-        changed += _make_region(part, Region, name, f"{key} {structure}", left_out)
-    return changed + _make_region(model, Root, "", f"{key} {_describe(model)}", left_out)
+    before = [(part, type(part)) for part in model.modules()]
+    try:
+        for name, part, structure in list(list_layers(model)):
+            _make_region(part, Region, name, f"{key} {structure}", left_out)
+        _make_region(model, Root, "", f"{key} {_describe(model)}", left_out)
+    except BaseException:
+        for part, cls in before:
+            set_class(part, cls)
+        raise
+    return sum(type(part) is not cls for part, cls in before)
 
 
 def _read_key(module: Any) -> str:
@@ -249,12 +268,17 @@ def _read_key(module: Any) -> str:
 
 
 def list_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
-    """The elements of a model's containers that have parts, and a text for their structure."""
+    """The elements of a model's containers that have parts, and a text for their structure.
+
+    A container without a forward has calls of its elements only, whatever they are.
+    """
     for name, part in model.named_modules():
-        if name and isinstance(part, _CONTAINERS):
+        is_list = isinstance(part, _CONTAINERS[:2])
+        if isinstance(part, _CONTAINERS):
             for key, layer in part._modules.items():
-                if layer is not None and layer._modules and not isinstance(layer, _CONTAINERS):
-                    yield f"{name}.{key}", layer, _describe(layer)
+                is_layer = layer is not None and not isinstance(layer, _CONTAINERS[:2])
+                if is_layer and (layer._modules or (is_list and not name)):
+                    yield ".".join(filter(None, (name, key))), layer, _describe(layer)
 
 
 def _make_region(

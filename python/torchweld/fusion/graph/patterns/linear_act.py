@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,8 +58,11 @@ _Runs = tuple[Callable[..., Any], Callable[..., Any]]
 def list_layers(record: Record, product: Step) -> Iterator[tuple[list[int], _Runs]]:
     """Layers that a product may belong to: their inputs, and a reference and op with a kind."""
     *bias, flat, turned = product.args
-    x = record.strip(flat, aten.view.default)
-    for inner in (False, True):  # casts of autocast are a part of the layer, others are not
+    shaping = record.maker(flat, aten.view.default)  # the layer's own; more views are not
+    wide = [] if shaping is None else [shaping.args[0]]
+    same = [x for x in (*wide, flat) if record.shape(x)[-1] == record.shape(flat)[-1]]
+    # Casts of autocast are a part of the layer, others are not.
+    for inner, x in itertools.product((False, True), same):
         strip = (lambda value: record.strip(value, _CAST)) if inner else (lambda value: value)
         given = [strip(x), *map(strip, bias)]
         turning = record.maker(turned, aten.transpose.int)
