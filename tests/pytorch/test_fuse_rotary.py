@@ -137,12 +137,9 @@ def test_each_form_is_welded(name: str, tmp_path: Path) -> None:
     model = _make(tmp_path, turn, rotate, width, given).double()
     call = functools.partial(_run, model, width, given)
     ops = check_fused(model, call, **numerics.CHAINED64)
-    if is_by_graph():  # angles that are repeated for each are not the same angles
-        qk = (
-            ["rotary_embedding"] * 2
-            if "repeat" in turn or given == "last"
-            else ["rotary_embedding_qk"]
-        )
+    if is_by_graph():  # angles that are computed for each are not the same angles
+        is_apart = "repeat" in turn or given in ("last", "complex")
+        qk = ["rotary_embedding"] * 2 if is_apart else ["rotary_embedding_qk"]
         assert ops == [*qk, "softmax_dropout"]
     else:
         assert ops == ["rotary_embedding_qk"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from torchweld.fusion.graph.normal import normalize
 
+_HEADS = inspect.signature(torch.nn.functional.multi_head_attention_forward)
+HEADS = tuple(_HEADS.parameters)  # the names of its arguments, in order
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -221,6 +224,11 @@ class _Functions(TorchFunctionMode):
             self.record.cut(length)
             given = _read_attention(*args, **kwargs)
             self.record.add("scaled_dot_product_attention", given, {}, out, ())
+        if func is torch.nn.functional.multi_head_attention_forward:
+            self.record.cut(length)
+            bound = _HEADS.bind(*args, **kwargs)
+            bound.apply_defaults()
+            self.record.add("multi_head_attention_forward", [*bound.args], {}, out, ())
         if func is torch.nn.functional.batch_norm:
             self.record.cut(length)
             given = _read_batch_norm(*args, **kwargs)

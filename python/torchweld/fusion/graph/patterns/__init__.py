@@ -17,6 +17,7 @@ from torchweld.fusion.graph.patterns.batch_norm import find_batch_norm_act
 from torchweld.fusion.graph.patterns.dropout_add import find_dropout_add
 from torchweld.fusion.graph.patterns.experts import find_experts
 from torchweld.fusion.graph.patterns.gated_act import find_gated_act
+from torchweld.fusion.graph.patterns.heads import find_heads
 from torchweld.fusion.graph.patterns.layer_norm import (
     find_add_layer_norm,
     find_layer_norm,
@@ -42,6 +43,7 @@ FINDERS: list[Callable[[Record, int], Iterable[Proposal]]] = [
     find_loss,
     find_experts,
     find_attention,
+    find_heads,
     find_modulated_norm,
     find_gated_residual,
     find_normed_rotary,
