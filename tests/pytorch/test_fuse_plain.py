@@ -169,7 +169,10 @@ def test_heads_in_16_bits(how: str) -> None:
     def run(model: Any, given: torch.Tensor) -> list[Any]:
         given = given.detach().requires_grad_()
         y = model(given, given, given, **_HEADS[how])[0]
-        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [given, *model.parameters()])]
+        return [
+            y.detach(),
+            *torch.autograd.grad(y.float().square().sum(), [given, *model.parameters()]),
+        ]
 
     truth = run(exact, x.double())
     ours, torchs = (

@@ -126,9 +126,20 @@ class _Patched:
                     with self._answers.serve():
                         return self._compile_frame(*args, **kwargs)
                 except Exception as error:  # Dynamo's own errors have many types
-                    probe.read_refusal(error)
+                    _read_refusal(error)
                     if not self._answers.learn(error):
                         raise CannotCaptureError(str(error)) from error
+
+
+def _read_refusal(error: Exception) -> None:
+    """Raise an error that is none of the model's, as it was before Dynamo wrapped it."""
+    inner = getattr(error, "inner_exception", None)  # of a backend, which has asked already
+    if isinstance(inner, Exception):
+        probe.read_refusal(inner)
+    before = error.__context__
+    if isinstance(before, Exception) and probe.was_raised_by_handler(error):
+        raise before
+    probe.read_refusal(error)
 
 
 def _list_logging() -> set[Any]:
