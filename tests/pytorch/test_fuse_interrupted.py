@@ -142,9 +142,10 @@ def test_an_error_in_a_capture_passes(name: str, monkeypatch: pytest.MonkeyPatch
 
     before = signal.signal(signal.SIGUSR1, handle)
     try:
-        with monkeypatch.context() as patches, pytest.raises(kind) as caught:
+        with monkeypatch.context() as patches:
             patches.setattr(regions, "rewrite", fail)
-            model(x)
+            with pytest.raises(kind) as caught:
+                model(x)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert type(caught.value) is kind
