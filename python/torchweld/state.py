@@ -57,8 +57,8 @@ def is_fake(x: Any) -> TypeGuard[FakeTensor]:
 
 
 def is_traced(x: torch.Tensor) -> bool:
-    """Whether a tensor stands for a plain one in a compiler's trace."""
-    return type(x) in (FakeTensor, FunctionalTensor) and is_compiling()
+    """Whether a tensor stands for a plain one in a compiler's trace, which is no export."""
+    return type(x) in (FakeTensor, FunctionalTensor) and is_compiling() and not is_exporting()
 
 
 def is_batched(x: torch.Tensor) -> bool:

@@ -281,6 +281,8 @@ def test_rows_by_graph() -> None:
     model.eval()(x)
     assert {row.becomes for row in torchweld.explain_fusion(model)} == {*welds.values()}
     assert not torchweld.explain_fusion(nn.Linear(2, 2), torch.ones(2))
+    with pytest.raises(torchweld.ArgumentError, match="arguments of a call"):
+        torchweld.explain_fusion(nn.Linear(2, 2), lambda module, name: True)  # a filter
 
 
 @pytest.mark.parametrize("at", range(3))

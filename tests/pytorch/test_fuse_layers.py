@@ -26,6 +26,7 @@ from fusable import (
 )
 from torchweld import functional, numerics
 from torchweld.fusion import Weld
+from torchweld.sparse.by_length import DENSE
 from ways import is_by_graph, way  # noqa: F401
 
 WIDTH, LENGTH = 64, 24
@@ -443,6 +444,34 @@ def test_attention_without_weights(masked: str, monkeypatch: pytest.MonkeyPatch)
     calls.clear()
     attention(x, x, x, **given)
     assert len(calls) == (masked != "else")
+
+
+class Scaled(nn.Module):
+    """Torch's attention, with a dropout in training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        p = 0.5 * self.training
+        return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=p, is_causal=True)
+
+
+def test_attention_with_a_dropout_by_graph() -> None:
+    """Torch's keeps all scores there, also within its multi-head attention, which is one node."""
+    x = torch.randn(2, LENGTH, WIDTH, requires_grad=True)
+    model = torchweld.fuse(Scaled(), by="graph")
+    q = x.unflatten(-1, (4, -1)).transpose(1, 2)
+    ours = functional.block_sparse_attention
+    expected = run(lambda x: ours(q, q, q, DENSE.of(q, q), causal=True, dropout_p=0.5), x)
+    torch.testing.assert_close(run(model, x), expected, **numerics.SUMMED)
+    heads = nn.MultiheadAttention(WIDTH, 4, dropout=0.5, batch_first=True)
+    by_trial, by_graph = (torchweld.fuse(copy.deepcopy(heads), by=by) for by in ("trial", "graph"))
+    for weights in (False, True):
+        found = [run(each, x, x, x, need_weights=weights) for each in (by_trial, by_graph)]
+        torch.testing.assert_close(*found, **numerics.SUMMED)
+    ops = [row.becomes for row in torchweld.explain_fusion(by_graph, by="graph")]
+    assert ops == ["multihead_attention"] * 2
+    plain, fused = copy.deepcopy(heads).eval(), by_graph.eval()
+    torch.testing.assert_close(run(fused, x, x, x), run(plain, x, x, x), **numerics.SUMMED)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's nested tensors

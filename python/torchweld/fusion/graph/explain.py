@@ -19,7 +19,7 @@ from torchweld.fusion.plan import Filter, Weldable
 _TOKENS = (2, 16)  # of an example that nobody gave
 
 
-class _EnoughError(Exception):
+class _EnoughError(RuntimeError):
     """Ends a capture or a run that has told what it can."""
 
 
