@@ -106,9 +106,7 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], list[tuple[tuple[Any, ...], dict
 def test_other_arguments_go_to_the_classs_own_forward(name: str) -> None:
     make, calls = CALLS[name]
     torch.manual_seed(0)
-    model = nn.Sequential(make()).eval()
-    if is_by_graph():
-        model = nn.ModuleList(model)  # which only calls its elements
+    model = nn.ModuleList([make()]).eval()
     ran = [functools.partial(run, model[0], *given, **named) for given, named in calls]
     assert check_fused(model, *ran, **numerics.CHAINED)
     assert isinstance(model[0], Weld)
@@ -509,6 +507,18 @@ def test_the_most_copied_code(make: Callable[[], nn.Module], becomes: list[str])
     assert sorted(check_fused(model, *calls, **numerics.CHAINED64)) == becomes
 
 
+class Quick(nn.Module):
+    """x * sigmoid(factor * x): quick_gelu, silu, or neither."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = x if self.factor == 1 else self.factor * x
+        return x * torch.sigmoid(scaled)
+
+
 @pytest.mark.parametrize(
     ("make", "ops"),
     [
@@ -520,6 +530,9 @@ def test_the_most_copied_code(make: Callable[[], nn.Module], becomes: list[str])
         (lambda: TimmsSwiGLU(0.3, nn.LayerNorm), {"gated_act", "layer_norm"}),
         (lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(inplace=True)), {"linear_act"}),
         (lambda: nn.Sequential(nn.Linear(64, 256), nn.Sigmoid()), {"linear_act"}),
+        (lambda: nn.Sequential(nn.Linear(64, 256), Quick(1.702)), {"linear_act"}),
+        (lambda: nn.Sequential(nn.Linear(64, 256), Quick(1.0)), {"linear_act"}),
+        (lambda: nn.Sequential(nn.LayerNorm(64), Quick(1.5)), {"layer_norm", "gated_act"}),
         (lambda: GatedNorm("first"), {"rms_norm"}),
     ],
 )

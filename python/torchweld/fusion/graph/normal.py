@@ -109,13 +109,14 @@ def part(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | Non
     """A slice names its whole range: x[2:] is x[2:len(x)]."""
     if func is not aten.slice.Tensor or kwargs:
         return None
-    x, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    given: list[Any] = [*args, *(0, None, None, 1)[len(args) - 1 :]]
+    x, dim, start, end, step = given
     total = x.shape[dim]
     if any(_is_symbol(each) for each in (total, start, end, step)):
         return None
     start, end, step = slice(start, end, step).indices(total)
-    given = (x, dim, start, max(start, end), *([step] if step != 1 else []))
-    return None if given == args else (func, given, {})
+    whole = (x, dim, start, max(start, end), *([step] if step != 1 else []))
+    return None if whole == args else (func, whole, {})
 
 
 RULES: tuple[Callable[..., Call | None], ...] = (

@@ -138,7 +138,8 @@ class Captures:
 
     def list_slots(self) -> Iterator[Slot]:
         """The graphs of each kind of call, so far."""
-        for slot in [*self.slots.values()]:
+        for first in [*self.slots.values()]:
+            slot: Slot | None = first
             while slot is not None:
                 yield slot
                 slot = slot.other

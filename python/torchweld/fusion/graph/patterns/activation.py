@@ -72,13 +72,16 @@ def list_acts(record: Record, at: int) -> Iterator[tuple[Ref, int, Activation]]:
         for square in record.readers(out, aten.mul.Tensor):
             if square.args == (Ref(out), Ref(out)):
                 yield step.args[0], square.outs[0], _SQUARED
+    larger = False
     if func is aten.sigmoid.default:
         for product in record.readers(out, aten.mul.Tensor):
             scaled = record.maker(step.args[0], aten.mul.Tensor)
             is_quick = scaled is not None and as_float(scaled.args[1]) == 1.702
             if scaled is not None and is_quick and scaled.args[0] in product.args:
+                larger = True
                 yield scaled.args[0], product.outs[0], _QUICK
             if step.args[0] in product.args:
+                larger = True
                 yield step.args[0], product.outs[0], _SWISH
     for plus in record.readers(out, aten.add.Tensor) if func in _OF_ROOTS else ():
         for times in record.readers(plus.outs[0], aten.mul.Tensor):
@@ -92,7 +95,7 @@ def list_acts(record: Record, at: int) -> Iterator[tuple[Ref, int, Activation]]:
     if func is aten.gelu.default:
         approximate = dict(step.kwargs).get("approximate", "none")
         yield step.args[0], out, Activation("gelu", "gelu", approximate)
-    if func in _BY_OP:
+    if func in _BY_OP and not larger:  # else a gate by the sigmoid would take its place
         yield step.args[0], out, _BY_OP[func]
 
 

@@ -25,7 +25,6 @@ def find_gated_act(record: Record, at: int) -> Iterator[Proposal]:
         for product in record.readers(acted, aten.mul.Tensor):
             a, b = product.args
             up = b if a == Ref(acted) else a
-            is_swish = kind.name == "sigmoid" and up == gate
-            if isinstance(up, Ref) and record.shape(up) == record.shape(gate) and not is_swish:
+            if isinstance(up, Ref) and record.shape(up) == record.shape(gate):
                 inputs = [gate.at, up.at]
                 yield Proposal("gated_act", inputs, [product.outs[0]], _reference, _run, (kind,))

@@ -16,8 +16,10 @@ from torchweld.ops.gemm.product import is_converted
 
 # What torchweld has no way for.
 _SPECIAL = ("bias_k", "bias_v", "add_zero_attn", "use_separate_proj_weight", "static_k", "static_v")
-_GIVEN = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
-_GIVEN += ("average_attn_weights", "is_causal")
+_GIVEN = (
+    *("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask"),
+    *("average_attn_weights", "is_causal"),
+)
 
 
 def _read(given: tuple[Any, ...]) -> dict[str, Any]:

@@ -28,12 +28,14 @@ class _Norm(NamedTuple):
 
 def _norm(x: Any, *more: Any) -> Any:
     *weights, shape, eps = more
-    return torch.nn.functional.layer_norm(x, shape, *(*weights, None, None)[:2], eps)
+    weight, bias = (*weights, None, None)[:2]
+    return torch.nn.functional.layer_norm(x, shape, weight, bias, eps)
 
 
 def _run_norm(x: Any, *more: Any) -> Any:
     *weights, shape, eps = more
-    return functional.layer_norm(x, shape, *(*weights, None, None)[:2], eps)
+    weight, bias = (*weights, None, None)[:2]
+    return functional.layer_norm(x, shape, weight, bias, eps)
 
 
 def _sum(x: Any, residual: Any, p: float) -> Any:
