@@ -199,12 +199,13 @@ def test_a_part_means_what_it_meant(name: str, way: _Way, by: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["fc1", "act1", "softmax", "drop"])
-def test_a_second_method_and_threads(part: str) -> None:
+@pytest.mark.parametrize("by", ["trial", "graph"])
+def test_a_second_method_and_threads(part: str, by: str) -> None:
     """A method that calls a layer of a pair, while other threads run the forward."""
     from concurrent.futures import ThreadPoolExecutor
 
     plain: Any = Parallel()
-    fused: Any = torchweld.fuse(copy.deepcopy(plain))
+    fused: Any = torchweld.fuse(copy.deepcopy(plain), by=by)
     expected = plain(X), plain.embed(X), plain.get_submodule(part)(X)
 
     def run(_: int) -> tuple[torch.Tensor, ...]:
