@@ -37,6 +37,7 @@ from hypothesis import HealthCheck, settings
 import interpreting
 import lanes
 import torchweld
+import untimed  # noqa: F401
 from selection import EMULATED, GPU, KERNELS, PLACES, TRITON, Target, choose_targets
 from torchweld.dispatch.proof import is_out_of_memory
 from torchweld.dispatch.warm import cache

@@ -40,6 +40,7 @@ def starts() -> Any:
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [
+            "untimed",  # before Dynamo
             *("torchweld.distributed", "torch._inductor.compile_fx", "torch.distributed.fsdp"),
             *("pytest", "hypothesis"),
         ]
