@@ -132,7 +132,7 @@ FEW_SIZES = [(64, 64), (64, 128), (128, 64), (256, 128)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "causal", "sinks"), combine(PARTIAL, FEW_SIZES, [False, True], [False, True])
+    ("sinks", "causal", "size", "kind"), combine([False, True], [False, True], FEW_SIZES, PARTIAL)
 )
 def test_partial_blocks(
     kind: str, size: tuple[int, int], causal: bool, sinks: bool, started: list[str]

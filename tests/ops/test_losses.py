@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import torchweld
 from conftest import PLACES, running_at
+from selection import combine
 from torchweld import functional, numerics
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks
@@ -147,10 +149,15 @@ def test_cross_entropy(backend: str, dtype: torch.dtype, name: str, soft: bool) 
     agree([loss, ours.grad], [wanted, exact.grad], dtype)
 
 
-@BACKENDS
-@pytest.mark.parametrize("dtype", [*UNIT], ids=str)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("soft", [False, True])
+def _list_cases() -> list[Any]:
+    """Every combination, but of Triton's each pair of values: its interpreter takes long."""
+    every = itertools.product(["cpu", "eager"], UNIT, NAMES, [False, True])
+    narrow = [dtype for dtype in UNIT if dtype != torch.float64]
+    of_triton = combine(["triton"], narrow, NAMES, [False, True])
+    return [*every, *(pytest.param(*case, marks=TRITON.marks) for case in of_triton)]
+
+
+@pytest.mark.parametrize(("backend", "dtype", "name", "soft"), _list_cases(), ids=str)
 def test_linear(backend: str, dtype: torch.dtype, name: str, soft: bool) -> None:
     """In one chunk and in several that do not divide the rows, with every gradient."""
     rows, classes, features = 23, 130, 11
