@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import torchweld
 from fusable import MODELS, WIDTH, Parallel, rms, small_inputs  # noqa: F401
+from selection import combine
 from torchweld import numerics
 from torchweld.fusion import Weld
 
@@ -193,9 +194,11 @@ def _expect(name: str, way: _Way) -> list[tuple[list[torch.Tensor], list[torch.T
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # for inputs by name
 @pytest.mark.filterwarnings("ignore:fuse. .* has 8 graphs")  # each part with a hook is a kind
-@pytest.mark.parametrize("by", ["trial", "graph"])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__.strip("_"))
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "way", "by"),
+    combine(MODELS, WAYS, ["trial", "graph"]),
+    ids=lambda value: value if isinstance(value, str) else value.__name__.strip("_"),
+)
 def test_a_part_means_what_it_meant(name: str, way: _Way, by: str) -> None:
     """Results and gradients: no further from float64 than twice the original's, and some units."""
     fused = _make(name, by)
