@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dis
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,19 +22,17 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import _meta_registrations
-from torch._dynamo import guards, output_graph, symbolic_convert, trace_rules
+from torch._dynamo import symbolic_convert, trace_rules
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported
-from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.nn_module import NNModuleVariable, UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-from torch.fx.experimental import symbolic_shapes
 
 from torchweld import state
 from torchweld.dispatch.warm import generate
 from torchweld.fusion import probe
-from torchweld.fusion.graph import repeat
+from torchweld.fusion.graph import repeat, shortcuts
 from torchweld.fusion.graph.record import Record, recording
 
 LARGEST = 64  # operations between a graph's inputs and a number that decides a branch
@@ -298,35 +295,6 @@ def _branch(jump: Callable[..., Any]) -> Callable[..., Any]:
     return jump_or_decide
 
 
-# What takes long and is needless here: names of functions for a log, which are read from whole
-# files; all backends, imported to ask whether one of them runs in a transform of torch.func;
-# torch.export and Inductor, imported to leave their lines out of messages.
-_NEEDLESS = (
-    (symbolic_convert, "get_funcname", None),
-    (symbolic_convert.InstructionTranslator, "_throw_if_in_functorch", None),
-    (symbolic_shapes, "uninteresting_files", guards.uninteresting_files()),
-    (output_graph, "uninteresting_files", guards.uninteresting_files()),
-)
-
-
-def _unless_served(function: Callable[..., Any], answer: Any) -> Callable[..., Any]:
-    def call_or_leave(*args: Any) -> Any:
-        return function(*args) if getattr(_now, "answers", None) is None else answer
-
-    return call_or_leave
-
-
-def _if_imported(is_local_map: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo imports much of torch.distributed to ask whether a function is one of its."""
-
-    def ask(value: Any) -> Any:
-        return "torch.distributed.tensor.experimental._func_map" in sys.modules and is_local_map(
-            value
-        )
-
-    return ask
-
-
 def _call_layer(evaluate: Callable[..., Any]) -> Callable[..., Any]:
     def call_or_copy(module: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         repeats = getattr(getattr(_now, "answers", None), "repeats", None)
@@ -422,14 +390,9 @@ def _install() -> None:
         UnspecializedNNModuleVariable.call_function = _call_layer(  # type: ignore[method-assign]
             UnspecializedNNModuleVariable.call_function
         )
-        for home, name, answer in _NEEDLESS:
-            if (function := getattr(home, name, None)) is not None:
-                setattr(home, name, _unless_served(function, answer))
-        wrapped = getattr(higher_order_ops, "LocalMapWrappedHigherOrderVariable", None)
-        if wrapped is not None:
-            wrapped.should_wrap_in_hop = staticmethod(_if_imported(wrapped.should_wrap_in_hop))
+        shortcuts.install(lambda: getattr(_now, "answers", None) is not None)
         jumps = [dis.opmap[name] for name in dis.opmap if re.search("JUMP.*_IF_(TRUE|FALSE)", name)]
-        for cls in _list_subclasses(symbolic_convert.InstructionTranslatorBase):
+        for cls in shortcuts.list_subclasses(symbolic_convert.InstructionTranslatorBase):
             for opcode in jumps:
                 if (jump := cls.dispatch_table[opcode]) is not None:
                     cls.dispatch_table[opcode] = _branch(jump)
@@ -440,7 +403,3 @@ def _find(name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part, None)
     return found
-
-
-def _list_subclasses(cls: Any) -> list[Any]:
-    return [cls, *(each for sub in cls.__subclasses__() for each in _list_subclasses(sub))]

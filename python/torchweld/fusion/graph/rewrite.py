@@ -169,7 +169,7 @@ class _Writing:
             return "the state of autocast or of gradients changes in it"
         if any(name in self.left_out for node in nodes for name in list_modules(node)):
             return "the filter leaves it out"
-        producers = [self._list_producers(number) for number in proposal.outputs]
+        producers = [self.trace.list_returning(number) for number in proposal.outputs]
         inputs = [self.trace.maker.get(number) for number in proposal.inputs]
         if not all(producers) or not all(inputs):
             return "a tensor between it and the rest is inside of a function of torch"
@@ -200,10 +200,6 @@ class _Writing:
         for node in sorted(dead, key=self.trace.place.__getitem__, reverse=True):
             self._erase(node)
         return None
-
-    def _list_producers(self, number: int) -> list[torch.fx.Node]:
-        """The nodes that return a tensor; some return their input."""
-        return [node for node, value in self.trace.value.items() if value == Ref(number)]
 
     def _find_anchor(self, producers: list[Any], inputs: list[Any]) -> torch.fx.Node | None:
         """The node before which the op runs: after its inputs, before who reads its results."""
@@ -245,7 +241,7 @@ class _Writing:
         dead: set[torch.fx.Node] = set()
         output = self.trace.nodes[-1]
         leaks = () if proposal.late is None else proposal.late.results
-        leaking = {n for number in leaks for n in self._list_producers(number)}
+        leaking = {n for number in leaks for n in self.trace.list_returning(number)}
         # Casts that do nothing and questions about sizes have no steps. One may read another one.
         idle: set[torch.fx.Node] = set()
         waiting = list(nodes)
@@ -331,18 +327,14 @@ class _Writing:
             result.meta["example_value"] = x
             for old in group:
                 old.replace_all_uses_with(result)
-                self.trace.value.pop(old, None)
+                self.trace.forget(old)
             self.trace.maker[number] = result
-            self.trace.value[result] = Ref(number)
+            self.trace.note(result, Ref(number))
 
     def _erase(self, node: torch.fx.Node) -> None:
         if node.op in ("placeholder", "get_attr") or node.users:
             return
-        self.module.graph.erase_node(node)
-        self.trace.value.pop(node, None)
-        for number, maker in list(self.trace.maker.items()):
-            if maker is node:
-                del self.trace.maker[number]
+        self.trace.erase(node)
 
     # --- Results that are computed when they are read
 

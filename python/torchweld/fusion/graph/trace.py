@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,6 +56,8 @@ class Trace(torch.fx.Interpreter):
         self.place = {node: at for at, node in enumerate(self.nodes)}
         self.value: dict[torch.fx.Node, Any] = {}  # with Refs for tensors
         self.maker: dict[int, torch.fx.Node] = {}  # the first node that returns a tensor
+        self._returning: dict[int, dict[torch.fx.Node, None]] = defaultdict(dict)
+        self._made: dict[torch.fx.Node, list[int]] = defaultdict(list)
         self.effects: set[torch.fx.Node] = set()
         self._batches = 0  # levels of torch.vmap
         self.casts: dict[int, Any] = {0: read_casts()}
@@ -92,14 +95,40 @@ class Trace(torch.fx.Interpreter):
         for given in node.all_input_nodes:
             if isinstance(x := self.env.get(given), torch.Tensor):
                 # After a write it has a new number.
-                self.maker.setdefault(self.record.number(x), given)
+                self._make(self.record.number(x), given)
         out = self._run(node)
-        self.value[node] = tree_map(
+        value = tree_map(
             lambda x: Ref(self.record.number(x)) if isinstance(x, torch.Tensor) else x, out
         )
+        self.note(node, value)
         if isinstance(out, torch.Tensor):
-            self.maker.setdefault(self.record.number(out), node)
+            self._make(self.record.number(out), node)
         return out
+
+    def _make(self, number: int, node: torch.fx.Node) -> None:
+        if number not in self.maker:
+            self.maker[number] = node
+            self._made[node].append(number)
+
+    def note(self, node: torch.fx.Node, value: Any) -> None:
+        """Note what a node returns."""
+        self.value[node] = value
+        if isinstance(value, Ref):
+            self._returning[value.at][node] = None
+
+    def forget(self, node: torch.fx.Node) -> None:
+        """Forget what a node returned."""
+        value = self.value.pop(node, None)
+        if isinstance(value, Ref):
+            self._returning[value.at].pop(node, None)
+
+    def erase(self, node: torch.fx.Node) -> None:
+        """Take a node out of the graph."""
+        node.graph.erase_node(node)
+        self.forget(node)
+        for number in self._made.pop(node, ()):
+            if self.maker.get(number) is node:
+                del self.maker[number]
 
     def _run(self, node: torch.fx.Node) -> Any:
         if node.op == "get_attr":
@@ -144,6 +173,10 @@ class Trace(torch.fx.Interpreter):
         self.casts[self.record.epoch] = read_casts()
 
     # --- Questions
+
+    def list_returning(self, number: int) -> list[torch.fx.Node]:
+        """The nodes that return a tensor; some return their input."""
+        return list(self._returning[number])
 
     def list_results(self) -> list[torch.fx.Node]:
         """The nodes that the graph returns."""
