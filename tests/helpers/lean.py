@@ -1,4 +1,4 @@
-"""What a test's process leaves out, since it takes time and tests nothing. Imported before Dynamo.
+"""What a test's process leaves out, since it takes time and tests nothing.
 
 * After each compilation Dynamo empties the processor's caches, in 50 ms, to time the new guards for
   a log, and collects garbage.
@@ -15,8 +15,10 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # read when Dyn
 
 import torch
 
-_guards = torch._C._dynamo.guards  # type: ignore[attr-defined]
-_guards.profile_guard_manager = lambda *_: 0.0  # Dynamo imports it by this name
+# Dynamo has the function by its name, if it has been imported, or will.
+for _guards in (torch._C._dynamo.guards, sys.modules.get("torch._dynamo.guards")):  # type: ignore[attr-defined]
+    if _guards is not None:
+        _guards.profile_guard_manager = lambda *_: 0.0
 
 # Thresholds of the garbage collector: Python collects when 700 more objects live than before.
 gc.set_threshold(50_000, 10, 10)

@@ -41,7 +41,6 @@ def starts() -> Any:
     context = torch.multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         [
-            "lean",  # before Dynamo
             *("torchweld.distributed", "torch._inductor.compile_fx", "torch.distributed.fsdp"),
             *("pytest", "hypothesis"),
         ]
