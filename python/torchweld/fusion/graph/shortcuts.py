@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch._dynamo import guards, output_graph, symbolic_convert
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import higher_order_ops
+from torch._dynamo.variables import dicts, higher_order_ops, user_defined
 from torch._dynamo.variables.base import (
     AttributeMutationNew,
     ValueMutationNew,
@@ -189,8 +190,18 @@ def _note_store(store: Callable[..., Any]) -> Callable[..., Any]:
     return note_and_store
 
 
+_CLASSES = (
+    getattr(dicts, "SetVariable", None),
+    getattr(user_defined, "UserDefinedSetVariable", None),
+)
+_SETS: Any = tuple(filter(None, _CLASSES))
+
+
 def _note_change(change: Callable[..., Any]) -> Callable[..., Any]:
     def note_and_change(effects: Any, item: Any) -> Any:
+        is_new = isinstance(item.mutation_type, (AttributeMutationNew, ValueMutationNew))
+        if _is_serving() and not is_new and isinstance(item, _SETS):
+            raise Unsupported("a set from outside is written, which Dynamo does not repeat")
         _find_settings(effects.output_graph_weakref()).change(item)
         return change(effects, item)
 
