@@ -10,15 +10,16 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from typing import Any
 
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # read when Dynamo is imported
 
 import torch
 
 # Dynamo has the function by its name, if it has been imported, or will.
-for _guards in (torch._C._dynamo.guards, sys.modules.get("torch._dynamo.guards")):  # type: ignore[attr-defined]
-    if _guards is not None:
-        _guards.profile_guard_manager = lambda *_: 0.0
+_homes: list[Any] = [torch._C._dynamo.guards, sys.modules.get("torch._dynamo.guards")]  # type: ignore[attr-defined]
+for _home in filter(None, _homes):
+    _home.profile_guard_manager = lambda *_: 0.0
 
 # Thresholds of the garbage collector: Python collects when 700 more objects live than before.
 gc.set_threshold(50_000, 10, 10)
