@@ -39,12 +39,14 @@ _is_serving: Callable[[], bool] = bool  # whether a region is captured now
 
 # --- What is needless: names of functions for a log, which are read from whole files; all backends,
 # imported to ask whether one of them runs in a transform of torch.func; torch.export and Inductor,
-# imported to leave their lines out of messages.
+# imported to leave their lines out of messages; and 50 ms in which the processor's caches are
+# emptied, to time the guards for a log.
 _NEEDLESS = (
     (symbolic_convert, "get_funcname", None),
     (symbolic_convert.InstructionTranslator, "_throw_if_in_functorch", None),
     (symbolic_shapes, "uninteresting_files", guards.uninteresting_files()),
     (output_graph, "uninteresting_files", guards.uninteresting_files()),
+    (guards, "profile_guard_manager", 0.0),
 )
 
 
