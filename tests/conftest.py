@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import os
 import tempfile
 from collections.abc import Generator, Iterator
@@ -36,6 +35,7 @@ from hypothesis import HealthCheck, settings
 
 import interpreting
 import lanes
+import lean
 import torchweld
 from selection import EMULATED, GPU, KERNELS, PLACES, TRITON, Target, choose_targets
 from torchweld.dispatch.proof import is_out_of_memory
@@ -61,9 +61,6 @@ settings.register_profile(
 )
 settings.load_profile("torchweld")
 
-# Thresholds of the garbage collector: a tenth of the collections that Python does by default.
-COLLECT = 10_000, 10, 10
-
 TESTS = Path(__file__).parent
 
 
@@ -77,9 +74,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Leave modules and tests out of collections of garbage, which searched them at great cost."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*COLLECT)
+    lean.leave_out_modules()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Leave out what a test imported, too."""
+    lean.leave_out_modules()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 import torch
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
@@ -54,6 +55,11 @@ def is_faking() -> bool:
 def is_fake(x: Any) -> TypeGuard[FakeTensor]:
     """Whether a tensor has sizes, but no numbers."""
     return isinstance(x, FakeTensor)
+
+
+def is_traced(x: torch.Tensor) -> bool:
+    """Whether a tensor stands for a plain one in a compiler's trace, which is no export."""
+    return type(x) in (FakeTensor, FunctionalTensor) and is_compiling() and not is_exporting()
 
 
 def is_batched(x: torch.Tensor) -> bool:
@@ -168,6 +174,7 @@ __all__ = [
     "is_faking",
     "is_legacy_batchedtensor",
     "is_recording",
+    "is_traced",
     "is_tracing",
     "is_transforming",
     "is_watched",

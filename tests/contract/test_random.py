@@ -142,6 +142,24 @@ def test_the_limit_itself_is_kept(target: Target, monkeypatch: pytest.MonkeyPatc
         assert_right(op, list((named | {"p": number / 2**16}).values()))
 
 
+@pytest.mark.targets("bias_dropout_add")
+def test_a_word_that_is_the_limit_is_kept(target: Target) -> None:
+    """Kernels compare an upper half by its whole word, which is the limit if the lower half is 0.
+
+    One number in 2^32 would be dropped: no sample had one, and a planted `>` passed all tests.
+    """
+    op, rows = target.op, torch.arange(2**18)
+    counter = (torch.tensor(0), rows, torch.zeros_like(rows), torch.zeros_like(rows))
+    words = torch.stack(random.philox(counter, (torch.tensor(7), torch.tensor(0))))
+    inputs = materialize(target.sized((1,), (8,)), torch.float32, target.device)
+    named = dict(zip(op.forward_signature.arguments, inputs, strict=True))
+    named |= {"seed": torch.tensor([7], device=target.device), "whole": [len(rows), 8]}
+    for of_lane in words:
+        row = int((of_lane & 0xFFFF == 0).nonzero()[0])
+        named |= {"p": int(of_lane[row] >> 16) / 2**16, "offset": [row, 0]}
+        assert_right(op, list(named.values()))
+
+
 def test_the_reference_of_a_part_is_a_part_of_the_reference() -> None:
     """Covers rows beyond 2^32 and columns that begin within a group of eight."""
     whole = random.make_mask([6, 5, 40], 0.4, 7)

@@ -66,14 +66,14 @@ SOME = {"softcap": 3.0, "alibi_slopes": SLOPES[0]}
 BACKENDS = ("cpu", "eager")
 CASES = [
     *(
-        (*case, None, of)
-        for case in selection.combine(LAYOUTS, BACKENDS, (False, True))
-        for of in "es"
+        (name, backend, balanced, None, of)
+        for name, backend, balanced, of in selection.combine(LAYOUTS, BACKENDS, (False, True), "es")
     ),
     *(
         (name, backend, balanced, dim, "d")
-        for name, backend, dim in selection.combine(ON_TWO_DIMENSIONS, BACKENDS, (0, 1))
-        for balanced in (False, True)
+        for name, backend, dim, balanced in selection.combine(
+            ON_TWO_DIMENSIONS, BACKENDS, (0, 1), (False, True)
+        )
     ),
 ]
 

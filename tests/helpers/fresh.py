@@ -54,7 +54,7 @@ def _start() -> subprocess.Popen[str]:
 
 
 def _serve() -> None:
-    import torch  # noqa: F401
+    import lean  # noqa: F401  # with torch
 
     sys.path.pop(0)  # the helpers' folder
     gc.freeze()  # no program searches torch's modules for garbage, nor copies their pages

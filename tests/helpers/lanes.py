@@ -30,6 +30,12 @@ STAND_INS = (
 NIGHTLY = {
     "distributed/test_grid.py": "an annex: a mode of tensor parallelism that few ask for",
     "distributed/test_one_bit_distributed.py": "an annex; test_quantize_one_bit.py has the bits",
+    "distributed/test_optim_distributed.py::test_processes_in_the_emulator_equal_one": (
+        "test_optim_cuda_cut.py has these kernels on cut rows, and test_factored the exchanges"
+    ),
+    "distributed/test_parallelize.py::test_a_scenario_that_does_not_end_well": (
+        "it waits for processes that hang, to check tests' own helpers"
+    ),
     "distributed/test_plan_unknown.py::test_a_planned_block_compiles": "parts compile elsewhere",
     "distributed/test_rules_distributed.py::"
     "test_checkpoints_go_from_four_processes_to_one_and_to_two": "test_checkpoint_table.py does it",
@@ -40,6 +46,7 @@ NIGHTLY = {
     "tools/test_bench_blocks.py::test_a_block_is_timed_before_and_after_fuse": "it times",
     "tools/test_docs.py::test_a_pages_processes_run": "the tests of distributed/ make these calls",
     "tools/test_gpu.py::test_a_fault_is_its_ops": "it waits for processes that hang",
+    "tools/test_gpu.py::test_a_process_that_tells_nothing_is_ended": "it waits for one that hangs",
     "tools/test_gpu.py::test_scripts_run_to_their_end": "models train; other tests time and record",
     "tools/test_memory_over_calls.py": "a leak shows only after many calls",
     "tools/test_overhead.py::test_host_time_of_a_call": "it times",

@@ -29,6 +29,7 @@ RANDOM = "tests/contract/test_random.py"
 GRADIENTS = "tests/contract/test_gradients.py"
 OPTIM = "tests/optim"
 SHARDS = "tests/distributed"
+PLANS = "tests/tools/test_plans.py tests/tools/test_bound_plans.py"
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ _FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         )
     ],
     # --- Repeated calls ---
-    ("python/torchweld/dispatch/warm/plans.py", "tests/tools/test_plans.py"): [
+    ("python/torchweld/dispatch/warm/plans.py", PLANS): [
         ("not self.fits or len(begins) < len(given) + len(self.made)", "not self.fits"),
         ("            self.fits = False\n", ""),
         ("_count_bytes(x) != _count_bytes(made[at])", "False"),
@@ -174,7 +175,7 @@ _FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("driver.version <= 13010 && map.is_small", "false"),
         ("leaf.config.grid[0] *= clusters;", ""),
     ],
-    ("python/torchweld/dispatch/warm/guards.py", "tests/tools/test_plans.py"): [
+    ("python/torchweld/dispatch/warm/guards.py", PLANS): [
         ('conditions.append(f"({addresses}) % ALIGNMENT == 0")', "pass")
     ],
     ("python/torchweld/dispatch/warm/cache.py", "tests/pytorch/test_cache.py -k decision"): [

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
 
+import lean  # noqa: F401
 import torchweld
 
 SECONDS = 180  # timeout of a scenario

@@ -172,6 +172,8 @@ def choose_samples(
         if not isinstance(argument, torch.Tensor) or not argument.is_floating_point():
             continue
         sizes = [0 if s[at] is None else s[at].numel() for s in samples]
+        if sum(sizes) < LEAST_POOL:  # it has no pool
+            continue
         others = sorted({*range(len(samples))} - chosen, key=sizes.__getitem__)
         while sum(sizes[i] for i in chosen) < LEAST_POOL and others:
             chosen.add(others.pop())

@@ -164,7 +164,9 @@ def _list_smallest() -> Iterator[tuple[str, Any]]:
 
 
 @triton.jit
-def take(x_ptr, y_ptr, negative, wide, huge, flag, real, rows, size: tl.constexpr):
+def take(  # type: ignore[no-untyped-def]
+    x_ptr, y_ptr, negative, wide, huge, flag, real, rows, size: tl.constexpr
+):
     """A kernel with numbers of all kinds."""
     at = tl.program_id(0) * size + tl.arange(0, size)
     value = tl.load(x_ptr + at) * real + negative + wide + huge + rows

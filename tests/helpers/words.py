@@ -25,7 +25,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(1 + 0.3 * torch.arange(WIDTH) / WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return self.weight * wide.to(x.dtype)
 

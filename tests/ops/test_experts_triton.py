@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 from oracle import exact, incoming, run
-from selection import GPU, of_triton
+from selection import GPU, WHOLE, of_triton
 from selection import TRITON_DEVICE as DEVICE
 from torchweld.bench.cases import CASES
 from torchweld.ops.experts import grouped, mlp
@@ -64,8 +64,10 @@ def _assert_bounded(inputs: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("form", mlp.FORMS)
+@pytest.mark.parametrize(
+    ("form", "biases"),
+    [(form, bool(b)) for at, form in enumerate(mlp.FORMS) for b in (0, 1) if WHOLE or b == at % 2],
+)
 def test_every_form(form: str, biases: bool) -> None:
     """Widths that are no multiples of tiles; some indices are skipped, some occur twice."""
     sizes = (24, 20, 28) if biases else (7, 13, 5)
@@ -73,8 +75,16 @@ def test_every_form(form: str, biases: bool) -> None:
     _assert_bounded(_make(sample))
 
 
-@pytest.mark.parametrize("form", ["gated", "plain", "gpt_oss", "weights_first"])
-@pytest.mark.parametrize("size", OF_GPUS)
+# Tiles change loops over rows and columns, forms what a tile computes: each with two of the other.
+@pytest.mark.parametrize(
+    ("size", "form"),
+    [
+        (size, form)
+        for at, size in enumerate(OF_GPUS)
+        for number, form in enumerate(["gated", "plain", "gpt_oss", "weights_first"])
+        if WHOLE or (at + number) % 2 == 0
+    ],
+)
 def test_tiles_of_gpus(size: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows for a tile and part of another; widths like 2880, a multiple of 64 and not of 128.
 

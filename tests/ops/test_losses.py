@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import torchweld
 from conftest import PLACES, running_at
+from selection import WHOLE, combine
 from torchweld import functional, numerics
 from torchweld.errors import ArgumentError
 from torchweld.ops.loss import chunks
@@ -147,10 +149,15 @@ def test_cross_entropy(backend: str, dtype: torch.dtype, name: str, soft: bool) 
     agree([loss, ours.grad], [wanted, exact.grad], dtype)
 
 
-@BACKENDS
-@pytest.mark.parametrize("dtype", [*UNIT], ids=str)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("soft", [False, True])
+def _list_cases() -> list[Any]:
+    """Every combination, but of Triton's each pair of values: its interpreter takes long."""
+    every = itertools.product(["cpu", "eager"], UNIT, NAMES, [False, True])
+    narrow = [dtype for dtype in UNIT if dtype != torch.float64]
+    of_triton = combine(["triton"], narrow, NAMES, [False, True])
+    return [*every, *(pytest.param(*case, marks=TRITON.marks) for case in of_triton)]
+
+
+@pytest.mark.parametrize(("backend", "dtype", "name", "soft"), _list_cases(), ids=str)
 def test_linear(backend: str, dtype: torch.dtype, name: str, soft: bool) -> None:
     """In one chunk and in several that do not divide the rows, with every gradient."""
     rows, classes, features = 23, 130, 11
@@ -421,8 +428,17 @@ COMPILED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("frozen", ["nothing", "weight", "input"])
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [
+        (name, frozen)
+        for at, name in enumerate(COMPILED)
+        for frozen in (
+            "nothing",
+            *(("weight", "input") if WHOLE else [("weight", "input")[at % 2]]),
+        )
+    ],
+)
 def test_compiled_steps_compute_logits_once(
     name: str, frozen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

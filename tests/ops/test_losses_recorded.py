@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F  # noqa: N812
 
 import torchweld
+from selection import combine
 from torchweld import functional, numerics
 from torchweld.errors import ArgumentError
 
@@ -36,6 +37,14 @@ LOSSES: dict[str, Callable[..., Any]] = {
 }
 EVERY = pytest.mark.parametrize("name", LOSSES)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def _combine(name: str, values: list[Any]) -> Any:
+    """Each pair of a loss, a dtype and one of these values."""
+    cases = combine(LOSSES, [torch.float32, torch.bfloat16], values)
+    return pytest.mark.parametrize(("name", "dtype", name), cases, ids=str)
+
+
 # The same kernels on the same numbers; a batch may divide float32 sums otherwise.
 CLOSE = numerics.SUMMED
 
@@ -58,9 +67,7 @@ class _Head(torch.nn.Module):
         return self.loss(x, self.weight, target)
 
 
-@EVERY
-@DTYPES
-@pytest.mark.parametrize("trains", [False, True])
+@_combine("trains", [False, True])
 def test_exported_for_any_number_of_rows(name: str, dtype: torch.dtype, trains: bool) -> None:
     """Also for training: the exported program has the loss's gradients."""
     x, weight, target = _make(ROWS, dtype)
@@ -97,9 +104,7 @@ def test_fake_and_meta_tensors(name: str, backend: str) -> None:
     assert x.grad.shape == x.shape
 
 
-@EVERY
-@DTYPES
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@_combine("mode", ["real", "fake", "symbolic"])
 def test_make_fx_records_gradients(name: str, dtype: torch.dtype, mode: str) -> None:
     """The graph serves other targets: it does not keep which rows were ignored."""
 
@@ -143,9 +148,7 @@ def test_linearize(name: str) -> None:
 
 # vmap warns that it loops over an op without a rule.
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@EVERY
-@DTYPES
-@pytest.mark.parametrize("by", ["is_grads_batched", "vmap"])
+@_combine("by", ["is_grads_batched", "vmap"])
 def test_gradients_in_batches(name: str, dtype: torch.dtype, by: str) -> None:
     x, weight, target = _make(ROWS, dtype)
     sources = [t.requires_grad_() for t in (x, weight)]

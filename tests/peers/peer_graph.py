@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import accelerate
+import bitsandbytes
 import models
 import peft
 import pytest
 import torch
+import torchao
 from accelerate.state import AcceleratorState
 
 import torchweld
@@ -55,10 +58,27 @@ def _count(model: Any) -> int:
     return sum(s.welds for kind in kinds for s in kind.weld_captures.slots.values() if not s.off)
 
 
+_LORA = {"init_lora_weights": False, "lora_dropout": 0.0}
+# Adapters of peft, and what moves their weights from where they begin, which changes nothing.
+ADAPTERS: dict[str, Callable[..., Any]] = {
+    "LoRA": functools.partial(peft.LoraConfig, **_LORA),
+    "DoRA": functools.partial(peft.LoraConfig, **_LORA, use_dora=True),
+    "rsLoRA": functools.partial(peft.LoraConfig, **_LORA, use_rslora=True),
+    "LoHa": functools.partial(peft.LoHaConfig, init_weights=False),
+    "LoKr": functools.partial(peft.LoKrConfig, init_weights=False),
+    "OFT": functools.partial(peft.OFTConfig, oft_block_size=8, init_weights=False),
+    "HRA": functools.partial(peft.HRAConfig, init_weights=False),
+    "VeRA": functools.partial(peft.VeraConfig, init_weights=False),
+    "IA3": functools.partial(peft.IA3Config, feedforward_modules=[], init_ia3_weights=False),
+    "AdaLoRA": functools.partial(peft.AdaLoraConfig, total_step=9, init_lora_weights=False),
+}
+
+
 @pytest.mark.parametrize("is_late", [False, True])
-def test_lora(is_late: bool) -> None:
-    """Adapted before or after it is fused."""
-    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_adapters(adapter: str, is_late: bool) -> None:
+    """Adapted before or after the model is fused; then merged."""
+    config = ADAPTERS[adapter](target_modules=["q_proj", "o_proj"])
     model = models.make("Llama").train()
     torch.manual_seed(2)
     want = peft.get_peft_model(copy.deepcopy(model), config)
@@ -74,6 +94,50 @@ def test_lora(is_late: bool) -> None:
         model.merge_adapter()
     with torch.no_grad():
         a, b = (model(**models.tokens()).logits for model in (got, want))
+    torch.testing.assert_close(a, b, **numerics.CHAINED_SMALL)
+
+
+def _to_8_bits(model: Any) -> None:
+    torchao.quantization.quantize_(model, torchao.quantization.Int8WeightOnlyConfig())
+
+
+def _to_bitsandbytes(model: Any) -> None:
+    """Its layers of 8 and of 4 bits, which compute on the CPU too."""
+    for layer in model.model.layers:
+        for name, kind in (("gate_proj", "8"), ("up_proj", "4")):
+            plain = getattr(layer.mlp, name)
+            made: Any = {"8": bitsandbytes.nn.Linear8bitLt, "4": bitsandbytes.nn.LinearNF4}[kind](
+                plain.in_features, plain.out_features, bias=False
+            )
+            made.load_state_dict(plain.state_dict())
+            setattr(layer.mlp, name, made.to("cpu"))
+
+
+_QUANTIZE: dict[str, Callable[[Any], None]] = {
+    "torchao": _to_8_bits,
+    "bitsandbytes": _to_bitsandbytes,
+}
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("quantize", _QUANTIZE)
+def test_quantised_layers(quantize: str, is_late: bool) -> None:
+    """Quantised before or after the model is fused: in training of the rest and in evaluation."""
+    want = models.make("Llama").train()
+    got = copy.deepcopy(want)
+    if not is_late:
+        torchweld.fuse(got, by="graph")
+        _step(got)
+    for model in (got, want):
+        _QUANTIZE[quantize](model)
+        for name, p in model.named_parameters():
+            p.requires_grad_("norm" in name)
+    if is_late:
+        torchweld.fuse(got, by="graph")
+    _compare(_step(got), _step(want))
+    assert _count(got)
+    with torch.no_grad():
+        a, b = (model.eval()(**models.tokens()).logits for model in (got, want))
     torch.testing.assert_close(a, b, **numerics.CHAINED_SMALL)
 
 

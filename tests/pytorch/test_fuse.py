@@ -25,7 +25,9 @@ from fusable import (  # noqa: F401
 )
 from torchweld import numerics
 from torchweld.fusion import PATTERNS, Change, Proposal, Weld, plan, probe
+from torchweld.fusion.graph import regions
 from torchweld.fusion.probe import values
+from ways import by_graph, is_by_graph, way  # noqa: F401
 
 UNIT = 2.0**-23
 
@@ -61,7 +63,17 @@ def test_results_and_gradients_are_the_same(name: str) -> None:
         assert rms(b - exact) <= 2 * rms(a - exact) + 4 * UNIT * scale
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Models of which a test by graph says enough; test_fuse_parts.py has the numbers of all.
+_BY_GRAPH = ("rms_norm", "parallel", "rotary", "packed", "output", "batch_norm", "multihead")
+_EITHER_WAY = pytest.mark.parametrize(
+    ("name", "way"),
+    [*((name, "trial") for name in MODELS), *((name, "graph") for name in _BY_GRAPH)],
+    indirect=["way"],
+)
+
+
+@_EITHER_WAY
+@pytest.mark.usefixtures("way")
 def test_everything_else_stays_and_unfuse_restores(name: str) -> None:
     """Objects, keys, hooks, flags and the random state; a second fuse() finds nothing to do."""
     model = _made(name).eval()
@@ -93,9 +105,11 @@ def test_everything_else_stays_and_unfuse_restores(name: str) -> None:
     assert {module: type(module) for module in model.modules()} == classes
 
 
-@pytest.mark.parametrize("name", MODELS)
+@_EITHER_WAY
+@pytest.mark.usefixtures("way")
 def test_copies_and_pickles(name: str) -> None:
-    model, x = _fused(name), torch.randn(4, 8, WIDTH, requires_grad=True)
+    model = torchweld.fuse(_made(name)) if is_by_graph() else _fused(name)
+    x = torch.randn(4, 8, WIDTH, requires_grad=True)
     expected = run(model, x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert _welds(other) == _welds(model)
@@ -244,6 +258,53 @@ def test_explain_is_data_and_a_table() -> None:
     assert "no fused kernel" in str(torchweld.explain_fusion(nn.Linear(2, 2)))
 
 
+@pytest.mark.usefixtures("by_graph")
+def test_rows_by_graph() -> None:
+    """Before a call by an example; after one without, and for a fused model as before `fuse`."""
+    model = nn.Sequential(*[FeedForward(nn.GELU()) for _ in range(3)], nn.LayerNorm(WIDTH))
+    x = torch.randn(4, WIDTH)
+    report = torchweld.explain_fusion(model, x)
+    welds = {row.where: row.becomes for row in report}
+    assert welds == {
+        **{f"{n}.act": "linear_act" for n in range(3)},
+        **{"0": "bias_dropout_add", "1": "bias_dropout_add", "3": "dropout_add_layer_norm"},
+    }
+    assert "*.act (3x)" in str(report)
+    with pytest.raises(torchweld.ArgumentError, match="arguments of a call"):
+        torchweld.explain_fusion(torchweld.fuse(model))
+    fused = torchweld.explain_fusion(model, x)
+    model(x)
+    after = torchweld.explain_fusion(model)
+    for each in (fused, after):
+        assert {row.where: row.becomes for row in each} == welds
+        assert all(row.welded for row in each)
+    model.eval()(x)
+    assert {row.becomes for row in torchweld.explain_fusion(model)} == {*welds.values()}
+    assert not torchweld.explain_fusion(nn.Linear(2, 2), torch.ones(2))
+    with pytest.raises(torchweld.ArgumentError, match="arguments of a call"):
+        torchweld.explain_fusion(nn.Linear(2, 2), lambda module, name: True)  # a filter
+
+
+@pytest.mark.parametrize("at", range(3))
+@pytest.mark.usefixtures("by_graph")
+def test_all_regions_are_made_or_none(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure between two changes of classes left a model half fused."""
+    model = nn.Sequential(FeedForward(nn.GELU()), FeedForward(nn.GELU()))
+    classes = [type(module) for module in model.modules()]
+    real, done = regions._make_region, []
+
+    def failing(*given: Any) -> bool:
+        done.append(given)
+        if len(done) == at + 1:
+            raise KeyboardInterrupt
+        return real(*given)
+
+    monkeypatch.setattr(regions, "_make_region", failing)
+    with pytest.raises(KeyboardInterrupt):
+        torchweld.fuse(model)
+    assert [type(module) for module in model.modules()] == classes
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(torchweld.ArgumentError, match="model is a str"):
         torchweld.fuse("model")  # type: ignore[type-var]
@@ -256,6 +317,7 @@ def test_bad_arguments() -> None:
     ("first", "how"),
     [("compile", "function"), ("fuse", "function"), ("compile", "method of the parts")],
 )
+@pytest.mark.usefixtures("way")
 def test_compiled_before_or_after(first: str, how: str) -> None:
     """The graphs have the kernels, and no longer after unfuse()."""
     targets: list[str] = []

@@ -17,6 +17,7 @@ import torchweld
 from fusable import MODELS
 from torchweld import fusion
 from torchweld.fusion import probe
+from torchweld.fusion.graph import regions
 
 
 class HandlersTimeoutError(Exception):
@@ -120,6 +121,36 @@ def test_each_trial_reads_its_errors() -> None:
                 assert "read_refusal(" in body or body.endswith("raise"), (path.name, node.lineno)
                 found += 1
     assert found >= 12
+
+
+@pytest.mark.parametrize("name", [*PASSING, "handler"])
+def test_an_error_in_a_capture_passes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo wraps what its backend raises: a timeout was read as a capture that failed."""
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU())
+    x, expected = torch.ones(2, 8), model(torch.ones(2, 8))
+    torchweld.fuse(model, by="graph")
+    kind = type(PASSING[name]()) if name in PASSING else RuntimeError
+
+    def handle(*_: Any) -> None:
+        raise RuntimeError("time is over")
+
+    def fail(*_: Any) -> Any:
+        if name not in PASSING:
+            signal.raise_signal(signal.SIGUSR1)
+        raise PASSING[name]()
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        with monkeypatch.context() as patches:
+            patches.setattr(regions, "rewrite", fail)
+            with pytest.raises(kind) as caught:
+                model(x)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert type(caught.value) is kind
+    torch.testing.assert_close(model(x), expected)
+    assert [row.becomes for row in torchweld.explain_fusion(model, by="graph")] == ["linear_act"]
 
 
 class _Foreign(nn.Module):

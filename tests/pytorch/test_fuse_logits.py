@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchweld
 from model_with_head import WORDS, LanguageModel, Output
+from selection import combine
 from torchweld import functional, numerics, optim
 from torchweld.fusion.patterns import logits as logits_of
 from ways import is_by_graph, way  # noqa: F401
@@ -177,10 +178,12 @@ def _use(model: Any, use: Callable[[Any], Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's look at any subclass
-@pytest.mark.parametrize("kind", [LanguageModel, Capped, WithRow])
-@pytest.mark.parametrize("name", USES)
-@pytest.mark.usefixtures("way")
-def test_any_use_gives_eagers_values_and_gradients(name: str, kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("way", "name", "kind"),
+    combine(("trial", "graph"), USES, [LanguageModel, Capped, WithRow]),
+    indirect=["way"],
+)
+def test_any_use_gives_eagers_values_and_gradients(way: str, name: str, kind: Any) -> None:  # noqa: F811
     """Gradients through loss and logits together, in float64."""
     model, fused = _pair(kind=kind)
     for mine, theirs in zip(_use(fused, USES[name]), _use(model, USES[name]), strict=True):

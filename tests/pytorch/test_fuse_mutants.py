@@ -11,6 +11,7 @@ does not matter, but the modules without a change must be.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import os
 import random
@@ -35,6 +36,7 @@ from torchweld.fusion import Weld
 _MODULES = [kind for kind in KINDS if kind not in FUNCTIONS]
 # A test runs with each; all take a model and return it.
 WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {"fuse": torchweld.fuse}
+_BY_GRAPH = functools.partial(torchweld.fuse, by="graph")
 
 
 @pytest.fixture(params=WAYS)
@@ -256,6 +258,16 @@ def test_a_condition(kind: str, condition: str, fuse: Callable[[nn.Module], nn.M
     """
     of = CONDITIONS[condition]
     _check(fuse, kind, FORMS["expression"].format(test=of.test), of)
+
+
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_a_condition_by_graph(condition: str) -> None:
+    """One kind of module for each; test_graph_mutants.py has more forwards."""
+    torch.compiler.reset()
+    kinds = [kind for kind, other in CASES if other == condition]
+    of = CONDITIONS[condition]
+    kind = kinds[list(CONDITIONS).index(condition) % len(kinds)]
+    _check(_BY_GRAPH, kind, FORMS["expression"].format(test=of.test), of)
 
 
 @pytest.mark.parametrize(

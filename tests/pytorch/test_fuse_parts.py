@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import torchweld
 from fusable import MODELS, WIDTH, Parallel, rms, small_inputs  # noqa: F401
+from selection import combine
 from torchweld import numerics
 from torchweld.fusion import Weld
 
@@ -180,17 +181,31 @@ def _run(model: nn.Module, part: str, way: _Way, call: Any) -> list[torch.Tensor
     return [y.detach() for y in results] + [empty if g is None else g for g in grads]
 
 
+@functools.lru_cache(maxsize=1)  # the tests of both ways to fuse follow each other
+def _expect(name: str, way: _Way) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """What the plain model computes with each part, and in float64."""
+    plain = _make(name)
+    double = copy.deepcopy(plain).double()
+    return [
+        (_run(plain, part, way, call), _run(double, part, way, call))
+        for part, call in _list_calls(name).items()
+    ]
+
+
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # for inputs by name
 @pytest.mark.filterwarnings("ignore:fuse. .* has 8 graphs")  # each part with a hook is a kind
-@pytest.mark.parametrize("by", ["trial", "graph"])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__.strip("_"))
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "way", "by"),
+    combine(MODELS, WAYS, ["trial", "graph"]),
+    ids=lambda value: value if isinstance(value, str) else value.__name__.strip("_"),
+)
 def test_a_part_means_what_it_meant(name: str, way: _Way, by: str) -> None:
     """Results and gradients: no further from float64 than twice the original's, and some units."""
-    plain, fused = _make(name), _make(name, by)
-    for part, call in _list_calls(name).items():
-        expected, found = (_run(model, part, way, call) for model in (plain, fused))
-        truth = _run(copy.deepcopy(plain).double(), part, way, call)
+    fused = _make(name, by)
+    for (part, call), (expected, truth) in zip(
+        _list_calls(name).items(), _expect(name, way), strict=True
+    ):
+        found = _run(fused, part, way, call)
         assert len(expected) == len(found) == len(truth), part
         scale = max(map(rms, truth), default=0.0)
         for a, b, exact in zip(expected, found, truth, strict=True):
@@ -199,12 +214,13 @@ def test_a_part_means_what_it_meant(name: str, way: _Way, by: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["fc1", "act1", "softmax", "drop"])
-def test_a_second_method_and_threads(part: str) -> None:
+@pytest.mark.parametrize("by", ["trial", "graph"])
+def test_a_second_method_and_threads(part: str, by: str) -> None:
     """A method that calls a layer of a pair, while other threads run the forward."""
     from concurrent.futures import ThreadPoolExecutor
 
     plain: Any = Parallel()
-    fused: Any = torchweld.fuse(copy.deepcopy(plain))
+    fused: Any = torchweld.fuse(copy.deepcopy(plain), by=by)
     expected = plain(X), plain.embed(X), plain.get_submodule(part)(X)
 
     def run(_: int) -> tuple[torch.Tensor, ...]:

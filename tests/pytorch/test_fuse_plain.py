@@ -21,6 +21,7 @@ from torchweld import numerics
 from torchweld.fusion import Weld
 from torchweld.ops.gemm import product
 from torchweld.registry import processor
+from ways import is_by_graph, way  # noqa: F401
 
 WIDTH, HEADS = 64, 4
 X = torch.randn(2, 20, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -115,6 +116,7 @@ def test_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(isinstance(part, Weld) for part in model.modules())
 
 
+@pytest.mark.usefixtures("way")
 def test_float32_stays_torchs() -> None:
     """Bit for bit, with torch's kernels only."""
     plain = _make()
@@ -126,8 +128,12 @@ def test_float32_stays_torchs() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("casts", [True, False], ids=["autocast", "whole"])
+@pytest.mark.usefixtures("way")
 def test_16_bits(dtype: torch.dtype, casts: bool) -> None:
-    """No product is torch's, results have torch's dtypes, and errors are at most torch's."""
+    """No product is torch's, results have torch's dtypes, and errors are at most torch's.
+
+    By graph only layers with an activation were welded: all others were torch's plain loops.
+    """
     plain = _make() if casts else _make().to(dtype)
     fused = torchweld.fuse(copy.deepcopy(plain))
     x, cast = (X, dtype) if casts else (X.to(dtype), None)
@@ -139,6 +145,42 @@ def test_16_bits(dtype: torch.dtype, casts: bool) -> None:
         errors += torch.stack([(t - truth).norm() / truth.norm() for t in (one, other)])
     assert errors[0] <= 1.1 * errors[1]
     names = _list_products(lambda: _run(fused, x, cast))
+    assert "torchweld::product" in names
+    assert not names & {"aten::mm", "aten::addmm", "aten::bmm"}
+
+
+_HEADS: dict[str, dict[str, Any]] = {
+    "with weights": {},
+    "alone": {"need_weights": False},
+    "with a mask": {"need_weights": False, "attn_mask": torch.ones(20, 20).tril() == 0},
+    "padded": {"need_weights": False, "key_padding_mask": torch.arange(40).view(2, 20) > 36},
+}
+
+
+@pytest.mark.parametrize("how", _HEADS)
+@pytest.mark.usefixtures("way")
+def test_heads_in_16_bits(how: str) -> None:
+    """By graph torch's function is one node, whose products were torch's plain loops."""
+    torch.manual_seed(0)
+    plain = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).bfloat16()
+    fused, x = torchweld.fuse(copy.deepcopy(plain)), X.bfloat16()
+    exact = copy.deepcopy(plain).double()
+
+    def run(model: Any, given: torch.Tensor) -> list[Any]:
+        given = given.detach().requires_grad_()
+        y = model(given, given, given, **_HEADS[how])[0]
+        return [
+            y.detach(),
+            *torch.autograd.grad(y.float().square().sum(), [given, *model.parameters()]),
+        ]
+
+    truth = run(exact, x.double())
+    ours, torchs = (
+        sum(float((a - b).norm() / b.norm()) for a, b in zip(run(model, x), truth, strict=True))
+        for model in (fused, plain)
+    )
+    assert ours <= 1.2 * torchs
+    names = _list_products(lambda: run(fused, x))
     assert "torchweld::product" in names
     assert not names & {"aten::mm", "aten::addmm", "aten::bmm"}
 
@@ -173,6 +215,7 @@ def test_use_backend() -> None:
         assert torch.equal(fused(x), plain[0](x))
 
 
+@pytest.mark.usefixtures("way")
 def test_compiled() -> None:
     fused = torchweld.fuse(_make().bfloat16())
     compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
@@ -181,18 +224,20 @@ def test_compiled() -> None:
         torch.testing.assert_close(one, other, **numerics.BFLOAT16)
 
 
+@pytest.mark.usefixtures("way")
 def test_copies_and_checkpoints() -> None:
     fused = torchweld.fuse(_make().bfloat16())
     x = X.bfloat16()
     assert fused.state_dict().keys() == _make().state_dict().keys()
     loaded = pickle.loads(pickle.dumps(fused))
     assert torch.equal(loaded(x), fused(x))
-    assert isinstance(loaded[1], Weld)
+    assert isinstance(loaded if is_by_graph() else loaded[1], Weld)
     torchweld.unfuse(fused)
     assert type(fused[0]) is nn.Linear
     assert type(fused[1]) is Attention
 
 
+@pytest.mark.usefixtures("way")
 def test_export() -> None:
     """A program has torch's ops, whose numbers are ours up to rounding; any batch fits it."""
     fused, x = torchweld.fuse(_make().bfloat16()), X.bfloat16()
@@ -207,6 +252,7 @@ def test_export() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.usefixtures("way")
 def test_activation_checkpoints(reentrant: bool) -> None:
     """What is computed again has the same bits, and is by float32 GEMMs too."""
     fused = torchweld.fuse(_make())
@@ -225,10 +271,13 @@ def test_activation_checkpoints(reentrant: bool) -> None:
         found.append([y, x.grad, *(p.grad for p in fused.parameters())])
 
     step(True)
+    step(False)  # by graph it captures
+    del found[1:]
     assert not _list_products(lambda: step(False)) & {"aten::mm", "aten::addmm", "aten::bmm"}
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.usefixtures("way")
 def test_compiled_attention_is_torchs() -> None:
     """docs/fuse.md says so: Dynamo follows no mode, and linear layers are a custom op."""
     fused = torchweld.fuse(_make().bfloat16())

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 import torchweld
 from torchweld import numerics
@@ -22,6 +23,7 @@ from words import (
     WIDTH,
     WORDS,
     Layer,
+    Norm,
     Words,
     compare,
     fuse_two,
@@ -210,6 +212,73 @@ def test_a_compiler_that_the_backend_lacks() -> None:
     compiled = torch.compile(Layer(), backend=backend.torchweld, options={"compiler": "llvm"})
     with pytest.raises(Exception, match=r"options\['compiler'\] is 'llvm'"):
         compiled(torch.randn(2, 3, WIDTH))
+
+
+# --- Other backends of torch.compile --------------------------------------------------------------
+
+
+class Around(nn.Module):
+    """A fused model, and a norm that is not."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.norm = inner, Norm()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.norm(self.inner(x))
+
+
+def _list_compiled(model: nn.Module, *args: Any) -> list[str]:
+    """The functions of the graphs that a compiled call runs, next to the call without."""
+    found: list[str] = []
+
+    def keep(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.extend(str(getattr(each.target, "__qualname__", "")) for each in module.graph.nodes)
+        return module.forward
+
+    torch.compiler.reset()
+    result = torch.compile(model, backend=keep, fullgraph=True)(*args)
+    expected = torchweld.unfuse(model)(*args)
+    torch.testing.assert_close(*(tree_leaves(y)[0] for y in (result, expected)), **numerics.CHAINED)
+    return found
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_a_compiled_model_keeps_its_welds(around: bool) -> None:
+    """Each other backend got the graph as it was: the welds of fuse(model) were lost in it."""
+    model = torchweld.fuse(Layer(), by="graph")
+    with torchweld.use_backend("cpu", "eager"):  # else what a compiler fuses itself is left to it
+        found = _list_compiled(Around(model) if around else model, torch.randn(2, 5, WIDTH))
+    ops = [name for name in found if name.startswith("_run")]
+    assert ops == ["_run_norm", "_run"]
+    assert ("rsqrt" in str(found)) == around
+
+
+def test_a_compiled_model_keeps_what_a_filter_left_out() -> None:
+    model = make_words()
+    torchweld.fuse(model, lambda module, name: name not in ("layers.1.norm", "norm"), by="graph")
+    with torchweld.use_backend("cpu", "eager"):
+        found = _list_compiled(model, make_ids())
+    assert [name for name in found if "norm" in name] == ["_run_norm", "_run_add_norm"]
+
+
+def test_a_compiled_model_leaves_to_a_compiler_what_it_fuses() -> None:
+    model = torchweld.fuse(make_words(), by="graph")
+    for layer in model.layers:
+        layer.p = 0.5
+    found = _list_compiled(model.eval(), make_ids())
+    assert not [name for name in found if name.startswith("_run")]
+
+
+def test_a_model_is_compiled_after_another_one_was_captured_in_pieces() -> None:
+    """Then Dynamo left out the forward of each fused model, which all have one code."""
+    pieces, _ = fuse_two(Breaking())
+    step(pieces, make_ids())
+    model = torchweld.fuse(Layer(), by="graph")
+    found: list[Any] = []
+    compiled = torch.compile(model, backend=lambda module, _: found.append(1) or module.forward)
+    compiled(torch.randn(2, 5, WIDTH))
+    assert found
 
 
 class Cast(Words):

@@ -64,6 +64,7 @@ def test_modules_and_parameters_stay_the_same_objects() -> None:
     classes = [type(part) for part in model.modules()]
     assert torchweld.fuse(model, by="graph") is model
     assert [type(part) for part in model.modules()] == classes
+    assert model._get_name() == type(model).__name__ == "Words"
     torchweld.unfuse(model)
     assert not any(isinstance(part, Region) for part in model.modules())
     assert type(model) is Words

@@ -17,6 +17,7 @@ from torchweld.fusion.graph.patterns import (
     linear_act,
     loss,
     modulation,
+    products,
     rms_norm,
     rotary,
     rotary_forms,
@@ -154,6 +155,12 @@ CASES: dict[str, Case] = {
     "add and layer_norm": Case(
         layer_norm._sum_and_norm, layer_norm._run_sum_and_norm, (_X, _X, _W, _W), (1e-5, 0.0)
     ),
+    "layer_norm without weights": Case(
+        layer_norm._norm, layer_norm._run_norm, (_X,), ((16,), 1e-5)
+    ),
+    "layer_norm by hand without weights": Case(
+        layer_norm._plain, layer_norm._run_plain, (_X,), (1e-5,)
+    ),
     "layer_norm without bias": Case(
         layer_norm._norm, layer_norm._run_norm, (_X, _W), ((16,), 1e-5)
     ),
@@ -195,6 +202,7 @@ CASES: dict[str, Case] = {
             gated_act._reference, gated_act._run, (_X, _X), (kind,)
         )
         for kind in _KINDS
+        if "in place" not in kind.written
     },
     **{
         f"linear and {kind.written} {kind.approximate}": Case(
@@ -206,7 +214,22 @@ CASES: dict[str, Case] = {
         linear_act._linear_without_bias, linear_act._run_without_bias, (_X, (9, 16)), (_TANH,)
     ),
     "Conv1D": Case(linear_act._conv, linear_act._run_conv, (_X, (16, 9), (9,)), (_TANH,)),
-    "gelu by tanh": Case(activation.compute, activation._run, (_X,), (_TANH,)),
+    **{
+        kind.written: Case(activation.compute, activation._run, (_X,), (kind,))
+        for kind in activation._IN_PASSES
+    },
+    "linear in 16 bits": Case(
+        linear_act._linear, products._run_layer, (_X, (9, 16), (9,)), (activation.IDENTITY,)
+    ),
+    "Conv1D in 16 bits": Case(
+        linear_act._conv, products._run_conv, (_X, (16, 9), (9,)), (activation.IDENTITY,)
+    ),
+    "attention in 16 bits": Case(
+        products._attend,
+        products._run_attention,
+        ((2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8), (2, 1, 6, 6)),
+        ((("is_causal", False), ("enable_gqa", True), ("scale", 0.3)),),
+    ),
     **{
         f"rotation {name}": Case(rotary._both, rotary._run_both, shapes, (seq_dim, form))
         for name, shapes, seq_dim, form in _ROTATIONS

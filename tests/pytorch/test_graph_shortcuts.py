@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchweld.fusion.graph import shortcuts
+from torchweld.fusion.graph import answers, shortcuts
 from words import Words, compare, fuse_two, list_ops, make_ids, step
 
 
@@ -24,6 +24,7 @@ class Settings:
     """A configuration whose attributes pass through its own code."""
 
     names: dict[str, str] = {}  # noqa: RUF012 - for copies, which begin without
+    other: float
 
     def __init__(self) -> None:
         self.names, self.scale, self.inner = {"factor": "scale"}, 1.0, Inner()
@@ -36,6 +37,8 @@ class Settings:
 
 
 class Inner:
+    """A part of a configuration."""
+
     size = 1.0
 
 
@@ -174,6 +177,7 @@ def test_it_is_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     got, _ = fuse_two(Reading())
     evaluated: list[str] = []
     settings: Any = shortcuts.UserDefinedObjectVariable
+    answers._install()
     read = settings.var_getattr.__closure__[0].cell_contents
 
     def note(variable: Any, tx: Any, name: str) -> Any:

@@ -245,10 +245,10 @@ def test_cudnn_s_attention_takes_the_blocks_of_the_window(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "cudnn", parent)
     monkeypatch.setitem(sys.modules, "cudnn.block_sparse_attention", module)
     monkeypatch.setattr(windows, "contenders", lambda *_: {windows.CUDNN: windows._cudnn})
-    (row,) = windows.measure(2, 640, 1, "cpu", torch.float32, 0.0)
-    assert row["fwd"] > 0
-    assert "full" not in row
-    assert "head_dim=128" in row["fault"]
+    (measured,) = windows.measure(2, 640, 1, "cpu", torch.float32, 0.0)
+    assert measured["fwd"] > 0
+    assert "full" not in measured
+    assert "head_dim=128" in measured["fault"]
 
 
 def test_a_clock_is_sampled_meanwhile() -> None:

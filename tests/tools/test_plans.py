@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,64 +12,22 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _python_dispatch
 
+import planning
 import selection
-from conftest import PLACES, running_at
 from oracle import Results, run
+from planning import DEVICE, REPLAYED, assert_equal, kernels, lay_beside, make_norm, make_plan
 from torchweld import functional, numerics
 from torchweld.bench.cases import CASES
-from torchweld.bench.measure import launched
-from torchweld.dispatch.autograd import Ready, as_tuple, complete_steps
+from torchweld.dispatch.autograd import as_tuple, complete_steps
 from torchweld.dispatch.library import IN_TRITON
 from torchweld.dispatch.warm import plans as warm_plans
 from torchweld.ops.experts import route
 from torchweld.ops.loss import rows
-from torchweld.registry import OPS, Composite, Op, TensorSpec, materialize
-from torchweld.sparse import BlockLayout
+from torchweld.registry import OPS, Op, TensorSpec, materialize
 from torchweld.triton_kernels import launch
 
 triton = pytest.importorskip("triton")
-PLACE = "gpu-triton" if torch.cuda.is_available() else "interpreter"
-DEVICE = PLACES[PLACE][1]
-kernels = pytest.mark.skipif(PLACES[PLACE][2] is not None, reason=str(PLACES[PLACE][2]))
-
-
-def _list_replayed() -> set[str]:
-    names: set[str] = set()
-    for module in launched.list_modules():
-        names |= {name for name, function in vars(module).items() if hasattr(function, "launching")}
-    return names
-
-
-# Composites have no plan of their own.
-REPLAYED = {name for name in _list_replayed() & OPS.keys() if not isinstance(OPS[name], Composite)}
-
-
-@pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The plans that are run, in order."""
-    ran: list[Any] = []
-    run_plan = warm_plans.Plan.run
-
-    def count(plan: Any, inputs: Sequence[Any]) -> Any:
-        ran.append(plan)
-        return run_plan(plan, inputs)
-
-    def bind(plan: Any, otherwise: Any, matches: Any = None) -> Callable[..., Any]:
-        """What hangs on a cached call or its node; others are run by Plan.run."""
-        if not isinstance(otherwise, warm_plans.Planned):
-            return bind_plan(plan, otherwise, matches)
-        function = bind_plan(plan, lambda *inputs: (ran.pop(), otherwise(*inputs))[1], matches)
-        return lambda *inputs: (ran.append(plan), function(*inputs))[1]
-
-    bind_plan = warm_plans.Plan.bind
-    monkeypatch.setattr(warm_plans.Plan, "run", count)
-    monkeypatch.setattr(warm_plans.Plan, "bind", bind)
-    for name in REPLAYED:  # as if no call had been made
-        steps = OPS[name].kernels["triton"].steps
-        for step in (steps.forward, steps.backward):
-            monkeypatch.setattr(step, "_plans", {})
-    with running_at(PLACE, monkeypatch):
-        yield ran
+plans = planning.plans
 
 
 def _run_with_plans(op: Op, inputs: Sequence[Any], ready: Any = None) -> Results:
@@ -128,21 +85,10 @@ def test_samples_have_the_bits_of_their_calls(name: str, plans: list[Any]) -> No
     assert replayed > len(samples) // 2
 
 
-def _norm(rows: int = 6, width: int = 32, dtype: torch.dtype = torch.float32) -> list[Any]:
-    x = torch.randn(rows, width, device=DEVICE).to(dtype)
-    weight, bias = (torch.randn(width, device=DEVICE).to(dtype) for _ in range(2))
-    return [x, [width], weight, bias, 1e-5]
-
-
 def _change(at: int, change: Callable[[Any], Any]) -> list[Any]:
-    inputs = _norm()
+    inputs = make_norm()
     inputs[at] = change(inputs[at])
     return inputs
-
-
-def _beside(x: torch.Tensor) -> torch.Tensor:
-    """The same values one element past an aligned place."""
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
 @kernels
@@ -158,7 +104,7 @@ def test_freed_storage(name: str, freed: int, plans: list[Any]) -> None:
         freed = min(freed, 2)
 
     def make() -> list[Any]:
-        x, shape, weight, bias, eps = _norm()
+        x, shape, weight, bias, eps = make_norm()
         x, weight, bias = (torch.cat([t, t])[len(t) :] for t in (x, weight, bias))
         return [x, shape, weight, bias, eps] if op.name == "layer_norm" else [x, shape, weight, eps]
 
@@ -170,20 +116,20 @@ def test_freed_storage(name: str, freed: int, plans: list[Any]) -> None:
         before = len(plans)
         _forward(op, make())
         assert len(plans) > before or count == 0
-    empty = _norm(0)
+    empty = make_norm(0)
     _forward(op, empty if name == "layer_norm" else [*empty[:3], 1e-5])
 
 
 OTHERS: dict[str, Callable[[], list[Any]]] = {
     "another epsilon": lambda: _change(4, lambda _: 0.5),
     "no bias": lambda: _change(3, lambda _: None),
-    "more rows": lambda: _norm(rows=8),
-    "another shape": lambda: _norm(rows=12, width=16),
+    "more rows": lambda: make_norm(rows=8),
+    "another shape": lambda: make_norm(rows=12, width=16),
     "as many elements": lambda: _change(0, lambda x: x.view(2, 3, 32)),
     "strides": lambda: _change(0, lambda x: torch.cat([x, x], 1)[:, :32]),
-    "a misaligned input": lambda: _change(0, _beside),
-    "a misaligned weight": lambda: _change(2, _beside),
-    "another dtype of weights": lambda: _norm(dtype=torch.float16)[:1] + _norm()[1:],
+    "a misaligned input": lambda: _change(0, lay_beside),
+    "a misaligned weight": lambda: _change(2, lay_beside),
+    "another dtype of weights": lambda: make_norm(dtype=torch.float16)[:1] + make_norm()[1:],
 }
 
 
@@ -191,7 +137,7 @@ OTHERS: dict[str, Callable[[], list[Any]]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_call_that_differs_has_its_own_plan_or_none(name: str, plans: list[Any]) -> None:
     op = OPS["layer_norm"]
-    _run_with_plans(op, _norm())
+    _run_with_plans(op, make_norm())
     for number in range(3):
         inputs = OTHERS[name]()
         _assert_same(_run_with_plans(op, inputs), run(op, inputs))
@@ -246,7 +192,7 @@ def test_a_negative_view_has_no_plan(first: bool, plans: list[Any]) -> None:
     """Its memory holds other numbers, which the dispatcher would negate; also as a gradient."""
     op = OPS["layer_norm"]
     for number in range(6):
-        x, size, *parameters = _norm()
+        x, size, *parameters = make_norm()
         is_lazy = (number % 2 == 0) is first
         inputs = [torch._neg_view(x) if is_lazy else -x, size, *parameters]
         y, *statistics = _forward(op, inputs)
@@ -304,7 +250,7 @@ def test_seeds_are_read_anew(plans: list[Any]) -> None:
 @kernels
 def test_inference_mode_has_results_of_its_own(plans: list[Any]) -> None:
     """A plan of either mode makes the tensors that the mode makes."""
-    inputs = _norm()
+    inputs = make_norm()
     wanted = run(OPS["layer_norm"], inputs)["y"]
     for at in range(8):
         with torch.inference_mode(at % 2 == 1):
@@ -337,11 +283,6 @@ UNFIT: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
-def _plan(function: Callable[..., Any]) -> warm_plans.Planned:
-    function = launch.replayed(function)
-    return warm_plans.Planned(lambda: function, function)
-
-
 @pytest.mark.parametrize("what", UNFIT)
 def test_other_functions_are_called_each_time(what: str, plans: list[Any]) -> None:
     calls = 0
@@ -352,7 +293,7 @@ def test_other_functions_are_called_each_time(what: str, plans: list[Any]) -> No
         return UNFIT[what](a, b)
 
     a, b = torch.randn(4, 4), torch.ones(1, dtype=torch.int64)
-    planned = _plan(function)
+    planned = make_plan(function)
     for _ in range(4):
         planned(a, b)
     assert calls == 4
@@ -364,7 +305,7 @@ def test_allocations_alone_are_repeated(plans: list[Any]) -> None:
         return a.new_empty(3, 4).t(), torch.empty_like(a, dtype=torch.int32)
 
     a = torch.randn(4, 4)
-    planned = _plan(function)
+    planned = make_plan(function)
     made = [planned(a) for _ in range(4)]
     assert len(plans) == 3
     assert [[(x.shape, x.stride(), x.dtype) for x in pair] for pair in made[1:]] == [
@@ -380,7 +321,7 @@ def test_errors_leave_no_plan(plans: list[Any]) -> None:
         return torch.empty_like(a)
 
     a = torch.randn(4)
-    planned = _plan(function)
+    planned = make_plan(function)
     for _ in range(2):
         with pytest.raises(ValueError, match="no"):
             planned(a, True)
@@ -392,7 +333,7 @@ def test_errors_leave_no_plan(plans: list[Any]) -> None:
 def test_few_plans_are_kept(plans: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a size, the first few; of sizes, the last few."""
     monkeypatch.setattr(warm_plans, "_SIZES", 2)
-    planned = _plan(lambda x, number: torch.empty_like(x))
+    planned = make_plan(lambda x, number: torch.empty_like(x))
     for number in [*range(10)] * 2:
         planned(torch.randn(3), number)
     assert len(plans) == warm_plans._ALIKE
@@ -433,7 +374,7 @@ def test_threads_record_in_turn(plans: list[Any]) -> None:
         assert (ended if at else inside[1]).wait(60)
         return torch.empty_like(x)
 
-    planned = _plan(function)
+    planned = make_plan(function)
 
     def call_second() -> None:
         assert inside[0].wait(60)
@@ -499,7 +440,7 @@ def test_a_plan_gives_addresses(plans: list[Any], monkeypatch: pytest.MonkeyPatc
             return launch.Start(lambda *a: given.append(a), how, ("after",), takes_tuple)
 
         monkeypatch.setattr(launch, "repeat", repeat)
-        planned = _plan(function)
+        planned = make_plan(function)
         for _ in range(3):
             x = torch.randn(4, 4)
             y = planned(x)
@@ -561,240 +502,9 @@ def test_a_router_repeats_its_three_launches(plans: list[Any]) -> None:
         mask = torch.rand(9, generator=generator) > 0.3
         given = [tensor.to(DEVICE) for tensor in (logits, bias, mask)]
         indices, weights, *losses, counts = found = route._FORWARD.step("triton")(*given, *how)
-        _assert_equal(found, route._FORWARD.overload("triton")(*given, *how))
+        assert_equal(found, route._FORWARD.overload("triton")(*given, *how))
         grads = [torch.ones_like(result) for result in (weights, *losses)]
         back = [*grads, *given, indices, counts, *how]
         found = route._BACKWARD.step("triton")(*back)
-        _assert_equal([found], [route._BACKWARD.overload("triton")(*back)])
+        assert_equal([found], [route._BACKWARD.overload("triton")(*back)])
     assert [len(plan.steps) for plan in plans] == [3, 1] * 2
-
-
-# --- Plans that hang on a cached call -------------------------------------------------------------
-
-
-def _leaves(rows: int = 6, width: int = 32) -> list[torch.Tensor]:
-    x, _, weight, bias, _ = _norm(rows, width)
-    return [x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
-
-
-def _normalize(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    x, weight, bias = leaves
-    return functional.layer_norm(x, x.shape[-1:], weight, bias)
-
-
-def _expect(leaves: Sequence[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
-    """The result and the gradients by the kernel itself, without plans."""
-    x, weight, bias = [leaf.detach().clone().requires_grad_() for leaf in leaves]
-    y = OPS["layer_norm"].kernels["triton"](x, [*x.shape[-1:]], weight, bias, 1e-5)
-    return [y, *torch.autograd.grad(y, (x, weight, bias), grad)]
-
-
-def _assert_equal(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, **numerics.SAME)
-
-
-@kernels
-def test_a_warm_call_compares_its_arguments_once(
-    plans: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The cache has compared them; Triton's plan did so again, and so did its backward pass."""
-    for turn in range(5):
-        if turn == 3:
-            monkeypatch.setattr(warm_plans.Planned, "__call__", None)
-        leaves, grad = _leaves(), torch.randn(6, 32, device=DEVICE)
-        y = _normalize(leaves)
-        _assert_equal([y, *torch.autograd.grad(y, leaves, grad)], _expect(leaves, grad))
-        with torch.no_grad():
-            _assert_equal([_normalize(leaves)], [y])
-    assert len(plans) == 3 * 3
-
-
-@kernels
-def test_calls_of_several_sizes_have_plans_of_their_own(plans: list[Any]) -> None:
-    """A way of any sizes serves them all; each size's plan has its own allocations and grid."""
-    for size in (6, 8, 10, 12, 10, 12, 10, 6, 12, 12):
-        leaves, grad = _leaves(size), torch.randn(size, 32, device=DEVICE)
-        y = _normalize(leaves)
-        _assert_equal([y, *torch.autograd.grad(y, leaves, grad)], _expect(leaves, grad))
-    assert len(plans) >= 8
-
-
-def _swap(x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    x.data = change(x.detach())
-
-
-def _transpose(x: torch.Tensor) -> torch.Tensor:
-    return x.t().contiguous().t()
-
-
-def _unpack(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    hooks = torch.autograd.graph.saved_tensors_hooks
-    return hooks(lambda t: t, lambda t: change(t) if t.ndim == 2 else t)
-
-
-# What a backward pass finds, where the plan's found something else: gradient, input, saved tensors.
-UNLIKE: dict[str, tuple[Any, Any, Any]] = {
-    "an expanded gradient": (lambda g: g[:1].expand_as(g), None, None),
-    "a transposed gradient": (_transpose, None, None),
-    "a misaligned gradient": (_beside, None, None),
-    "a negative view": (lambda g: torch._neg_view(g), None, None),
-    "an input in other memory, misaligned": (None, _beside, None),
-    "an input in other memory, transposed": (None, _transpose, None),
-    "saved tensors, misaligned": (None, None, _beside),
-    "saved tensors, transposed": (None, None, _transpose),
-}
-
-
-@kernels
-@pytest.mark.parametrize("what", UNLIKE)
-def test_a_backward_pass_that_differs(what: str, plans: list[Any]) -> None:
-    """It has its call's bits, and the plan that hangs on the node does not serve it."""
-    change, swap, unpack = UNLIKE[what]
-    alike = None
-    for turn in range(7):
-        leaves, grad = _leaves(), torch.randn(6, 32, device=DEVICE)
-        wanted = _expect(leaves, grad)
-        is_unlike = turn % 2 == 0 and turn > 0
-        if is_unlike and change is not None:
-            grad = change(grad)
-            wanted = _expect(leaves, grad)
-        with _unpack(unpack) if is_unlike and unpack else contextlib.nullcontext():
-            y = _normalize(leaves)
-            if is_unlike and swap is not None:
-                _swap(leaves[0], swap)
-            before = len(plans)
-            found = torch.autograd.grad(y, leaves, grad)
-        _assert_equal([y, *found], wanted)
-        if turn > 2:
-            is_planned = len(plans) > before
-            assert is_planned or is_unlike
-            assert not (is_unlike and is_planned and plans[-1] is alike)
-        if not is_unlike and len(plans) > before:
-            alike = plans[-1]
-
-
-@kernels
-def test_saved_tensors_that_were_freed(plans: list[Any]) -> None:
-    """As FSDP leaves a parameter that it has resharded too early."""
-    for turn in range(5):
-        leaves, grad = _leaves(), torch.randn(6, 32, device=DEVICE)
-        y = _normalize(leaves)
-        if turn < 3:
-            torch.autograd.grad(y, leaves, grad)
-            continue
-        leaves[turn - 3].untyped_storage().resize_(0)
-        with pytest.raises(RuntimeError, match="data is not allocated"):
-            torch.autograd.grad(y, leaves, grad)
-
-
-@kernels
-def test_a_backward_pass_that_stops_early(plans: list[Any]) -> None:
-    """While the graph is retained, only gradients that go on are made; the plan makes no others."""
-    for turn in range(6):
-        leaves, grad = _leaves(), torch.randn(6, 32, device=DEVICE)
-        made = [leaf * 1 for leaf in leaves]
-        y = _normalize(made)
-        wanted = leaves if turn >= 3 else leaves[:1]
-        found = torch.autograd.grad(y, wanted, grad, retain_graph=turn < 3)
-        _assert_equal([y, *found], _expect(leaves, grad)[: 1 + len(wanted)])
-    assert plans
-
-
-@kernels
-def test_modes_see_a_backward_pass(plans: list[Any]) -> None:
-    """A mode that begins after the forward pass, which had its plan."""
-
-    class Seen(_python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            names.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    for _ in range(4):
-        names: list[str] = []
-        leaves, grad = _leaves(), torch.randn(6, 32, device=DEVICE)
-        y = _normalize(leaves)
-        torch.autograd.grad(y, leaves, grad, retain_graph=True)
-        before = len(plans)
-        with Seen():
-            found = torch.autograd.grad(y, leaves, grad)
-        _assert_equal([y, *found], _expect(leaves, grad))
-        assert "torchweld.layer_norm_backward.triton" in names
-        assert len(plans) == before
-
-
-@kernels
-def test_layouts_of_one_form_have_lists_of_other_lengths(
-    plans: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The cache compares a layout's form, which leaves lengths out, so that plans compare again."""
-    compared, run_planned = [], warm_plans.Planned.__call__
-    monkeypatch.setattr(
-        warm_plans.Planned, "__call__", lambda *all: (compared.append(1), run_planned(*all))[1]
-    )
-    q, k, v = (torch.randn(1, 1, 64, 16, device=DEVICE) for _ in range(3))
-    layouts = [BlockLayout.sliding_window(64, window, block=16) for window in (3, 40, 20)]
-    assert len({layout.to_mask().sum() for layout in layouts}) == 3
-    for turn in range(9):
-        layout = layouts[turn % 3].to(DEVICE)
-        mask = layout.to_mask().to(DEVICE)
-        wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
-        found = functional.block_sparse_attention(q, k, v, layout)
-        torch.testing.assert_close(found, wanted, **numerics.CHAINED)
-    assert len(compared) >= 8  # all but the first
-
-
-def _repeat(function: Callable[..., Any]) -> warm_plans.Repeated:
-    planned = _plan(function)
-    return warm_plans.Repeated(Ready(planned, planned))
-
-
-def test_a_seed_that_moved_has_no_plan(plans: list[Any]) -> None:
-    """Seeds are drawn on the host, but a graph's are in the GPU's memory, for calls alike."""
-    calls: list[str] = []
-
-    def function(x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-        calls.append(seed.device.type)
-        return torch.empty_like(x)
-
-    steps, x, seed = _repeat(function), torch.randn(4), torch.ones(1, dtype=torch.int64)
-    for _ in range(3):
-        steps.forward(x, seed)
-    assert (calls, len(plans)) == (["cpu"], 2)
-    for _ in range(3):
-        steps.forward(x, seed.to("meta"))
-    assert (calls, len(plans)) == (["cpu", *["meta"] * 3], 2)
-
-
-def test_plans_ask_for_the_current_device(
-    plans: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    current = [0]
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
-    planned = _plan(lambda x: torch.empty_like(x))
-    x = torch.randn(4)
-    tried = planned.record([x])
-    assert tried is not None
-    plan: Any = tried[1]
-    refused: list[Any] = []
-    for matches in (None, lambda *_: True):
-        run = plan._replace(device=1).bind(lambda *inputs: refused.append(inputs), matches)
-        current[0] = 1
-        assert run(x).shape == x.shape
-        assert not refused
-        current[0] = 0
-        run(x)
-        assert refused.pop() == (x,)
-
-
-def test_functions_without_a_plan_are_asked_for_once(plans: list[Any]) -> None:
-    """Their overload serves without another attempt; arguments nothing can recognise wait."""
-    steps, x = _repeat(lambda a: a + 1), torch.randn(4)
-    steps.forward(torch._neg_view(x))
-    for _ in range(3):
-        assert torch.equal(steps.forward(x), x + 1)
-        assert torch.equal(steps.backward(x), x + 1)
-    assert not plans
-    assert steps.forward is steps._steps.forward.overload

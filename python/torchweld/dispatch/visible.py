@@ -27,6 +27,9 @@ _LOG = logging.getLogger(__name__)
 # Without a limit of registers, aligned kernels take as many at most (docs/notebook/graph-welds.md).
 _DROPPED = ("enable_fp_fusion", "maxnreg")
 _PASSED = ("num_warps", "num_stages")
+# A mask is read as bytes. Inductor of torch 2.10 fails there, that of 2.13 does not; between them
+# nobody tried.
+_VIEWS_BOOLS = torch.__version__ >= "2.13"
 
 
 class _Opaque(Exception):  # noqa: N818 - it is an answer
@@ -91,6 +94,8 @@ def _find_function(find: Callable[[], Callable[..., Any]], args: Sequence[Any]) 
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     if not all(map(_is_on_gpu, tensors)):
         raise _Opaque("not all of its tensors are on a GPU")
+    if not _VIEWS_BOOLS and any(x.dtype == torch.bool for x in tensors):
+        raise _Opaque("Inductor of this torch cannot view bools as bytes")
     if _keeps_ops():
         raise _Opaque("the graph is exported")
     if any(map(_has_symbols, args)):  # each branch of the function would be a guard of the graph

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from inspect import isfunction
 from typing import Any, TypeVar
 
 import torch
@@ -119,7 +120,8 @@ def explain_fusion(
     Args:
         model: any module.
         example: with by="graph" the arguments of a call, which is captured on fake tensors. A
-            language model of transformers needs none. With by="trial" it may be `filter_fn`.
+            language model of transformers needs none, nor does a fused model that has run. One
+            function is taken for `filter_fn`.
         filter_fn: as for fuse().
         by: as for fuse().
         named: arguments of the call by name.
@@ -127,8 +129,8 @@ def explain_fusion(
     Returns:
         A sequence of rows, which prints as a table.
     """
-    if by == "trial" and len(example) == 1 and filter_fn is None:
-        (filter_fn,) = example
+    if len(example) == 1 and filter_fn is None and (by == "trial" or isfunction(example[0])):
+        (filter_fn,), example = example, ()
     _check("explain_fusion", model, filter_fn, by)
     if by == "graph":
         from torchweld.fusion.graph.explain import explain

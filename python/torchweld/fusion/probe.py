@@ -247,7 +247,7 @@ def read_refusal(error: Exception) -> str:
     Other errors are raised again: whatever a signal's handler raised, or a lack of memory.
     """
     refuses = isinstance(error, _REFUSALS) or type(error) is Exception
-    if not refuses or is_out_of_memory(error) or _was_raised_by_handler(error):
+    if not refuses or is_out_of_memory(error) or was_raised_by_handler(error):
         raise error
     text = str(error)
     if missing := re.search(r"missing \d+ required [^:]*: (.*)", text):
@@ -257,7 +257,7 @@ def read_refusal(error: Exception) -> str:
     return f"it did not run: {type(error).__name__}{_find_place(error)}"
 
 
-def _was_raised_by_handler(error: Exception) -> bool:
+def was_raised_by_handler(error: Exception) -> bool:
     """Whether the handler of a signal raised it, as for a timeout."""
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     codes = {getattr(handler, "__code__", None) for handler in handlers if callable(handler)}

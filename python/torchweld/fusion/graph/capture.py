@@ -5,11 +5,14 @@ All names of torch that have an underscore and that captures use are here.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import itertools
 import logging
 import re
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -123,9 +126,20 @@ class _Patched:
                     with self._answers.serve():
                         return self._compile_frame(*args, **kwargs)
                 except Exception as error:  # Dynamo's own errors have many types
-                    probe.read_refusal(error)
+                    _read_refusal(error)
                     if not self._answers.learn(error):
                         raise CannotCaptureError(str(error)) from error
+
+
+def _read_refusal(error: Exception) -> None:
+    """Raise an error that is none of the model's, as it was before Dynamo wrapped it."""
+    inner = getattr(error, "inner_exception", None)  # of a backend, which has asked already
+    if isinstance(inner, Exception):
+        probe.read_refusal(inner)
+    before = error.__context__
+    if isinstance(before, Exception) and probe.was_raised_by_handler(error):
+        raise before
+    probe.read_refusal(error)
 
 
 def _list_logging() -> set[Any]:
@@ -140,10 +154,28 @@ def _list_logging() -> set[Any]:
     }
 
 
-def skip(function: Any) -> None:
-    """Let a call of this function, and all that it calls, run outside of what Dynamo runs."""
-    skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
-    set_code_exec_strategy(function.__code__, skip)
+_lock = threading.Lock()
+_skipping: collections.Counter[Any] = collections.Counter()  # codes
+
+
+@contextlib.contextmanager
+def skipping(function: Any) -> Iterator[None]:
+    """Let calls of this function, and all that it calls, run outside of what Dynamo runs."""
+    code = function.__code__
+    _count(code, 1)
+    try:
+        yield
+    finally:
+        _count(code, -1)
+
+
+def _count(code: Any, change: int) -> None:
+    with _lock:
+        _skipping[code] += change
+        # torch.compiler.reset() forgets it: it is set again at each beginning.
+        if change > 0 or not _skipping[code]:
+            action = FrameAction.SKIP if change > 0 else FrameAction.DEFAULT
+            set_code_exec_strategy(code, FrameExecStrategy(action, action))
 
 
 def is_impossible() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,13 +13,13 @@ from torchweld.fusion import peer
 from torchweld.fusion.graph import capture
 from torchweld.fusion.graph.patterns import FINDERS
 from torchweld.fusion.graph.regions import Region, list_layers
-from torchweld.fusion.graph.rewrite import Placed, rewrite
+from torchweld.fusion.graph.rewrite import Placed, leaving_out, rewrite
 from torchweld.fusion.plan import Filter, Weldable
 
 _TOKENS = (2, 16)  # of an example that nobody gave
 
 
-class _EnoughError(Exception):
+class _EnoughError(RuntimeError):
     """Ends a capture or a run that has told what it can."""
 
 
@@ -28,9 +29,12 @@ def explain(
     """Capture a call of a model on fake tensors, and list what is welded and what is not.
 
     The call does not run. If its forward does not capture as a whole, the call runs until the
-    last kind of layer begins, and each kind is captured by itself.
+    last kind of layer begins, and each kind is captured by itself. Without a call it lists what the
+    calls became that a fused model has captured.
     """
     if not args and not kwargs:
+        if (captured := _list_captured(model)) is not None:
+            return captured
         kwargs = _make_example(model)
     left_out = {
         key
@@ -45,6 +49,24 @@ def explain(
     return list(_make_rows(model, "", placed))
 
 
+def _list_captured(model: torch.nn.Module) -> list[Weldable] | None:
+    """What the calls became that a fused model has captured; None if there were none."""
+    found: list[Weldable] | None = None
+    for name, region in model.named_modules():
+        captures = getattr(region, "weld_captures", None)
+        rows: collections.Counter[Weldable] = collections.Counter()
+        for slot in () if captures is None else captures.list_slots():
+            found = found or []
+            if slot.reason:
+                reason = f"it is captured in parts: {slot.reason}"
+                rows |= collections.Counter([Weldable(name, _name(region), reason=reason)])
+            # Training and evaluation have rows in common.
+            rows |= collections.Counter(_make_rows(region, name, slot.placed))
+        if found is not None:
+            found += rows.elements()
+    return found
+
+
 def _capture(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], left_out: set[str]
 ) -> tuple[list[Placed], str]:
@@ -52,7 +74,7 @@ def _capture(
     placed: list[Placed] = []
 
     def tell(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        placed.extend(rewrite(graph, FINDERS, left_out).placed)
+        placed.extend(rewrite(graph, FINDERS, leaving_out(left_out)).placed)
         raise _EnoughError
 
     kind: Any = next((cls for cls in type(module).__mro__ if "weld_captures" in vars(cls)), None)

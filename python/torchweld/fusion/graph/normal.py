@@ -7,6 +7,7 @@ products may also be proven with their two arguments in the other order (`COMMUT
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -104,22 +105,56 @@ def cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | Non
     return (func, args, left) if left != kwargs else None
 
 
+def part(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """A slice names its whole range: x[2:] is x[2:len(x)]."""
+    if func is not aten.slice.Tensor or kwargs:
+        return None
+    given: list[Any] = [*args, *(0, None, None, 1)[len(args) - 1 :]]
+    x, dim, start, end, step = given
+    total = x.shape[dim]
+    if any(_is_symbol(each) for each in (total, start, end, step)):
+        return None
+    start, end, step = slice(start, end, step).indices(total)
+    whole = (x, dim, start, max(start, end), *([step] if step != 1 else []))
+    return None if whole == args else (func, whole, {})
+
+
 RULES: tuple[Callable[..., Call | None], ...] = (
     square,
     whole_number,
     power_of_two,
     dimension,
+    part,
     turn,
     view,
     cast,
 )
 
 
-def normalize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The normal form of a call."""
+def normalize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call]:
+    """The normal form of a call: one call, or one for each of its results."""
     for rule in RULES:
         func, args, kwargs = rule(func, args, kwargs) or (func, args, kwargs)
-    return func, args, kwargs
+    return divide(func, args, kwargs) or [(func, args, kwargs)]
+
+
+def divide(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call] | None:
+    """The parts of a split are slices."""
+    if func not in (aten.split.Tensor, aten.split_with_sizes.default) or kwargs:
+        return None
+    x, sizes, dim = (*args, 0)[:3]
+    total = x.shape[dim]
+    if type(total) is not int:
+        return None
+    ends = (
+        list(itertools.accumulate(sizes))
+        if isinstance(sizes, (list, tuple))
+        else [min(end, total) for end in range(sizes, total + sizes, sizes)]
+    )
+    if not all(type(end) is int for end in ends):
+        return None
+    pairs = zip([0, *ends[:-1]], ends, strict=True)
+    return [(aten.slice.Tensor, (x, dim % x.dim(), start, end), {}) for start, end in pairs]
 
 
 def _is_symbol(value: Any) -> bool:

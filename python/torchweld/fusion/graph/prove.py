@@ -177,7 +177,9 @@ class _Comparing:
             return self._differ(two, _tell(two, one))
         if one.func != two.func or len(one.outs) != len(two.outs):
             return self._differ(two, _tell(two, one))
-        if bool(one.writes) != bool(two.writes) or not self._outside.isdisjoint(two.writes):
+        # What is recorded whole writes what its op writes.
+        writes = () if isinstance(two.func, str) else two.writes
+        if bool(one.writes) != bool(two.writes) or not self._outside.isdisjoint(writes):
             return self._differ(two, f"{two.name} writes in place")
         if one.outs.index(theirs) != two.outs.index(ours):
             return self._differ(two, _tell(two, one))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from torchweld.fusion.graph.normal import normalize
 
+_HEADS = inspect.signature(torch.nn.functional.multi_head_attention_forward)
+HEADS = tuple(_HEADS.parameters)  # the names of its arguments, in order
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -186,10 +189,11 @@ class _Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         written = _list_written(func, args, kwargs) if func._schema.is_mutable else ()
-        name, given, named = (func, args, kwargs) if written else normalize(func, args, kwargs)
+        calls = [(func, args, kwargs)] if written else normalize(func, args, kwargs)
         out = func(*args, **kwargs)
         if func.namespace != "prim":  # questions about a tensor's device
-            self.record.add(name, given, named, out, written)
+            for call, each in zip(calls, out if len(calls) > 1 else (out,), strict=True):
+                self.record.add(*call, each, written)
         return out
 
 
@@ -220,6 +224,17 @@ class _Functions(TorchFunctionMode):
             self.record.cut(length)
             given = _read_attention(*args, **kwargs)
             self.record.add("scaled_dot_product_attention", given, {}, out, ())
+        if func is torch.nn.functional.multi_head_attention_forward:
+            self.record.cut(length)
+            bound = _HEADS.bind(*args, **kwargs)
+            bound.apply_defaults()
+            self.record.add("multi_head_attention_forward", [*bound.args], {}, out, ())
+        if func is torch.nn.functional.batch_norm:
+            self.record.cut(length)
+            given = _read_batch_norm(*args, **kwargs)
+            statistics = given[1:3] if given[5] else ()
+            written = tuple(find_storage(x) for x in statistics if x is not None)
+            self.record.add("batch_norm", given, {}, out, written)
         return out
 
     def _drop(self, x: torch.Tensor, p: float, training: bool, inplace: bool) -> torch.Tensor:
@@ -255,6 +270,20 @@ def _read_attention(
 ) -> tuple[Any, ...]:
     """The arguments of torch.nn.functional.scaled_dot_product_attention, in order."""
     return query, key, value, attn_mask, float(dropout_p), is_causal, scale, enable_gqa
+
+
+def _read_batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> tuple[Any, ...]:
+    """The arguments of torch.nn.functional.batch_norm, in order."""
+    return input, running_mean, running_var, weight, bias, training, momentum, eps
 
 
 @functools.cache

@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
+from torch.nn.parameter import is_lazy
 
 from torchweld import state
-from torchweld.fusion.graph import capture
+from torchweld.fusion.graph import capture, compiled
 from torchweld.fusion.graph.answers import OtherNumbersError
 from torchweld.fusion.graph.backend import run_eagerly
 from torchweld.fusion.graph.patterns import FINDERS
-from torchweld.fusion.graph.rewrite import Placed, rewrite
+from torchweld.fusion.graph.rewrite import Placed, leaving_out, rewrite
 from torchweld.fusion.weld import Weld, forward_of, make_class, set_class, why_not_change
 
 # How many graphs a region has, of one mode: then its calls run as they are.
@@ -46,6 +47,10 @@ class Region(Weld):
         if "welded_from" in vars(cls):
             cls.weld_captures = Captures(cls.welded_from.__name__, set(cls.weld_left_out))
             cls.forward = _make_forward(cls)  # type: ignore[attr-defined]
+
+    def _get_name(self) -> str:
+        """The model's own: transformers' Trainer asks by it whether labels are to be shifted."""
+        return type(self).__name__
 
 
 def _make_forward(cls: Any) -> Callable[..., Any]:
@@ -95,6 +100,9 @@ class Captures:
         if slot is None:
             with self._lock:
                 slot = self.slots.setdefault(key, Slot(self))
+            # Its parts have a compiler already, which makes their welds.
+            parts = (part for part in module.modules() if part is not module)
+            slot.off = any(getattr(part, "_compiled_call_impl", None) for part in parts)
         return self._call_by(slot, module, run, args, kwargs)
 
     def _call_by(self, slot: Slot, module: Any, run: Any, args: Any, kwargs: Any) -> Any:
@@ -127,6 +135,14 @@ class Captures:
         if not isinstance(module, Root):
             slot.divide(module)
         return run(*args, **kwargs)
+
+    def list_slots(self) -> Iterator[Slot]:
+        """The graphs of each kind of call, so far."""
+        for first in [*self.slots.values()]:
+            slot: Slot | None = first
+            while slot is not None:
+                yield slot
+                slot = slot.other
 
     def _list_left_out(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         return (each for name, each in module.named_modules() if name and name in self.left_out)
@@ -175,7 +191,7 @@ class Slot:
     def _compile(self, module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         if not self._pieces and not capture.is_known(self.run):
             self.placed, self.graphs, self.welds = [], 0, 0
-        made = rewrite(module, FINDERS, self.captures.left_out)
+        made = rewrite(module, FINDERS, leaving_out(self.captures.left_out))
         self.graphs += 1
         self.welds += made.count()
         self.placed += made.placed
@@ -202,16 +218,15 @@ class Slot:
         run = capture.make(self.captures.name, self._compile, whole=False)
 
         def run_pieces(*given: Any) -> Any:
-            # Regions in it capture by themselves. torch.compiler.reset() forgets that.
-            capture.skip(_FORWARDS[0])
-            return run(*given)
+            with capture.skipping(_FORWARDS[0]):  # regions in it capture by themselves
+                return run(*given)
 
         self.run = run_pieces
 
     def judge(self) -> None:
         """After a capture: stop if nothing is welded, or if there are too many graphs."""
         if not self.welds:
-            self.off, self.reason = True, self.reason or "nothing in it is welded"
+            self.off = True
         elif self.graphs == self._limit:
             self.run = capture.only_known(self.run)
             warnings.warn(
@@ -230,15 +245,22 @@ class Root(Region):
 
 def weld(model: torch.nn.Module, filter_fn: Callable[[Any, str], bool] | None) -> int:
     """Make regions of a model and of its repeated layers; returns how many changed."""
+    compiled.install()
     left_out = {
         name for name, part in model.named_modules() if filter_fn and not filter_fn(part, name)
     }
     # Models that are fused by themselves have graphs of their own; copies and pickles share theirs.
     key = _read_key(model) if isinstance(model, Region) else uuid.uuid4().hex[:8]
-    changed = 0
-    for name, part, structure in list(list_layers(model)):
-        changed += _make_region(part, Region, name, f"{key} {structure}", left_out)
-    return changed + _make_region(model, Root, "", f"{key} {_describe(model)}", left_out)
+    before = [(part, type(part)) for part in model.modules()]
+    try:
+        for name, part, structure in list(list_layers(model)):
+            _make_region(part, Region, name, f"{key} {structure}", left_out)
+        _make_region(model, Root, "", f"{key} {_describe(model)}", left_out)
+    except BaseException:
+        for part, cls in before:
+            set_class(part, cls)
+        raise
+    return sum(type(part) is not cls for part, cls in before)
 
 
 def _read_key(module: Any) -> str:
@@ -247,12 +269,17 @@ def _read_key(module: Any) -> str:
 
 
 def list_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
-    """The elements of a model's containers that have parts, and a text for their structure."""
+    """The elements of a model's containers that have parts, and a text for their structure.
+
+    A container without a forward has calls of its elements only, whatever they are.
+    """
     for name, part in model.named_modules():
-        if name and isinstance(part, _CONTAINERS):
+        is_list = isinstance(part, _CONTAINERS[:2])
+        if isinstance(part, _CONTAINERS):
             for key, layer in part._modules.items():
-                if layer is not None and layer._modules and not isinstance(layer, _CONTAINERS):
-                    yield f"{name}.{key}", layer, _describe(layer)
+                is_layer = layer is not None and not isinstance(layer, _CONTAINERS[:2])
+                if is_layer and (layer._modules or (is_list and not name)):
+                    yield ".".join(filter(None, (name, key))), layer, _describe(layer)
 
 
 def _make_region(
@@ -283,7 +310,8 @@ def _make_region(
 def _describe(module: torch.nn.Module) -> str:
     """A short text that modules of the same structure share."""
     parts = [(name, *_name_class(type(part))) for name, part in module.named_modules()]
-    sizes = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
+    parameters = module.named_parameters()
+    sizes = [(name, None if is_lazy(p) else tuple(p.shape)) for name, p in parameters]
     return hashlib.sha256(repr((parts, sizes)).encode()).hexdigest()[:16]
 
 

@@ -55,15 +55,15 @@ class Rewritten:
 def rewrite(
     module: torch.fx.GraphModule,
     finders: Iterable[Finder],
-    left_out: Collection[str] = (),
+    leaves_out: Callable[[torch.fx.Node], bool] = lambda node: False,
 ) -> Rewritten:
     """Put ops of torchweld into a graph where they are proven; else leave it as it is.
 
-    `left_out` has names of modules whose operations are not welded, or texts of their ids.
+    `leaves_out` says of a node that it stays as it is.
     """
     made = Rewritten()
     for body in list_bodies(module):
-        inner = rewrite(body, finders, left_out)
+        inner = rewrite(body, finders, leaves_out)
         made.placed += inner.placed
     before = copy.deepcopy(module.graph)
     try:
@@ -77,7 +77,7 @@ def rewrite(
         return made
     wanted = trace.describe_results()
     for keep_strides in (False, True):
-        writing = _Writing(module, trace, left_out, keep_strides)
+        writing = _Writing(module, trace, leaves_out, keep_strides)
         writing.place_all(list(finders))
         if not writing.welded:
             break
@@ -99,11 +99,11 @@ class _Writing:
         self,
         module: torch.fx.GraphModule,
         trace: Trace,
-        left_out: Collection[str],
+        leaves_out: Callable[[torch.fx.Node], bool],
         keep_strides: bool,
     ) -> None:
         self.module, self.trace, self.record = module, trace, trace.record
-        self.left_out, self.keep_strides = left_out, keep_strides
+        self.leaves_out, self.keep_strides = leaves_out, keep_strides
         self.prover = Prover(trace.record, trace.mode)
         self.prover.casts = trace.casts
         self.placed: list[Placed] = []
@@ -167,7 +167,7 @@ class _Writing:
         nodes = {self.trace.nodes[step.node] for step in steps}
         if len({step.epoch for step in steps}) > 1:
             return "the state of autocast or of gradients changes in it"
-        if any(name in self.left_out for node in nodes for name in list_modules(node)):
+        if any(map(self.leaves_out, nodes)):
             return "the filter leaves it out"
         producers = [self.trace.list_returning(number) for number in proposal.outputs]
         inputs = [self.trace.maker.get(number) for number in proposal.inputs]
@@ -399,15 +399,25 @@ _PART = re.compile(r"(?:\._modules)?\[['\"]?(\w+)['\"]?\]")
 def read_path(node: torch.fx.Node) -> str:
     """The name of the module that a node belongs to, as in `named_modules`."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return _PART.sub(r".\1", _START.sub("", stack[-1][0])).removeprefix(".") if stack else ""
+    return read_name(stack[-1][0]) if stack else ""
 
 
-def list_modules(node: torch.fx.Node) -> Iterator[str]:
+def read_name(path: str) -> str:
+    """The name of a module, as in `named_modules`, that Dynamo knows by this path."""
+    return _PART.sub(r".\1", _START.sub("", path)).removeprefix(".")
+
+
+def leaving_out(names: Collection[str]) -> Callable[[torch.fx.Node], bool]:
+    """Whether a node belongs to one of these modules, by their names or texts of their ids."""
+    return lambda node: any(name in names for name in _list_modules(node))
+
+
+def _list_modules(node: torch.fx.Node) -> Iterator[str]:
     """Names of the modules around a node, and the texts by which Dynamo knows them."""
     stack = node.meta.get("nn_module_stack") or {}
     yield from stack
     for path, *_ in stack.values():
-        yield _PART.sub(r".\1", _START.sub("", path)).removeprefix(".")
+        yield read_name(path)
     if not stack:
         yield ""
 

@@ -39,12 +39,14 @@ _is_serving: Callable[[], bool] = bool  # whether a region is captured now
 
 # --- What is needless: names of functions for a log, which are read from whole files; all backends,
 # imported to ask whether one of them runs in a transform of torch.func; torch.export and Inductor,
-# imported to leave their lines out of messages.
+# imported to leave their lines out of messages; and 50 ms in which the processor's caches are
+# emptied, to time the guards for a log.
 _NEEDLESS = (
     (symbolic_convert, "get_funcname", None),
     (symbolic_convert.InstructionTranslator, "_throw_if_in_functorch", None),
     (symbolic_shapes, "uninteresting_files", guards.uninteresting_files()),
     (output_graph, "uninteresting_files", guards.uninteresting_files()),
+    (guards, "profile_guard_manager", 0.0),
 )
 
 
@@ -112,7 +114,9 @@ def _slice(read: Callable[..., Any]) -> Callable[..., Any]:
         layers, *places = tx.popn(taken)
         if taken == 2:
             places = places[0].realize().items
-        tx.push(tx.inline_user_function_return(UserFunctionVariable(_list), [layers, *places], {}))
+        function: Any = _list
+        variable = UserFunctionVariable(function)
+        tx.push(tx.inline_user_function_return(variable, [layers, *places], {}))
         return None
 
     return read_or_list
@@ -210,8 +214,8 @@ def _remember(read: Callable[..., Any]) -> Callable[..., Any]:
     """Dynamo walks through a configuration's __getattribute__ for each setting of each layer."""
 
     def read_or_remember(variable: Any, tx: Any, name: str) -> Any:
-        is_long = getattr(variable, "_object_has_getattribute", False) and variable.source
-        if not is_long or not _is_serving():
+        is_plain = type(variable.value).__getattribute__ is object.__getattribute__
+        if is_plain or not variable.source or not _is_serving():
             return read(variable, tx, name)
         settings = _find_settings(tx.output)
         state = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), read_casts()

@@ -81,11 +81,13 @@ class Trace(torch.fx.Interpreter):
 
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:
-        """Run on fake tensors without adding guards on sizes."""
+        """Run on fake tensors without adding guards on sizes, or sizes."""
         environment = self.mode.shape_env
         with self.mode, contextlib.ExitStack() as stack:
             if environment is not None:
                 stack.enter_context(environment.suppress_guards())
+                # Of sizes that are data; the graph's own are known to Dynamo.
+                stack.enter_context(environment.ignore_fresh_unbacked_symbols())
             yield
 
     def run_node(self, node: torch.fx.Node) -> Any:

@@ -71,7 +71,8 @@ class MultiheadAttention(Weld):
             served = query.device.type == "cpu"
             served &= attn_mask is None or (is_causal and len(lengths) == 1)
             served &= key_padding_mask is None or key_padding_mask.dtype == torch.bool
-        takes_mask = is_slow and batched and not need_weights and attn_mask is not None
+        is_masked = attn_mask is not None or key_padding_mask is not None
+        takes_mask = is_slow and batched and not need_weights and is_masked
         if not (served or takes_mask):
             rest = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
             return self.welded_from.forward(self, *inputs, *rest)  # type: ignore[no-any-return]

@@ -13,9 +13,11 @@ import torch
 
 from torchweld.fusion.graph.patterns.activation import find_act
 from torchweld.fusion.graph.patterns.attention import find_attention
+from torchweld.fusion.graph.patterns.batch_norm import find_batch_norm_act
 from torchweld.fusion.graph.patterns.dropout_add import find_dropout_add
 from torchweld.fusion.graph.patterns.experts import find_experts
 from torchweld.fusion.graph.patterns.gated_act import find_gated_act
+from torchweld.fusion.graph.patterns.heads import find_heads
 from torchweld.fusion.graph.patterns.layer_norm import (
     find_add_layer_norm,
     find_layer_norm,
@@ -24,6 +26,11 @@ from torchweld.fusion.graph.patterns.layer_norm import (
 from torchweld.fusion.graph.patterns.linear_act import find_linear_act
 from torchweld.fusion.graph.patterns.loss import find_large_loss, find_loss
 from torchweld.fusion.graph.patterns.modulation import find_gated_residual, find_modulated_norm
+from torchweld.fusion.graph.patterns.products import (
+    find_linear,
+    find_product,
+    find_slow_attention,
+)
 from torchweld.fusion.graph.patterns.rms_norm import find_add_rms_norm, find_rms_norm
 from torchweld.fusion.graph.patterns.rotary import find_normed_rotary, find_rotary
 from torchweld.fusion.graph.patterns.rotary_forms import find_rotary_forms
@@ -36,21 +43,26 @@ FINDERS: list[Callable[[Record, int], Iterable[Proposal]]] = [
     find_loss,
     find_experts,
     find_attention,
+    find_heads,
     find_modulated_norm,
     find_gated_residual,
     find_normed_rotary,
+    find_layer_norm_by_hand,
     find_add_rms_norm,
     find_rms_norm,
     find_add_layer_norm,
     find_layer_norm,
-    find_layer_norm_by_hand,
     find_dropout_add,
     find_rotary,
     find_rotary_forms,
+    find_batch_norm_act,
     find_gated_act,
     find_linear_act,
     find_act,
     find_softmax,
+    find_linear,
+    find_product,
+    find_slow_attention,
 ]
 
 
@@ -58,7 +70,7 @@ def list_for_inductor(x: torch.Tensor) -> list[Callable[[Record, int], Iterable[
     """The finders that pay on x's device where Inductor compiles the rest, and fuses all else."""
     finders: list[Callable[[Record, int], Iterable[Proposal]]] = [find_large_loss]
     finders += [find_add_rms_norm, find_add_layer_norm] if x.is_cuda else [_find_dropped_norm]
-    finders += [find_dropout_add]
+    finders += [find_dropout_add, find_linear]
     return finders if is_left_to_compiler(x) else [*finders, find_linear_act]
 
 

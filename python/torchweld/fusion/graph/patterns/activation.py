@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,57 +23,80 @@ class Activation(NamedTuple):
     approximate: Approximation = "none"
 
 
+IDENTITY = Activation("no activation", "identity")
 _TANH = Activation("gelu by tanh in parts", "gelu", "tanh")
+_FAST = Activation("gelu by tanh of x * (1 + 0.044715 x * x)", "gelu", "tanh")
+_ERF = Activation("gelu by erf in parts", "gelu")
 _QUICK = Activation("x * sigmoid(1.702 x)", "quick_gelu")
+_SWISH = Activation("x * sigmoid(x)", "silu")
 _SQUARED = Activation("relu squared", "relu2")
 # Activations of several passes in plain torch.
-_IN_PASSES = (_TANH, _QUICK, _SQUARED)
+_IN_PASSES: dict[Activation, Callable[[Any], Any]] = {
+    _TANH: lambda z: 0.5 * z * (1.0 + torch.tanh(0.7978845608028654 * (z + 0.044715 * z.pow(3.0)))),
+    _FAST: lambda z: 0.5 * z * (1.0 + torch.tanh(z * 0.7978845608 * (1.0 + 0.044715 * z * z))),
+    _ERF: lambda z: z * 0.5 * (1.0 + torch.erf(z / math.sqrt(2.0))),
+    _QUICK: lambda z: z * torch.sigmoid(1.702 * z),
+    _SWISH: lambda z: z * torch.sigmoid(z),
+    _SQUARED: lambda z: torch.nn.functional.relu(z).square(),
+}
+_IN_PLACE = " in place"
 _BY_OP = {
     aten.silu.default: Activation("silu", "silu"),
+    aten.silu_.default: Activation(f"silu{_IN_PLACE}", "silu"),
     aten.relu.default: Activation("relu", "relu"),
+    aten.relu_.default: Activation(f"relu{_IN_PLACE}", "relu"),
+    aten.sigmoid.default: Activation("sigmoid", "sigmoid"),
+    aten.tanh.default: Activation("tanh", "tanh"),
 }
+# From the root in an activation that takes 1 + root, to how it may be written.
+_OF_ROOTS = {aten.tanh.default: (_TANH, _FAST), aten.erf.default: (_ERF,)}
 
 
 def compute(z: Any, kind: Activation) -> Any:
     """The activation in plain torch."""
-    if kind == _TANH:
-        return 0.5 * z * (1.0 + torch.tanh(0.7978845608028654 * (z + 0.044715 * z.pow(3.0))))
-    if kind == _QUICK:
-        return z * torch.sigmoid(1.702 * z)
-    if kind == _SQUARED:
-        return torch.nn.functional.relu(z).square()
+    if kind == IDENTITY:
+        return z
+    if kind in _IN_PASSES:
+        return _IN_PASSES[kind](z)
     if kind.name == "gelu":
         return torch.nn.functional.gelu(z, approximate=kind.approximate)
-    return getattr(torch.nn.functional, kind.name)(z)
+    function = getattr(torch.nn.functional, kind.name)
+    return function(z, inplace=True) if kind.written.endswith(_IN_PLACE) else function(z)
 
 
-def read(record: Record, at: int) -> tuple[Ref, int, Activation] | None:
-    """The input, the result and the kind of an activation that this step belongs to."""
+def list_acts(record: Record, at: int) -> Iterator[tuple[Ref, int, Activation]]:
+    """Inputs, results and kinds of activations that this step may belong to, the largest first."""
     step = record.steps[at]
-    if step.func is aten.relu.default:
-        acted = Ref(step.outs[0])
-        for square in record.readers(acted.at, aten.mul.Tensor):
-            if square.args == (acted, acted):
-                return step.args[0], square.outs[0], _SQUARED
-    if step.func is aten.sigmoid.default:
-        scaled = record.maker(step.args[0], aten.mul.Tensor)
-        if scaled is not None and as_float(scaled.args[1]) == 1.702:
-            for product in record.readers(step.outs[0], aten.mul.Tensor):
-                if scaled.args[0] in product.args:
-                    return scaled.args[0], product.outs[0], _QUICK
-    if step.func in _BY_OP:
-        return step.args[0], step.outs[0], _BY_OP[step.func]
-    if step.func is aten.gelu.default:
+    func, out = step.func, step.outs[0] if step.outs else -1
+    if func is aten.relu.default:
+        for square in record.readers(out, aten.mul.Tensor):
+            if square.args == (Ref(out), Ref(out)):
+                yield step.args[0], square.outs[0], _SQUARED
+    larger = False
+    if func is aten.sigmoid.default:
+        for product in record.readers(out, aten.mul.Tensor):
+            scaled = record.maker(step.args[0], aten.mul.Tensor)
+            is_quick = scaled is not None and as_float(scaled.args[1]) == 1.702
+            if scaled is not None and is_quick and scaled.args[0] in product.args:
+                larger = True
+                yield scaled.args[0], product.outs[0], _QUICK
+            if step.args[0] in product.args:
+                larger = True
+                yield step.args[0], product.outs[0], _SWISH
+    for plus in record.readers(out, aten.add.Tensor) if func in _OF_ROOTS else ():
+        for times in record.readers(plus.outs[0], aten.mul.Tensor):
+            for factor in times.args:
+                half = record.maker(factor, aten.mul.Tensor)
+                if half is not None and isinstance(half.args[0], Ref):
+                    x = record.values[half.args[0].at]
+                    for kind in _OF_ROOTS[func]:
+                        if kind != _FAST or x.dtype != torch.float64:  # its constant has ten digits
+                            yield half.args[0], times.outs[0], kind
+    if func is aten.gelu.default:
         approximate = dict(step.kwargs).get("approximate", "none")
-        return step.args[0], step.outs[0], Activation("gelu", "gelu", approximate)
-    if step.func is aten.tanh.default:
-        for plus in record.readers(step.outs[0], aten.add.Tensor):
-            for times in record.readers(plus.outs[0], aten.mul.Tensor):
-                for factor in times.args:
-                    half = record.maker(factor, aten.mul.Tensor)
-                    if half is not None and isinstance(half.args[0], Ref):
-                        return half.args[0], times.outs[0], _TANH
-    return None
+        yield step.args[0], out, Activation("gelu", "gelu", approximate)
+    if func in _BY_OP and not larger:  # else a gate by the sigmoid would take its place
+        yield step.args[0], out, _BY_OP[func]
 
 
 def _run(z: Any, kind: Activation) -> Any:
@@ -80,7 +104,6 @@ def _run(z: Any, kind: Activation) -> Any:
 
 
 def find_act(record: Record, at: int) -> Iterator[Proposal]:
-    found = read(record, at)
-    if found is not None and found[2] in _IN_PASSES:
-        z, out, kind = found
-        yield Proposal("bias_act", [z.at], [out], compute, _run, (kind,))
+    for z, out, kind in list_acts(record, at):
+        if kind in _IN_PASSES:
+            yield Proposal("bias_act", [z.at], [out], compute, _run, (kind,))

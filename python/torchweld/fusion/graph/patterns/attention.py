@@ -44,7 +44,7 @@ def _run(q: Any, k: Any, v: Any, *given: Any) -> Any:
 
 
 def find_attention(record: Record, at: int) -> Iterator[Proposal]:
-    """Attention with a bias for each head, or with values of another width than keys."""
+    """Attention with a bias for each head, dropout, or values of another width than keys."""
     step = record.steps[at]
     if step.func != "scaled_dot_product_attention":
         return
@@ -56,10 +56,10 @@ def find_attention(record: Record, at: int) -> Iterator[Proposal]:
         return
     is_biased = isinstance(mask, Ref) and _has_heads(record, mask, sizes[0])
     is_square = str(sizes[0][2]) == str(sizes[1][2])
-    if (is_biased or sizes[1][3] != sizes[2][3]) and (is_square or not causal):
-        options = _AttentionOptions(
-            as_float(p) or 0.0, causal, None if scale is None else as_float(scale)
-        )
+    rate = as_float(p) or 0.0
+    is_other = is_biased or sizes[1][3] != sizes[2][3] or (rate > 0 and mask is None)
+    if is_other and (is_square or not causal):
+        options = _AttentionOptions(rate, causal, None if scale is None else as_float(scale))
         inputs = [q.at, k.at, v.at, *([mask.at] if isinstance(mask, Ref) else [])]
         out = [step.outs[0]]
         yield Proposal("block_sparse_attention", inputs, out, _reference, _run, (options,))

@@ -11,7 +11,7 @@ import torch
 from torchweld import functional
 from torchweld.dispatch.call import choose_automatically
 from torchweld.fusion.graph.normal import aten
-from torchweld.fusion.graph.patterns.activation import Activation, compute, read
+from torchweld.fusion.graph.patterns.activation import Activation, compute, list_acts
 from torchweld.fusion.graph.prove import Proposal
 from torchweld.fusion.graph.record import Number, Record, Ref, Step, as_float, list_refs
 from torchweld.ops.experts import mlp
@@ -149,14 +149,14 @@ def _read(
     given = [bias.at for bias in biases if bias is not None]
     kinds = [kind for step in between if (kind := _read_kind(record, step))]
     slices = [step for step in between if step.func is aten.slice.Tensor]
-    gated = bool(slices) or any(step.func is aten.split.Tensor for step in between)
+    in_turn = any(len(step.args) == 5 for step in slices)  # with a step of two
     limits = [as_float(step.args[2]) for step in between if step.func is aten.clamp.default]
     sums = [step.args[1] for step in between if step.func is aten.add.Tensor]
     offsets = [number for each in sums if (number := as_float(each))]
     for kind in kinds[:1]:
         for offset in (*offsets, 0.0):  # the activation may have a sum, too
             rest = (*limits, None)[0], offset
-            how = How(is_grouped, bool(given), kind, gated, bool(slices), transposed, *rest)
+            how = How(is_grouped, bool(given), kind, bool(slices), in_turn, transposed, *rest)
             yield how, first, given
 
 
@@ -205,8 +205,8 @@ def _list_results(record: Record, number: int, *funcs: Any) -> list[int]:
 
 
 def _read_kind(record: Record, step: Step) -> Activation | None:
-    found = read(record, record.made_by[step.outs[0]])
-    return found and found[2]
+    kinds = (kind for _, _, kind in list_acts(record, record.made_by[step.outs[0]]))
+    return next(kinds, None)
 
 
 def _read_inputs(

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchweld import functional
 from torchweld.fusion.graph.normal import aten
-from torchweld.fusion.graph.patterns.activation import Activation, compute, read
+from torchweld.fusion.graph.patterns.activation import Activation, compute, list_acts
 from torchweld.fusion.graph.prove import Proposal
 from torchweld.fusion.graph.record import Record, Ref
 
@@ -21,12 +21,10 @@ def _run(gate: Any, up: Any, kind: Activation) -> Any:
 
 
 def find_gated_act(record: Record, at: int) -> Iterator[Proposal]:
-    if (found := read(record, at)) is None:
-        return
-    gate, acted, kind = found
-    for product in record.readers(acted, aten.mul.Tensor):
-        a, b = product.args
-        up = b if a == Ref(acted) else a
-        if isinstance(up, Ref) and record.shape(up) == record.shape(gate):
-            inputs = [gate.at, up.at]
-            yield Proposal("gated_act", inputs, [product.outs[0]], _reference, _run, (kind,))
+    for gate, acted, kind in list_acts(record, at):
+        for product in record.readers(acted, aten.mul.Tensor):
+            a, b = product.args
+            up = b if a == Ref(acted) else a
+            if isinstance(up, Ref) and record.shape(up) == record.shape(gate):
+                inputs = [gate.at, up.at]
+                yield Proposal("gated_act", inputs, [product.outs[0]], _reference, _run, (kind,))

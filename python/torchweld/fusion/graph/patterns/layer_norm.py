@@ -19,22 +19,23 @@ class _Norm(NamedTuple):
     step: Step
     x: Ref
     shape: tuple[int, ...]
-    weight: int
-    bias: list[int]  # none of a norm without one
+    weights: list[int]  # a weight and a bias, only a weight, or neither
     eps: float
 
 
-# After the weight there may be a bias, then come constants.
+# After the weights come constants.
 
 
-def _norm(x: Any, weight: Any, *more: Any) -> Any:
-    *bias, shape, eps = more
-    return torch.nn.functional.layer_norm(x, shape, weight, bias[0] if bias else None, eps)
+def _norm(x: Any, *more: Any) -> Any:
+    *weights, shape, eps = more
+    weight, bias = (*weights, None, None)[:2]
+    return torch.nn.functional.layer_norm(x, shape, weight, bias, eps)
 
 
-def _run_norm(x: Any, weight: Any, *more: Any) -> Any:
-    *bias, shape, eps = more
-    return functional.layer_norm(x, shape, weight, bias[0] if bias else None, eps)
+def _run_norm(x: Any, *more: Any) -> Any:
+    *weights, shape, eps = more
+    weight, bias = (*weights, None, None)[:2]
+    return functional.layer_norm(x, shape, weight, bias, eps)
 
 
 def _sum(x: Any, residual: Any, p: float) -> Any:
@@ -65,17 +66,26 @@ def _run_sum_and_norm(x: Any, residual: Any, weight: Any, *more: Any) -> Any:
 
 
 def _by_hand(x: Any, weight: Any, bias: Any, eps: float) -> Any:
-    """As DeBERTa writes it, with a root and a bias, or without a bias as Cohere does."""
-    wide = x.float()
+    """As DeBERTa writes it, with a root and a bias, or without a bias as Cohere does, or plain."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = wide.mean(-1, keepdim=True)
     variance = (wide - mean).pow(2).mean(-1, keepdim=True)
     if bias is not None:
         return weight * ((wide - mean) / torch.sqrt(variance + eps)).to(x.dtype) + bias
-    return (weight.to(torch.float32) * ((wide - mean) * torch.rsqrt(variance + eps))).to(x.dtype)
+    normed = (wide - mean) * torch.rsqrt(variance + eps)
+    return (normed if weight is None else weight.to(wide.dtype) * normed).to(x.dtype)
 
 
 def _without_bias(x: Any, weight: Any, eps: float) -> Any:
     return _by_hand(x, weight, None, eps)
+
+
+def _plain(x: Any, eps: float) -> Any:
+    return _by_hand(x, None, None, eps)
+
+
+def _run_plain(x: Any, eps: float) -> Any:
+    return functional.layer_norm(x, x.shape[-1:], None, None, eps)
 
 
 def _run_by_hand(x: Any, weight: Any, bias: Any, eps: float) -> Any:
@@ -112,6 +122,8 @@ def find_layer_norm_by_hand(record: Record, at: int) -> Iterator[Proposal]:
                 for end in (*_list_casts(record, scaled.outs[0]), scaled.outs[0]):
                     inputs, run = [x.at, weight.at], _run_without_bias
                     yield Proposal("layer_norm", inputs, [end], _without_bias, run, (eps,))
+        for end in (*_list_casts(record, normed.outs[0]), normed.outs[0]):
+            yield Proposal("layer_norm", [x.at], [end], _plain, _run_plain, (eps,))
 
 
 def _read_on(record: Record, number: int, func: Any) -> list[Step]:
@@ -126,7 +138,7 @@ def _list_casts(record: Record, number: int) -> list[int]:
 
 def find_layer_norm(record: Record, at: int) -> Iterator[Proposal]:
     if (norm := _read_norm(record.steps[at])) is not None:
-        inputs, out = [norm.x.at, norm.weight, *norm.bias], [norm.step.outs[0]]
+        inputs, out = [norm.x.at, *norm.weights], [norm.step.outs[0]]
         constants = norm.shape, norm.eps
         yield Proposal("layer_norm", inputs, out, _norm, _run_norm, constants, unsaved=out)
 
@@ -135,6 +147,8 @@ def find_add_layer_norm(record: Record, at: int) -> Iterator[Proposal]:
     norm = _read_norm(record.steps[at])
     total = None if norm is None else record.maker(norm.x, aten.add.Tensor)
     if norm is None or total is None or len(norm.shape) != 1 or len(total.args) != 2:
+        return
+    if not norm.weights:
         return
     for x, residual in (total.args, total.args[::-1]):
         if not (isinstance(x, Ref) and isinstance(residual, Ref)):
@@ -147,7 +161,7 @@ def find_add_layer_norm(record: Record, at: int) -> Iterator[Proposal]:
             continue
         inside = x if drop is None else drop.args[0]
         name = "dropout_add_layer_norm"
-        inputs, constants = [inside.at, residual.at, norm.weight, *norm.bias], (norm.eps, p)
+        inputs, constants = [inside.at, residual.at, *norm.weights], (norm.eps, p)
         y, z = norm.step.outs[0], norm.x.at
         for outs, reference, run in (
             ([y], _norm_of_sum, _run_norm_of_sum),
@@ -162,9 +176,9 @@ def _read_norm(step: Step) -> _Norm | None:
     x, shape, weight, bias, eps = step.args
     sizes = [size.text for size in shape]
     number = as_float(eps)
-    if number is None or not isinstance(weight, Ref):
+    weights = [each.at for each in (weight, bias) if isinstance(each, Ref)]
+    if number is None or (weights and not isinstance(weight, Ref)):
         return None
     if not all(size.isdigit() for size in sizes):
         return None
-    biases = [bias.at] if isinstance(bias, Ref) else []
-    return _Norm(step, x, tuple(map(int, sizes)), weight.at, biases, number)
+    return _Norm(step, x, tuple(map(int, sizes)), weights, number)

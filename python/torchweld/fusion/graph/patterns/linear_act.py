@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from torchweld import functional
 from torchweld.fusion.graph.normal import aten
-from torchweld.fusion.graph.patterns.activation import Activation, compute, read
+from torchweld.fusion.graph.patterns.activation import Activation, compute, list_acts
 from torchweld.fusion.graph.prove import Proposal
-from torchweld.fusion.graph.record import Record, Ref
+from torchweld.fusion.graph.record import Record, Ref, Step
 
 _CAST = aten._to_copy.default
 
@@ -44,15 +45,24 @@ def _run_conv(x: Any, weight: Any, bias: Any, kind: Activation) -> Any:
 
 
 def find_linear_act(record: Record, at: int) -> Iterator[Proposal]:
-    if (found := read(record, at)) is None:
-        return
-    z, out, kind = found
-    product = record.maker(record.strip(z, aten.view.default), aten.addmm.default, aten.mm.default)
-    if product is None:
-        return
+    for z, out, kind in list_acts(record, at):
+        product = record.maker(record.strip(z, aten.view.default), *PRODUCTS)
+        for inputs, runs in list_layers(record, product) if product is not None else ():
+            yield Proposal("linear_act", inputs, [out], *runs, (kind,))
+
+
+PRODUCTS = aten.addmm.default, aten.mm.default
+_Runs = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def list_layers(record: Record, product: Step) -> Iterator[tuple[list[int], _Runs]]:
+    """Layers that a product may belong to: their inputs, and a reference and op with a kind."""
     *bias, flat, turned = product.args
-    x = record.strip(flat, aten.view.default)
-    for inner in (False, True):  # casts of autocast are a part of the layer, others are not
+    shaping = record.maker(flat, aten.view.default)  # the layer's own; more views are not
+    wide = [] if shaping is None else [shaping.args[0]]
+    same = [x for x in (*wide, flat) if record.shape(x)[-1] == record.shape(flat)[-1]]
+    # Casts of autocast are a part of the layer, others are not.
+    for inner, x in itertools.product((False, True), same):
         strip = (lambda value: record.strip(value, _CAST)) if inner else (lambda value: value)
         given = [strip(x), *map(strip, bias)]
         turning = record.maker(turned, aten.transpose.int)
@@ -61,8 +71,7 @@ def find_linear_act(record: Record, at: int) -> Iterator[Proposal]:
         numbers = [each.at for each in given]
         if turning is not None:
             numbers.insert(1, strip(turning.args[0]).at)
-            reference, run = (_linear, _run) if bias else (_linear_without_bias, _run_without_bias)
-            yield Proposal("linear_act", numbers, [out], reference, run, (kind,))
+            runs = (_linear, _run) if bias else (_linear_without_bias, _run_without_bias)
+            yield numbers, runs
         if bias:
-            numbers = [given[0].at, strip(turned).at, given[1].at]
-            yield Proposal("linear_act", numbers, [out], _conv, _run_conv, (kind,))
+            yield [given[0].at, strip(turned).at, given[1].at], (_conv, _run_conv)

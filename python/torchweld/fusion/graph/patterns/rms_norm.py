@@ -22,7 +22,7 @@ _KINDS = ("rounded", "wide", "plus_one", "promoted", "torch")
 def compute(x: Any, weight: Any, eps: float, kind: str) -> Any:
     if kind == "torch":
         return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
-    wide = x.to(torch.float32)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
     if kind == "promoted":
         return weight * (x * scale).to(weight.dtype)
@@ -33,12 +33,12 @@ def compute(x: Any, weight: Any, eps: float, kind: str) -> Any:
         return weight * wide.to(x.dtype)
     if kind == "wide":
         return (weight * wide).to(x.dtype)
-    return (wide * (weight.to(torch.float32) + 1.0)).to(x.dtype)
+    return (wide * (weight.to(wide.dtype) + 1.0)).to(x.dtype)
 
 
 def _run_norm(x: Any, weight: Any, eps: float, kind: str) -> Any:
     if kind == "plus_one":
-        weight = weight.to(torch.float32) + 1.0
+        weight = weight.to(torch.promote_types(x.dtype, torch.float32)) + 1.0
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 

@@ -23,7 +23,8 @@ class _RotationForm(NamedTuple):
 
 def _rotate(x: Any, angles: tuple[Any, ...]) -> Any:
     if len(angles) == 1:  # complex numbers
-        z = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        z = torch.view_as_complex(wide.reshape(*x.shape[:-1], -1, 2))
         return torch.view_as_real(z * angles[0]).flatten(3).type_as(x)
     cos, sin = angles
     first, second = torch.chunk(x, 2, dim=-1)
@@ -35,30 +36,49 @@ def _both(q: Any, k: Any, *given: Any) -> Any:
     return _rotate(q, tuple(angles)), _rotate(k, tuple(angles))
 
 
-def _run_both(q: Any, k: Any, *given: Any) -> Any:
+def _read_angles(*given: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:
+    """Angles and options of the ops."""
     *angles, seq_dim = given
     interleaved = len(angles) == 1
     if interleaved:
         cos, sin = (x.repeat_interleave(2, -1) for x in (angles[0].real, angles[0].imag))
     else:
         cos, sin = (torch.cat((x, x), -1) for x in angles)
-    return functional.rotary_embedding_qk(q, k, cos, sin, seq_dim=seq_dim, interleaved=interleaved)
+    return (cos, sin), {"seq_dim": seq_dim, "interleaved": interleaved}
+
+
+def _run_both(q: Any, k: Any, *given: Any) -> Any:
+    angles, options = _read_angles(*given)
+    return functional.rotary_embedding_qk(q, k, *angles, **options)
+
+
+def _one(x: Any, *given: Any) -> Any:
+    *angles, _ = given
+    return _rotate(x, tuple(angles))
+
+
+def _run_one(x: Any, *given: Any) -> Any:
+    angles, options = _read_angles(*given)
+    return functional.rotary_embedding(x, *angles, **options)
 
 
 def find_rotary_forms(record: Record, at: int) -> Iterator[Proposal]:
-    """Two rotations with the same angles, where this step belongs to the first one."""
+    """Two rotations with the same angles, where this step belongs to the first one; or one."""
     for first in _read(record, record.steps[at]):
+        own = _find_seq_dim(record, first.x, first.angles[0])
         for product in record.readers(first.angles[0].at, _MUL):
             for second in _read(record, product):
                 if second.angles != first.angles or second.outs[0] <= first.outs[0]:
                     continue
-                dims = [_find_seq_dim(record, each.x, first.angles[0]) for each in (first, second)]
-                if dims[0] is None or dims[0] != dims[1]:
+                if own is None or _find_seq_dim(record, second.x, first.angles[0]) != own:
                     continue
                 for outs in zip(first.outs, second.outs, strict=False):
                     inputs = [first.x, second.x, *(angles.at for angles in first.angles)]
                     name = "rotary_embedding_qk"
-                    yield Proposal(name, inputs, list(outs), _both, _run_both, (dims[0],))
+                    yield Proposal(name, inputs, list(outs), _both, _run_both, (own,))
+        for out in first.outs if own is not None else ():
+            inputs = [first.x, *(angles.at for angles in first.angles)]
+            yield Proposal("rotary_embedding", inputs, [out], _one, _run_one, (own,))
 
 
 def _read(record: Record, step: Step) -> Iterator[_RotationForm]:
@@ -75,7 +95,7 @@ def _read(record: Record, step: Step) -> Iterator[_RotationForm]:
                     yield _RotationForm(x.at, (angles,), [*_follow(record, [end], _CAST), end])
         return
     half, cos = step.args
-    split = record.maker(half, aten.split.Tensor)
+    split = record.maker(half, aten.slice.Tensor)
     if split is None:
         return
     for minus in record.readers(out, aten.sub.Tensor):
