@@ -249,7 +249,7 @@ def carrying_tangents(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
-        if not is_compiling() and _has_tangents(grads):
+        if _has_tangents(grads) and not is_compiling():
             return carry_tangents(backward, ctx, *grads)
         return backward(ctx, *grads)
 
