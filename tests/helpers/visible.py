@@ -64,6 +64,7 @@ def imitate_gpu() -> Iterator[None]:
         shared_memory_per_block_optin=232448,
         L2_cache_size=50 << 20,
     )
+    found.name = "NVIDIA H200"  # torch 2.10 writes it into a file
     device = get_interface_for_device("cuda")
     answers: list[tuple[Any, str, Any]] = [
         (DeviceProperties, "create", hinted),

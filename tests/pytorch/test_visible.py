@@ -47,7 +47,8 @@ def test_inductor_starts_the_same_kernels(name: str) -> None:
     for called in (name, f"{name}_backward"):
         told = _compile()[called]
         assert told["differ"] == []
-        if not OPS[name].visible:
+        reads_mask = called == "softmax_dropout" and not visible._VIEWS_BOOLS
+        if not OPS[name].visible or reads_mask:
             assert told["kernels"] == []
             continue
         code = told["code"]
