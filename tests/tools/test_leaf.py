@@ -15,7 +15,7 @@ import pytest
 
 import fresh
 from torchweld.dispatch import native
-from torchweld.dispatch.warm import direct
+from torchweld.dispatch.warm import direct, leaf
 
 pytest.importorskip("triton", reason="Triton is not installed")
 STAND_IN = str(Path(__file__).resolve().parents[1] / "helpers" / "stand_in.py")
@@ -64,6 +64,13 @@ def test_unknown_launches_are_triton_s() -> None:
     """Types that the compiled code contradicts, and memory that Triton's allocator gives."""
     told = _ask("numbers", "faults", "unknown", "plans")["unknown"]
     assert [name for name, has_leaf in told.items() if has_leaf] == [""]
+
+
+def test_triton_s_launcher_can_be_asked_for() -> None:
+    """The driver has met no leaf on a GPU yet."""
+    environment = {"TRITON_INTERPRET": "0", leaf.VARIABLE: "triton"}
+    told = json.loads(fresh.run_file(STAND_IN, "unknown", **environment))["unknown"]
+    assert set(told.values()) == {False}
 
 
 def test_plans_start_kernels_by_their_leaves() -> None:

@@ -17,6 +17,7 @@ from torchweld.bench.measure.machine import ON_GPUS, cpu_name, find_tools, versi
 from torchweld.commands import sdpa
 from torchweld.dispatch import choice, native, proof, store
 from torchweld.dispatch.store import describe
+from torchweld.dispatch.warm import leaf
 from torchweld.fusion import peer
 from torchweld.registry import BACKENDS, EAGER, OPS, Op
 from torchweld.registry.processor import has_units
@@ -39,6 +40,7 @@ VARIABLES = (
     "TORCHWELD_CHECK_TARGETS",
     store.FOLDER_VARIABLE,
     native.ISA_VARIABLE,
+    leaf.VARIABLE,
     "TORCHWELD_LIB",
     "TORCHWELD_POISON",
     proof.VARIABLE,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 from torchweld.dispatch import native
 from torchweld.dispatch.warm.direct import HINT, LIBRARY, open_prepared
 
+VARIABLE = "TORCHWELD_LAUNCHER"
 # What a compiled kernel takes: .param .u64 .ptr .global .align 1 x_param_0, or .b8 x_param_1[128].
 _ENTRY = re.compile(r"\.entry\s+[\w$]+\s*\(([^)]*)\)")
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.[bufs](\d+)\b[^\[]*(?:\[(\d+)\])?")
@@ -74,7 +76,9 @@ def make_leaf(
 
 @functools.cache
 def _load() -> Callable[..., Any] | None:
-    """What makes launches; None without the driver too."""
+    """What makes launches; None without the driver, or where Triton's launcher is asked for."""
+    if os.environ.get(VARIABLE) == "triton":
+        return None
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
         entries = cuda.cuLaunchKernelEx, cuda.cuTensorMapEncodeTiled
