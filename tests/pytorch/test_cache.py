@@ -553,7 +553,9 @@ def test_a_profile_names_each_call(trains: bool) -> None:
 
     for _ in range(3):
         step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+    ) as profile:
         for _ in range(4):
             step()
     counts = {event.key: event.count for event in profile.key_averages()}

@@ -519,9 +519,17 @@ class Quick(nn.Module):
         return x * torch.sigmoid(scaled)
 
 
+class Squared(nn.Module):
+    """relu(x) squared, which is a gate by relu(x), too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.relu(x).square()
+
+
 @pytest.mark.parametrize(
     ("make", "ops"),
     [
+        (lambda: nn.Sequential(nn.Linear(64, 256), Squared()), {"linear_act"}),
         (DiffusersGEGLU, {"gated_act"}),
         (XTransformersGLU, {"gated_act"}),
         (lambda: NanoGPTsNorm(False), {"layer_norm"}),

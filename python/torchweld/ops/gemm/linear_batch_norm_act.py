@@ -119,7 +119,7 @@ def _plan(backend: str, x: Tensor, *rest: Any) -> Callable[..., Tensor]:
     if training:
         if not batch_norm_act.is_training(x, width, columns, group):
             _check(x, *rest)
-        columns[3] = _add_nothing(bias, bn_weight, bn_bias)
+        columns = [*columns[:3], _add_nothing(bias, bn_weight, bn_bias)]
         how = (momentum, eps, group, *kind)
         return partial(_train, batch_norm_act.plan_training(backend, z, columns, *how))
     if not of_columns.are_running(x, width, running_mean, running_var):

@@ -68,11 +68,12 @@ def list_acts(record: Record, at: int) -> Iterator[tuple[Ref, int, Activation]]:
     """Inputs, results and kinds of activations that this step may belong to, the largest first."""
     step = record.steps[at]
     func, out = step.func, step.outs[0] if step.outs else -1
+    larger = False  # else a gate by the step alone would take the place of a larger one
     if func is aten.relu.default:
         for square in record.readers(out, aten.mul.Tensor):
             if square.args == (Ref(out), Ref(out)):
+                larger = True
                 yield step.args[0], square.outs[0], _SQUARED
-    larger = False
     if func is aten.sigmoid.default:
         for product in record.readers(out, aten.mul.Tensor):
             scaled = record.maker(step.args[0], aten.mul.Tensor)
@@ -95,7 +96,7 @@ def list_acts(record: Record, at: int) -> Iterator[tuple[Ref, int, Activation]]:
     if func is aten.gelu.default:
         approximate = dict(step.kwargs).get("approximate", "none")
         yield step.args[0], out, Activation("gelu", "gelu", approximate)
-    if func in _BY_OP and not larger:  # else a gate by the sigmoid would take its place
+    if func in _BY_OP and not larger:
         yield step.args[0], out, _BY_OP[func]
 
 
