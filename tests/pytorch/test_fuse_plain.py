@@ -280,6 +280,8 @@ def test_activation_checkpoints(reentrant: bool) -> None:
 @pytest.mark.usefixtures("way")
 def test_compiled_attention_is_torchs() -> None:
     """docs/fuse.md says so: Dynamo follows no mode, and linear layers are a custom op."""
+    if is_by_graph() and torch.__version__ < "2.13":
+        pytest.skip("AOTAutograd of torch 2.10 does not say that it compiles: layers stay torch's")
     fused = torchweld.fuse(_make().bfloat16())
     ops: list[str] = []
 
