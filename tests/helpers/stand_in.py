@@ -1,4 +1,4 @@
-"""Triton's own launcher on a stand-in for NVIDIA's driver, which writes down what it is given.
+"""Runs launches on a stand-in for NVIDIA's driver. The stand-in records each call.
 
 As a script, with TRITON_INTERPRET=0, it tells as JSON what the driver was given: `kernels` of each
 kernel, by Triton, by the twin in Python and by the leaf in C; `plans` what plans do.

@@ -168,13 +168,17 @@ class _Settings:
             self._may_hold_all = True
 
     def _is_outside(self, item: Any) -> bool:
-        mark = item.mutation_type
-        is_new = isinstance(mark, (AttributeMutationNew, ValueMutationNew))
-        return not is_new or self._may_hold_all or any(mark is each for each in self._held)
+        is_held = any(item.mutation_type is each for each in self._held)
+        return not _is_new(item) or self._may_hold_all or is_held
 
     def _forget(self) -> None:
         self.writes += 1
         self.known = {}
+
+
+def _is_new(item: Any) -> bool:
+    """Whether the forward has made an object."""
+    return isinstance(item.mutation_type, (AttributeMutationNew, ValueMutationNew))
 
 
 def _find_settings(output: Any) -> _Settings:
@@ -185,9 +189,12 @@ def _find_settings(output: Any) -> _Settings:
 
 
 def _note_store(store: Callable[..., Any]) -> Callable[..., Any]:
-    def note_and_store(effects: Any, item: Any, name: str, value: Any, *rest: Any) -> Any:
-        _find_settings(effects.output_graph_weakref()).store(item, value)
-        return store(effects, item, name, value, *rest)
+    def note_and_store(
+        effects: Any, item: Any, name: str, value: Any, *rest: Any, **named: Any
+    ) -> Any:
+        if _is_serving():
+            _find_settings(effects.output_graph_weakref()).store(item, value)
+        return store(effects, item, name, value, *rest, **named)
 
     return note_and_store
 
@@ -201,10 +208,10 @@ _SETS: Any = tuple(filter(None, _CLASSES))
 
 def _note_change(change: Callable[..., Any]) -> Callable[..., Any]:
     def note_and_change(effects: Any, item: Any) -> Any:
-        is_new = isinstance(item.mutation_type, (AttributeMutationNew, ValueMutationNew))
-        if _is_serving() and not is_new and isinstance(item, _SETS):
-            raise Unsupported("a set from outside is written, which Dynamo does not repeat")
-        _find_settings(effects.output_graph_weakref()).change(item)
+        if _is_serving():
+            if isinstance(item, _SETS) and not _is_new(item):
+                raise Unsupported("a set from outside is written, which Dynamo does not repeat")
+            _find_settings(effects.output_graph_weakref()).change(item)
         return change(effects, item)
 
     return note_and_change
@@ -267,7 +274,7 @@ def _tracing_apart(tx: Any) -> Iterator[set[Any]]:
 
 # --- Where they are put ---------------------------------------------------------------------------
 
-OPCODES = {"CONTAINS_OP": _contain, "BINARY_SUBSCR": _slice, "BINARY_SLICE": _slice}
+_OPCODES = {"CONTAINS_OP": _contain, "BINARY_SUBSCR": _slice, "BINARY_SLICE": _slice}
 
 
 def install(is_serving: Callable[[], bool]) -> None:
@@ -286,7 +293,7 @@ def install(is_serving: Callable[[], bool]) -> None:
     settings: Any = UserDefinedObjectVariable
     settings.var_getattr = _remember(settings.var_getattr)
     for cls in list_subclasses(symbolic_convert.InstructionTranslatorBase):
-        for name, handle in OPCODES.items():
+        for name, handle in _OPCODES.items():
             if (code := dis.opmap.get(name)) is not None:
                 cls.dispatch_table[code] = handle(cls.dispatch_table[code])
 
