@@ -102,6 +102,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
+def own_graphs() -> Iterator[None]:
+    """Graphs of one test serve no other one."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
 def target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
     """The target, with its backend selected by name."""
     target: Target = request.param

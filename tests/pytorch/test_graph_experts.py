@@ -15,6 +15,8 @@ import torchweld
 from torchweld import numerics
 from words import list_ops
 
+pytestmark = pytest.mark.usefixtures("own_graphs")
+
 WIDTH, HIDDEN, EXPERTS, TOP = 16, 8, 4, 2
 
 
@@ -176,13 +178,6 @@ MUTANTS: dict[str, Callable[[], Mixture]] = {
     ),
     "by rows, with a factor": _with(batched=True, act=lambda self, z: Mixture.act(self, z) * 2),
 }
-
-
-@pytest.fixture(autouse=True)
-def _forget() -> Any:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def _step(model: Any, rows: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

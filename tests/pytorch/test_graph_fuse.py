@@ -32,12 +32,7 @@ from words import (
     step,
 )
 
-
-@pytest.fixture(autouse=True)
-def _forget() -> Any:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("own_graphs")
 
 
 # --- The model stays what it is -------------------------------------------------------------------

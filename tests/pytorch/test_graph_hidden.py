@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,14 +14,9 @@ import torchweld
 from torchweld import numerics
 from words import list_ops
 
+pytestmark = pytest.mark.usefixtures("own_graphs")
+
 WIDTH = 16
-
-
-@pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 class Part(nn.Module):

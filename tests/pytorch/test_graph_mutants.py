@@ -39,6 +39,8 @@ from mutants import (
 from oracle import TORCH
 from torchweld.fusion.graph.regions import Region
 
+pytestmark = pytest.mark.usefixtures("own_graphs")
+
 
 class Model(nn.Module):
     """A model of one part."""
@@ -86,14 +88,6 @@ def _compare(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
             continue
         bound = 2e-5 * max([1.0, *b.abs().flatten().tolist()])
         torch.testing.assert_close(a, b, rtol=2e-5, atol=bound, equal_nan=True)
-
-
-@pytest.fixture(autouse=True)
-def _forget() -> Any:
-    """Graphs of one test serve no other one."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 @pytest.mark.filterwarnings("ignore:fuse. Model has")

@@ -16,14 +16,10 @@ from torchweld.fusion.graph import repeat
 from words import WORDS, Layer, Words, compare, list_ops, make_ids, step
 
 LAYERS, CHANGED = 6, 4
-pytestmark = pytest.mark.skipif(not repeat.IS_KNOWN, reason="torch 2.10 evaluates each layer")
-
-
-@pytest.fixture(autouse=True)
-def _forget() -> Any:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = [
+    pytest.mark.skipif(not repeat.IS_KNOWN, reason="torch 2.10 evaluates each layer"),
+    pytest.mark.usefixtures("own_graphs"),
+]
 
 
 @pytest.fixture

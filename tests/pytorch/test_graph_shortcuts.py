@@ -12,12 +12,7 @@ from torch import nn
 from torchweld.fusion.graph import answers, shortcuts
 from words import Words, compare, fuse_two, list_ops, make_ids, step
 
-
-@pytest.fixture(autouse=True)
-def _forget() -> Any:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = pytest.mark.usefixtures("own_graphs")
 
 
 class Settings:
