@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchweld.fusion.graph.normal import normalize
 
+_BATCH_NORM = inspect.signature(torch.nn.functional.batch_norm)
 _HEADS = inspect.signature(torch.nn.functional.multi_head_attention_forward)
 HEADS = tuple(_HEADS.parameters)  # the names of its arguments, in order
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -226,12 +227,11 @@ class _Functions(TorchFunctionMode):
             self.record.add("scaled_dot_product_attention", given, {}, out, ())
         if func is torch.nn.functional.multi_head_attention_forward:
             self.record.cut(length)
-            bound = _HEADS.bind(*args, **kwargs)
-            bound.apply_defaults()
-            self.record.add("multi_head_attention_forward", [*bound.args], {}, out, ())
+            given = _read(_HEADS, args, kwargs)
+            self.record.add("multi_head_attention_forward", given, {}, out, ())
         if func is torch.nn.functional.batch_norm:
             self.record.cut(length)
-            given = _read_batch_norm(*args, **kwargs)
+            given = _read(_BATCH_NORM, args, kwargs)
             statistics = given[1:3] if given[5] else ()
             written = tuple(find_storage(x) for x in statistics if x is not None)
             self.record.add("batch_norm", given, {}, out, written)
@@ -272,18 +272,11 @@ def _read_attention(
     return query, key, value, attn_mask, float(dropout_p), is_causal, scale, enable_gqa
 
 
-def _read_batch_norm(
-    input: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> tuple[Any, ...]:
-    """The arguments of torch.nn.functional.batch_norm, in order."""
-    return input, running_mean, running_var, weight, bias, training, momentum, eps
+def _read(signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """The arguments of a function of torch, in order, with its defaults."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.args
 
 
 @functools.cache
