@@ -17,7 +17,7 @@ import torchweld
 from model_with_head import WORDS, LanguageModel, Output
 from selection import combine
 from torchweld import functional, numerics, optim
-from torchweld.fusion.patterns import logits as logits_of
+from torchweld.fusion import logits as logits_of
 from ways import is_by_graph, way  # noqa: F401
 
 

@@ -17,7 +17,7 @@ from torchweld import numerics
 from torchweld.errors import ArgumentError
 from torchweld.fusion.graph import backend
 from torchweld.fusion.graph.regions import Region
-from torchweld.fusion.patterns.logits import Logits
+from torchweld.fusion.logits import Logits
 from words import (
     WIDTH,
     WORDS,
