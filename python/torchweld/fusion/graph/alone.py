@@ -69,8 +69,7 @@ class Alone:
             given = [_make_symbolic(self.mode, x, dtype) for x in inputs]
             names = [*(name for name, _ in own), *(f".{at}" for at in range(len(given)))]
             self.names = {
-                self.record.number(x): name
-                for name, x in zip(names, [*fakes, *given], strict=True)
+                self.record.number(x): name for name, x in zip(names, [*fakes, *given], strict=True)
             }
             out = self._run(forward, [*fakes, *given])
         if environment.guards:
@@ -116,9 +115,7 @@ class Alone:
 
         return self._prove(Proposal("", [*self.names], self.outputs, run, run))
 
-    def list_whole(
-        self, find: Callable[[Record, int], Iterable[Proposal]]
-    ) -> Iterator[Proposal]:
+    def list_whole(self, find: Callable[[Record, int], Iterable[Proposal]]) -> Iterator[Proposal]:
         """The proven welds that are all of the forward."""
         for at in range(len(self.record.steps)):
             for proposal in find(self.record, at):
