@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.fusion.graph.alone import Alone, CannotRecordError, Known
+from torchweld.fusion.graph.alone import STATES, Alone, CannotRecordError, Known
 from torchweld.fusion.graph.mlp import GatedMLP
 from torchweld.fusion.graph.patterns import layer_norm, rms_norm
 from torchweld.fusion.graph.patterns.activation import Activation, compute
@@ -20,8 +20,6 @@ from torchweld.huggingface._kernel_layers import Parts
 from torchweld.huggingface._kernel_mapping import check_installed
 
 _NAMED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-# What each module has to compute as a name's layer does.
-_DTYPES = (torch.float32, torch.bfloat16)
 _Reference = Callable[..., Any]
 
 
@@ -82,20 +80,21 @@ def _prove(
     inputs: list[torch.Tensor],
     list_references: Callable[[Alone], Iterator[tuple[Any, _Reference]]],
 ) -> Any:
-    """What comes with the first reference that the forward is proven to be; None without one.
+    """What comes with the first reference that the forward is proven to be in every state.
 
-    It is the same in float32 and in bfloat16, in training and in evaluation.
+    None without one.
     """
     found = []
-    for dtype in _DTYPES:
-        for training in (True, False):
-            try:
-                alone = Alone(module, type(module).forward, inputs, dtype, training)
-            except CannotRecordError:
-                return None
-            references = list_references(alone)
-            found.append(next((w for w, ref in references if not alone.why_not(ref)), None))
-    return found[0] if all(each == found[0] for each in found) else None
+    for state in STATES:
+        try:
+            alone = Alone(module, type(module).forward, inputs, state)
+        except CannotRecordError:
+            return None
+        references = list_references(alone)
+        found.append(next((what for what, ref in references if not alone.why_not(ref)), None))
+        if found[-1] is None or found[-1] != found[0]:
+            return None
+    return found[0]
 
 
 # --- Norms ----------------------------------------------------------------------------------------
