@@ -21,8 +21,9 @@ from torchweld.ops.experts.grouped import Form
 
 _FIRST, _LAST = ("gate_up_proj", "up_proj"), "down_proj"
 _DECLARED = ("has_gate", "has_bias", "is_transposed")
-# Autocast does not change grouped products, but batched ones.
-_STATES = [state for state in STATES if not state.casts]
+# In inference mode torch's compound operations are steps of their own, which patterns do not read,
+# and autocast changes batched products, but no grouped ones.
+_STATES = [state for state in STATES if not (state.casts or state.inference)]
 # Sizes of a recorded call: tokens, and experts for each.
 _TOKENS, _TOP = 5, 2
 

@@ -87,7 +87,7 @@ class Alone:
         module: torch.nn.Module,
         forward: Forward,
         inputs: Sequence[torch.Tensor],
-        state: State = State(),
+        state: State | None = None,
     ) -> None:
         """Record a call.
 
@@ -95,8 +95,9 @@ class Alone:
             module: a module.
             forward: a function of the module and its inputs.
             inputs: tensors with the inputs' sizes, dtypes and devices.
-            state: what the forward may ask for.
+            state: what the forward may ask for; None: gradients are on.
         """
+        state = state or State()
         self._module, self._state, self.record = module, state, Record()
         self._device = inputs[0].device.type
         own = [*module.named_parameters(), *module.named_buffers()]
@@ -105,7 +106,7 @@ class Alone:
             environment = ShapeEnv()
             self.mode = FakeTensorMode(shape_env=environment)
             with self.mode:
-                fakes = [_make_fake(t, state.dtype) for _, t in own]
+                fakes = [_make_fake(t, state) for _, t in own]
             given = [_make_symbolic(self.mode, x, state) for x in inputs]
             names = [*(name for name, _ in own), *(f".{at}" for at in range(len(given)))]
             self.names = {
@@ -146,7 +147,8 @@ class Alone:
                 continue
             given = [values[at] for at in list_refs((step.args, step.kwargs))]
             made = [x for at in step.outs if (x := values[at]).is_floating_point()]
-            if any(x.requires_grad for x in given) and not all(x.requires_grad for x in made):
+            needs = made and any(x.requires_grad for x in given)
+            if needs and not any(x.requires_grad for x in made):  # a norm's statistics need none
                 raise CannotRecordError("its forward computes a part without gradients")
 
     def _is_saved(self, step: Step) -> bool:
@@ -245,12 +247,11 @@ def _apart() -> Iterator[None]:
         _LOG.disabled = was_disabled
 
 
-def _make_fake(t: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def _make_fake(t: torch.Tensor, state: State) -> torch.Tensor:
     is_float = t.is_floating_point()
-    made = torch.empty_strided(
-        t.shape, t.stride(), dtype=dtype if dtype and is_float else t.dtype, device=t.device
-    )
-    return made.requires_grad_(is_float and isinstance(t, torch.nn.Parameter))
+    dtype = state.dtype if state.dtype and is_float else t.dtype
+    made = torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=t.device)
+    return made.requires_grad_(is_float and isinstance(t, torch.nn.Parameter) and state.grads)
 
 
 def _make_symbolic(mode: Any, x: torch.Tensor, state: State) -> torch.Tensor:
@@ -260,7 +261,9 @@ def _make_symbolic(mode: Any, x: torch.Tensor, state: State) -> torch.Tensor:
         x = x.transpose(0, 1).contiguous().transpose(0, 1)
     sizes = [DimDynamic.DUCK] * (x.dim() - 1) + [DimDynamic.STATIC]
     context = StatelessSymbolicContext(dynamic_sizes=sizes)
-    return mode.from_tensor(x, symbolic_context=context).requires_grad_(is_float)  # type: ignore[no-any-return]
+    made = mode.from_tensor(x, symbolic_context=context)
+    # torch's linear layer multiplies in another way where gradients are needed.
+    return made.requires_grad_(is_float and state.grads)  # type: ignore[no-any-return]
 
 
 def _copy(module: Any, tensors: dict[int, torch.Tensor]) -> Any:

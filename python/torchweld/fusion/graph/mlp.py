@@ -40,7 +40,9 @@ class GatedMLP(NamedTuple):
         if self.dropout is not None:
             hidden = getattr(module, self.dropout)(hidden)
         down = getattr(module, self.down)
-        y = down(hidden.to(down.weight.dtype))  # T5 keeps the last layer in float32
+        if not torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(down.weight.dtype)  # T5 keeps the last layer in float32
+        y = down(hidden)
         return y if self.after is None else getattr(module, self.after)(y)
 
 
