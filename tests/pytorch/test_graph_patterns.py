@@ -186,7 +186,7 @@ CASES: dict[str, Case] = {
         )
         for kind in ("plain", "wide")
     },
-    "layer norm by hand": Case(layer_norm._by_hand, layer_norm._run_by_hand, (_X, _W, _W), (1e-5,)),
+    "layer norm by hand": Case(layer_norm.by_hand, layer_norm._run_by_hand, (_X, _W, _W), (1e-5,)),
     "layer norm by hand without bias": Case(
         layer_norm._without_bias, layer_norm._run_without_bias, (_X, _W), (1e-5,)
     ),

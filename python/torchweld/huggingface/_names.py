@@ -103,14 +103,15 @@ def _prove(
 
 
 def _name_norm(module: Any) -> str | None:
-    weight = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", None)
     shape = getattr(module, "normalized_shape", None)
     if not (hasattr(module, "variance_epsilon") or hasattr(module, "eps")):
         return None
-    if shape is None and not isinstance(weight, torch.Tensor):
+    is_weighted = isinstance(weight, torch.Tensor)
+    sizes = shape or (weight.shape if is_weighted else None)
+    if sizes is None:
         return None
-    device = None if weight is None else weight.device
-    x = torch.empty(3, 5, *(weight.shape if shape is None else shape), device=device)
+    x = torch.empty(3, 5, *sizes, device=weight.device if is_weighted else None)
     if hasattr(module, "activation"):
         return _prove(module, [x, torch.empty_like(x)], _list_gated_norms)  # type: ignore[no-any-return]
     return _prove(module, [x], _list_norms)  # type: ignore[no-any-return]
@@ -196,7 +197,9 @@ def _read_linear(module: Any, children: dict[str, Any]) -> Parts | None:
 
         if (how := _prove(module, [x], list_references)) is not None:
             kinds = kind_of(children[first]), kind_of(children[act])
-            return Parts(first, act, (*second, *drops), *how, kinds)
+            activation, approximate, _ = how
+            after = (*second, *drops)
+            return Parts(first, act, after, activation, approximate, is_transposed, kinds)
     return None
 
 

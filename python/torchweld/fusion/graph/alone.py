@@ -260,7 +260,7 @@ def _make_symbolic(mode: Any, x: torch.Tensor, state: State) -> torch.Tensor:
     if state.transposed and x.dim() > 2:
         x = x.transpose(0, 1).contiguous().transpose(0, 1)
     sizes = [DimDynamic.DUCK] * (x.dim() - 1) + [DimDynamic.STATIC]
-    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     made = mode.from_tensor(x, symbolic_context=context)
     # torch's linear layer multiplies in another way where gradients are needed.
     return made.requires_grad_(is_float and state.grads)  # type: ignore[no-any-return]
