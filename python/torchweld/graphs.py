@@ -20,7 +20,7 @@ from torchweld.dispatch import choice
 from torchweld.dispatch.warm.guards import INCOMPARABLE, PLAIN, Guard, is_constant, make_guard
 from torchweld.dispatch.warm.sizes import Varying
 from torchweld.errors import ArgumentError
-from torchweld.fusion.patterns.logits import Logits
+from torchweld.fusion.logits import Logits
 from torchweld.warmup import warmup
 
 # The alike call that is captured: trials have been made by then, and short ways found.

@@ -1,4 +1,4 @@
-"""fuse(by="graph") with DDP, FSDP2 and tensor plans in two processes, next to the plain model."""
+"""fuse() with DDP, FSDP2 and tensor plans in two processes, next to the plain model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from words import compare, list_ops, make_ids, make_words, step
 
 
 def _fuse(model: Any) -> Any:
-    return torchweld.fuse(model, by="graph")
+    return torchweld.fuse(model)
 
 
 def _shard(model: Any) -> Any:

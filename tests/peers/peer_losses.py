@@ -13,7 +13,7 @@ from models import build, make, tokens
 from transformers.trainer_pt_utils import LabelSmoother
 
 import torchweld
-from torchweld.fusion.patterns.logits import Logits
+from torchweld.fusion.logits import Logits
 from torchweld.fusion.patterns.loss import LanguageLoss
 from ways import is_by_graph, way  # noqa: F401
 

@@ -129,7 +129,7 @@ def test_an_error_in_a_capture_passes(name: str, monkeypatch: pytest.MonkeyPatch
     torch.compiler.reset()
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU())
     x, expected = torch.ones(2, 8), model(torch.ones(2, 8))
-    torchweld.fuse(model, by="graph")
+    torchweld.fuse(model)
     kind = type(PASSING[name]()) if name in PASSING else RuntimeError
 
     def handle(*_: Any) -> None:
@@ -150,7 +150,7 @@ def test_an_error_in_a_capture_passes(name: str, monkeypatch: pytest.MonkeyPatch
         signal.signal(signal.SIGUSR1, before)
     assert type(caught.value) is kind
     torch.testing.assert_close(model(x), expected)
-    assert [row.becomes for row in torchweld.explain_fusion(model, by="graph")] == ["linear_act"]
+    assert [row.becomes for row in torchweld.explain_fusion(model)] == ["linear_act"]
 
 
 class _Foreign(nn.Module):

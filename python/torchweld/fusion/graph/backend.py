@@ -12,7 +12,7 @@ from torchweld.errors import ArgumentError
 from torchweld.fusion.graph.patterns import FINDERS, list_for_inductor
 from torchweld.fusion.graph.rewrite import Lazy, Rewritten, rewrite
 from torchweld.fusion.graph.trace import checkpoint
-from torchweld.fusion.patterns.logits import Deferred
+from torchweld.fusion.logits import Deferred
 
 _COMPILERS = ("eager", "inductor")
 

@@ -1,4 +1,4 @@
-"""What fuse(by="graph") welds in a model, told before it trains."""
+"""What fuse() welds in a model, told before it trains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchweld.fusion.graph import capture
 from torchweld.fusion.graph.patterns import FINDERS
 from torchweld.fusion.graph.regions import Region, list_layers
 from torchweld.fusion.graph.rewrite import Placed, leaving_out, rewrite
-from torchweld.fusion.plan import Filter, Weldable
+from torchweld.fusion.report import Filter, Weldable
 
 _TOKENS = (2, 16)  # of an example that nobody gave
 

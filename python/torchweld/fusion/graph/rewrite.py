@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchweld.fusion import probe
+from torchweld.fusion import refusals
 from torchweld.fusion.graph.prove import Difference, Late, Proposal, Prover, autocast_as
 from torchweld.fusion.graph.record import Ref, Step, find_storage, list_refs
 from torchweld.fusion.graph.trace import CannotTraceError, Trace, list_bodies
@@ -69,7 +69,7 @@ def rewrite(
     try:
         trace = Trace.of(module)
     except Exception as error:
-        probe.read_refusal(error)
+        refusals.raise_others(error)
         what = str(error).split("\n")[0]
         if not isinstance(error, CannotTraceError):
             what = f"{type(error).__name__}: {what}"
@@ -282,7 +282,7 @@ class _Writing:
             with torch.no_grad(), autocast_as(self.trace.casts[step.epoch]):
                 made = proposal.run(*given, *proposal.constants)
         except Exception as error:
-            probe.read_refusal(error)
+            refusals.raise_others(error)
             return f"torchweld refuses it: {type(error).__name__}: {str(error)[:160]}"
         results = list(made) if isinstance(made, tuple) else [made]
         memory = {find_storage(x) for x in given}
@@ -370,7 +370,7 @@ class _Writing:
         try:
             got = Trace.of(self.module).describe_results()
         except Exception as error:
-            probe.read_refusal(error)
+            refusals.raise_others(error)
             return False
         lazy = {each.at for each in self.lazy}
         pairs = enumerate(zip(got, wanted, strict=True))

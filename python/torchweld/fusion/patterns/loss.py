@@ -16,7 +16,7 @@ import torch
 from torchweld import functional
 from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.fusion import probe
-from torchweld.fusion.patterns.logits import Deferred
+from torchweld.fusion.logits import Deferred
 from torchweld.fusion.rewrite import (
     CannotRewriteError,
     compile_like,
