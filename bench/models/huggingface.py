@@ -164,7 +164,7 @@ def measure(name: str, seconds: float, compiles: bool, size: Size = SMALL) -> Ro
     model, batch = build(name, size)
     model.train()
     fused = torchweld.fuse(copy.deepcopy(model))
-    report = torchweld.explain_fusion(fused)
+    report = torchweld.explain_fusion(fused, **batch)
     ways: dict[str, Callable[[], torch.nn.Module]] = {"eager": lambda: model}
     if compiles:
         ways["compiled"] = lambda: training.compiled(copy.deepcopy(model))

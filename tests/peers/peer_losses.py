@@ -11,11 +11,11 @@ import torch
 import transformers
 from models import build, make, tokens
 from transformers.trainer_pt_utils import LabelSmoother
+from ways import is_by_graph, way  # noqa: F401
 
 import torchweld
 from torchweld.fusion.logits import Logits
 from torchweld.fusion.patterns.loss import LanguageLoss
-from ways import is_by_graph, way  # noqa: F401
 
 WORDS = 32000
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}

@@ -215,13 +215,23 @@ def test_a_row_that_changes_is_refused() -> None:
         logits.sum()
 
 
-@pytest.mark.parametrize(
-    "index", [0, (..., 0), (..., slice(3)), (slice(None), 0), (..., None), [0, 1]]
-)
-def test_an_index_that_takes_no_rows_is_refused(index: Any) -> None:
+_REFUSED: dict[str, Callable[[Any], Any]] = {
+    "method": lambda z: z.argmax(-1),
+    "function": lambda z: torch.softmax(z, -1),
+    "index": lambda z: z[:, 0],
+    "left": lambda z: z + 1,
+    "right": lambda z: torch.ones(1) + z,
+    "comparison": lambda z: z > 0,
+    "rows": list,
+}
+
+
+@pytest.mark.parametrize("name", _REFUSED)
+def test_logits_that_cannot_be_computed_say_what_to_do(name: str) -> None:
+    """Of a layer that is sharded."""
     deferred = logits_of.Deferred(torch.randn(3, 7, 16), WORDS)
-    with pytest.raises(RuntimeError, match="fuse\\(\\) left out the logits"):
-        deferred[index]
+    with pytest.raises((RuntimeError, AttributeError), match=r"fuse\(\) left out the logits"):
+        _REFUSED[name](deferred)
 
 
 @pytest.mark.usefixtures("own_graphs")

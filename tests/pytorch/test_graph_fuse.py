@@ -14,7 +14,6 @@ import torch
 
 import torchweld
 from torchweld import numerics
-from torchweld.errors import ArgumentError
 from torchweld.fusion.graph import backend
 from torchweld.fusion.graph.regions import Region
 from torchweld.fusion.logits import Logits
@@ -110,11 +109,6 @@ def test_a_filter_and_a_changed_filter() -> None:
     torchweld.fuse(model)
     step(model, make_ids())
     assert list_ops(model).count("dropout_add_rms_norm") == 3
-
-
-def test_an_unknown_way() -> None:
-    with pytest.raises(ArgumentError, match="by is 'guess'; accepted: 'trial' or 'graph'"):
-        torchweld.fuse(make_words(), by="guess")
 
 
 # --- Training programs ----------------------------------------------------------------------------

@@ -83,7 +83,9 @@ def explain_fusion(
     _check("explain_fusion", model, filter_fn)
     from torchweld.fusion.graph.explain import explain  # imports Dynamo
 
-    return WeldReport(explain(model, example, named, filter_fn))
+    rows = explain(model, example, named, filter_fn)
+    order = {name: at for at, (name, _) in enumerate(model.named_modules())}
+    return WeldReport(sorted(rows, key=lambda row: order.get(row.where, 0)))
 
 
 def _forget_compiled() -> None:

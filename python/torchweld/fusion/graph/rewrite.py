@@ -7,6 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -423,8 +424,11 @@ def _list_modules(node: torch.fx.Node) -> Iterator[str]:
 
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in ')
+_OURS = str(Path(__file__).parent)
 
 
 def _read_line(node: torch.fx.Node) -> str:
+    """The file and line of the model's code that a node is of."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = [frame for frame in frames if not frame[0].startswith(_OURS)]
     return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
