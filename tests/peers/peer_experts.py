@@ -26,7 +26,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import torchweld
 from processes import processes
 from torchweld import huggingface, optim
-from torchweld.fusion.patterns.experts import Experts, find_form
+from torchweld.fusion.experts import find_form
 
 HOW = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -49,6 +49,7 @@ BELOW: dict[str, set[str]] = {
     "functional": {"ops"},
     "fusion": {
         "state",
+        "isolate",
         "numerics",
         "nn",
         "functional",
