@@ -45,7 +45,7 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
 def fuse(
-    model: _Model, filter_fn: Filter | None = None, *, verify: bool = True, by: str = "trial"
+    model: _Model, filter_fn: Filter | None = None, *, verify: bool = True, by: str = "graph"
 ) -> _Model:
     """Weld the recognised modules of a model, in place.
 
@@ -110,7 +110,7 @@ def explain_fusion(
     model: torch.nn.Module,
     *example: Any,
     filter_fn: Filter | None = None,
-    by: str = "trial",
+    by: str = "graph",
     **named: Any,
 ) -> WeldReport:
     """Say what fuse() would change in a model or has changed, what it leaves unchanged, and why.
