@@ -34,9 +34,11 @@ def explain(
     calls became that a fused model has captured. What `kernels.kernelize` did comes last.
     """
     rows = _explain_call(model, args, kwargs, filter_fn)
+    welds = {(row.where, row.what) for row in rows if row.becomes}
     return rows + [
         Weldable(each.where, each.what, each.becomes, bool(each.becomes), reason=each.reason)
         for each in list_kernelized(model)
+        if (each.where, each.what) not in welds
     ]
 
 
