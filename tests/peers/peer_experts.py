@@ -18,7 +18,7 @@ import peft
 import pytest
 import torch
 import transformers
-from models import IS_TESTED_RELEASE, tokens
+from models import IS_TESTED_RELEASE, list_welds, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -26,7 +26,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import torchweld
 from processes import processes
 from torchweld import huggingface, optim
-from torchweld.fusion.experts import find_form
+from torchweld.huggingface._experts import find_form
 
 HOW = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -91,6 +91,7 @@ def _trains_under_fsdp(rank: int, way: str) -> None:
     """Two steps, each process with half of the batch; experts have a mesh of their own."""
     alone = _build("Mixtral").double().train()
     if way == "fuse":
+        alone.set_experts_implementation("batched_mm")
         torchweld.fuse(alone)
     else:
         huggingface.register()
@@ -223,6 +224,7 @@ def test_lora_on_experts() -> None:
     for ours in (False, True):
         model = _build("Mixtral")
         if ours:
+            model.set_experts_implementation("grouped_mm")
             torchweld.fuse(model)
         torch.manual_seed(3)
         adapted: Any = peft.get_peft_model(model, config)
@@ -234,6 +236,11 @@ def test_lora_on_experts() -> None:
     assert found[0]
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.fixture(autouse=True)
+def _graphs(own_graphs: None) -> None:
+    """Graphs of each test's own."""
 
 
 # --- Every model with stacked experts -------------------------------------------------------------
@@ -310,10 +317,10 @@ def _build_kind(kind: str) -> Any:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in NOT_SMALL])
 def test_a_mixture(kind: str) -> None:
     model = _build_kind(kind)
-    ours = torchweld.fuse(copy.deepcopy(model))
-    welded = sum(isinstance(module, Experts) for module in ours.modules())
-    assert (welded > 0) == (kind not in LEFT_MODELS | NONE)
-    _assert_near(ours, model)
+    ours = copy.deepcopy(model)
+    ours.set_experts_implementation("grouped_mm")  # whose products a graph can hold
+    _assert_near(torchweld.fuse(ours), model)
+    assert ("experts_mlp" in list_welds(ours)) == (kind not in LEFT_MODELS | NONE)
 
 
 @TESTED

@@ -1,4 +1,4 @@
-"""fuse(by="graph") with transformers, peft and accelerate: each cell next to the unfused model."""
+"""fuse() with transformers, peft and accelerate: each cell next to the unfused model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _make(name: str = "Llama") -> tuple[Any, Any]:
     """A fused model and the model."""
     end = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
     model = models.make(name, end).train()
-    return torchweld.fuse(copy.deepcopy(model), by="graph"), model
+    return torchweld.fuse(copy.deepcopy(model)), model
 
 
 def _step(model: Any, **more: Any) -> dict[str, torch.Tensor]:
@@ -85,9 +85,9 @@ def test_adapters(adapter: str, is_late: bool) -> None:
     torch.manual_seed(2)
     if is_late:
         got = peft.get_peft_model(model, config)
-        torchweld.fuse(got, by="graph")
+        torchweld.fuse(got)
     else:
-        got = peft.get_peft_model(torchweld.fuse(model, by="graph"), config)
+        got = peft.get_peft_model(torchweld.fuse(model), config)
     _compare(_step(got), _step(want))
     assert _count(got)
     for model in (got, want):
@@ -126,14 +126,14 @@ def test_quantised_layers(quantize: str, is_late: bool) -> None:
     want = models.make("Llama").train()
     got = copy.deepcopy(want)
     if not is_late:
-        torchweld.fuse(got, by="graph")
+        torchweld.fuse(got)
         _step(got)
     for model in (got, want):
         _QUANTIZE[quantize](model)
         for name, p in model.named_parameters():
             p.requires_grad_("norm" in name)
     if is_late:
-        torchweld.fuse(got, by="graph")
+        torchweld.fuse(got)
     _compare(_step(got), _step(want))
     assert _count(got)
     with torch.no_grad():

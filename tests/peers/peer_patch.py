@@ -22,7 +22,7 @@ from conftest import running_at
 from selection import TRITON, TRITON_DEVICE
 from torchweld import huggingface, numerics
 from torchweld.errors import ArgumentError
-from torchweld.fusion import Weld
+from torchweld.fusion.weld import Weld
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers, "monkey_patching")

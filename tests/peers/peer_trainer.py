@@ -18,7 +18,7 @@ from transformers import Adafactor, AutoModel, Trainer, TrainingArguments
 
 import torchweld
 from torchweld import numerics, optim
-from torchweld.fusion import Weld
+from torchweld.fusion.weld import Weld
 from torchweld.ops.gemm import product
 from torchweld.registry import processor
 

@@ -1,6 +1,6 @@
 """Forwards that look like an op, and changes after the first call: fuse() sees them all.
 
-Each mutant computes with fuse() what it computes without. Before `by="graph"`, trials of `fuse` on
+Each mutant computes with fuse() what it computes without. Before, trials of `fuse` on
 copies took many of these for the op: a trial sees no branch that it does not take.
 """
 

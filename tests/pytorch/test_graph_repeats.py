@@ -362,6 +362,33 @@ def test_a_tensor_that_is_only_asked(copies: list[Any]) -> None:
     assert len(copies) >= LAYERS - 1
 
 
+class Dividing(Layer):
+    """A layer whose experts get as many rows as their router says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(32, 2)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        rows = super().forward(x, scale).flatten(0, 1)
+        chosen, order = self.router(rows).argmax(-1).sort(stable=True)
+        counts = functional.one_hot(chosen, 2).sum(0).tolist()
+        parts = rows[order].split(counts)
+        return x + torch.cat([parts[0], -parts[1]])[order.argsort()].view_as(x)
+
+
+def test_numbers_of_rows_are_a_layers_own(copies: list[Any]) -> None:
+    """A copied layer divided its rows by the counts of the layer that it was copied from.
+
+    Dynamo writes a symbol for each number that `tolist` reads, and of two nodes with one symbol it
+    keeps the first. Copies had the symbols of their original. JetMoE was wrong in silence: no model
+    of the tests with two mixtures had numbers of rows in its graph.
+    """
+    got = check(make(Dividing))
+    assert not copies
+    assert list_ops(got).count("gated_act") == LAYERS
+
+
 def test_a_cache_is_written_for_each_layer(copies: list[Any]) -> None:
     want = number(Keeping)
     got = check(want)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from torchweld import isolate
-from torchweld.fusion import probe
+from torchweld.fusion import refusals
 from torchweld.fusion.graph.patterns.activation import Activation, list_acts
 from torchweld.fusion.graph.prove import Proposal, Prover, autocast_as
 from torchweld.fusion.graph.record import Record, list_devices, recording
@@ -66,8 +66,7 @@ class Alone:
             given = [_make_symbolic(self.mode, x, dtype) for x in inputs]
             names = [*(name for name, _ in own), *(f".{at}" for at in range(len(given)))]
             self.names = {
-                self.record.number(x): name
-                for name, x in zip(names, [*fakes, *given], strict=True)
+                self.record.number(x): name for name, x in zip(names, [*fakes, *given], strict=True)
             }
             out = self._run(forward, [*fakes, *given])
         if environment.guards:
@@ -85,7 +84,7 @@ class Alone:
             with self.mode, recording(self.record):
                 out = forward(twin, *given)
         except Exception as error:
-            probe.read_refusal(error)
+            refusals.raise_others(error)
             text = f"{type(error).__name__}: {str(error)[:200]}"
             raise CannotRecordError(f"its forward does not run on fake tensors: {text}") from error
         after = _list_attributes(twin)
@@ -113,9 +112,7 @@ class Alone:
 
         return self._prove(Proposal("", [*self.names], self.outputs, run, run))
 
-    def list_whole(
-        self, find: Callable[[Record, int], Iterable[Proposal]]
-    ) -> Iterator[Proposal]:
+    def list_whole(self, find: Callable[[Record, int], Iterable[Proposal]]) -> Iterator[Proposal]:
         """The proven welds that are all of the forward."""
         for at in range(len(self.record.steps)):
             for proposal in find(self.record, at):

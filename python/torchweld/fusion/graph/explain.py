@@ -13,6 +13,7 @@ from torchweld.fusion.graph import capture
 from torchweld.fusion.graph.patterns import FINDERS
 from torchweld.fusion.graph.regions import Region, list_layers
 from torchweld.fusion.graph.rewrite import Placed, leaving_out, rewrite
+from torchweld.fusion.kernelized import list_kernelized
 from torchweld.fusion.report import Filter, Weldable
 
 _TOKENS = (2, 16)  # of an example that nobody gave
@@ -29,8 +30,20 @@ def explain(
 
     The call does not run. If its forward does not capture as a whole, the call runs until the
     last kind of layer begins, and each kind is captured by itself. Without a call it lists what the
-    calls became that a fused model has captured.
+    calls became that a fused model has captured. What `kernels.kernelize` did comes last.
     """
+    rows = _explain_call(model, args, kwargs, filter_fn)
+    welds = {(row.where, row.what) for row in rows if row.becomes}
+    return rows + [
+        Weldable(each.where, each.what, each.becomes, bool(each.becomes), reason=each.reason)
+        for each in list_kernelized(model)
+        if (each.where, each.what) not in welds
+    ]
+
+
+def _explain_call(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], filter_fn: Filter | None
+) -> list[Weldable]:
     if not args and not kwargs:
         if (captured := _list_captured(model)) is not None:
             return captured

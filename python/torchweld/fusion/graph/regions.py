@@ -48,10 +48,6 @@ class Region(Weld):
             cls.weld_captures = Captures(cls.welded_from.__name__, set(cls.weld_left_out))
             cls.forward = _make_forward(cls)  # type: ignore[attr-defined]
 
-    def _get_name(self) -> str:
-        """The model's own: transformers' Trainer asks by it whether labels are to be shifted."""
-        return type(self).__name__
-
 
 def _make_forward(cls: Any) -> Callable[..., Any]:
     @functools.wraps(cls.welded_from.forward)
@@ -300,7 +296,7 @@ def _make_region(
         for each in left_out
         if each == name or each.startswith(start)
     )
-    settings = {"becomes": "", "structure": structure, "left_out": tuple(inside)}
+    settings = {"structure": structure, "left_out": tuple(inside)}
     cls = make_class(kind, was, tuple(settings.items()))
     if type(module) is cls:
         return False

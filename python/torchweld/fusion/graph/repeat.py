@@ -360,7 +360,9 @@ class _Recording:
                 return parts, inner
             if node.op == "placeholder":
                 continue
+            # A node that reads a number, as `tolist`, has a symbol that no copy may share.
             is_plain = node.op in ("call_function", "call_method")
+            is_plain &= "unbacked_bindings" not in node.meta
             self._unless(is_plain and not isinstance(node.target, torch._ops.HigherOrderOperator))
             name = getattr(node.target, "__name__", node.target)
             self._unless(name != "holds" and not name.startswith("register_"))
