@@ -97,9 +97,15 @@ def test_layers_of_a_model_share_one_graph() -> None:
 
 
 def test_a_filter_and_a_changed_filter() -> None:
-    """What a filter leaves out is not welded, also when the model is fused again by another one."""
+    """What a filter leaves out is not welded, also when the model is fused again by another one.
+
+    Before the first call `explain_fusion` of a fused model forgot its filter.
+    """
     model = make_words()
     torchweld.fuse(model, lambda module, name: name != "layers.1.norm")
+    rows = [r for r in torchweld.explain_fusion(model, make_ids()) if r.where == "layers.1.norm"]
+    assert rows
+    assert all("the filter leaves it out" in row.reason for row in rows)
     step(model, make_ids())
     assert list_ops(model).count("dropout_add_rms_norm") == 2
     torchweld.fuse(model, lambda module, name: not isinstance(module, Norm))

@@ -356,7 +356,7 @@ def test_the_page_of_models_has_what_was_measured() -> None:
         [models.Row("A", eager_and_fused, report)], "5.0"
     )
     page = models.write_page([models.Row("A", timed, report)], "5.0")
-    assert "**A**: 1 layer_norm, 1 linear_act." in page
+    assert "**A**: 1 linear_act, 1 layer_norm." in page
     assert "transformers 5.0" in " ".join(page.split())
     assert len(models.MODELS) == 16
 

@@ -93,7 +93,7 @@ WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
     ),
     "fuse, an encoder": (
         lambda: torchweld.fuse(nn.TransformerEncoder(ENCODER_LAYER, 2)),
-        *(130, 4),
+        *(135, 4),
     ),
     "linear_cross_entropy": (_train(lambda *x: _LOSS(*x, CLASSES), X, _HEAD), 14, 5),
     "linear_cross_entropy, bfloat16": (_train(lambda *x: _LOSS(*x, CLASSES), *_NARROW), 23, 6),

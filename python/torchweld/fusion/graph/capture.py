@@ -126,12 +126,12 @@ class _Patched:
                     with self._answers.serve():
                         return self._compile_frame(*args, **kwargs)
                 except Exception as error:  # Dynamo's own errors have many types
-                    _read_refusal(error)
+                    _raise_others(error)
                     if not self._answers.learn(error):
                         raise CannotCaptureError(str(error)) from error
 
 
-def _read_refusal(error: Exception) -> None:
+def _raise_others(error: Exception) -> None:
     """Raise an error that is none of the model's, as it was before Dynamo wrapped it."""
     inner = getattr(error, "inner_exception", None)  # of a backend, which has asked already
     if isinstance(inner, Exception):
