@@ -34,7 +34,7 @@ def _wide(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _build(whole: Any, batch: dict[str, torch.Tensor]) -> tuple[Any, Any, torch.Tensor]:
     """A fused model with gradients, its batch and its loss."""
-    whole, given = torchweld.fuse(whole.double().train()), _wide(batch)
+    whole, given = torchweld.fuse(whole.double().train(), by="graph"), _wide(batch)
     loss = whole(**given).loss
     assert whole(**given).loss == loss  # nothing is random
     loss.backward()
@@ -66,7 +66,7 @@ def _check(
 
 # A block's halves send two sums each way in the forward; a T5 decoder block's send three.
 SUMS = dict.fromkeys(("T5", "T5 without gates"), 2 * 2 + 2 * 3)
-# Unless the embedding's weight is the head's, the embedding sends one sum, and the loss two.
+# Unless the embedding's weight is the head's, the embedding sends one sum, and the logits a gather.
 OF_VOCABULARY = {"Llama", "Phi3", "Phi3 with fewer key heads", "StableLm"}
 COUNTED = {"GPT2", "Llama", "Bert", "OPT", "T5", "Phi3", "StableLm", "T5 without gates"}
 COUNTED |= {"Phi3 with fewer key heads", "ViT of ten tokens"}
@@ -114,9 +114,10 @@ def _compare(name: str, built: tuple[Any, Any, torch.Tensor], sequence: bool) ->
     except ArgumentError as error:  # the number of an image's patches is known only now
         return f"refused: {error}"
     if name in COUNTED:  # and no half of a block is computed by each device
-        of_vocabulary = 3 if not sequence and name in OF_VOCABULARY else 0
+        of_vocabulary = int(not sequence and name in OF_VOCABULARY)
         sums = forward.calls["reduce-scatter" if sequence else "all-reduce"]
         assert sums == SUMS.get(name, 4) + of_vocabulary
+        assert sequence or forward.calls["all-gather"] == of_vocabulary
     _check(name, model, whole, given, found, loss)
     return "right"
 
@@ -168,7 +169,7 @@ ATTENTIONS = {"GPT2Attention": "attn_dropout", "BertSelfAttention": "dropout"}
 
 
 def _drops(rank: int, name: str, sequence: bool) -> None:
-    whole = torchweld.fuse(models.build(name, 0.3).double().train())
+    whole = torchweld.fuse(models.build(name, 0.3).double().train(), by="graph")
     for module in whole.modules():
         if type(module).__name__ == "T5Attention":
             module.dropout = 0.0
@@ -205,7 +206,7 @@ def test_drops_what_the_whole_drops(name: str, sequence: bool) -> None:
 
 def _compiles(rank: int, sequence: bool) -> None:
     """Each layer in one graph: gradients of one process."""
-    whole = torchweld.fuse(models.build("Llama").double().train())
+    whole = torchweld.fuse(models.build("Llama").double().train(), by="graph")
     model = copy.deepcopy(whole)
     parallelize_module(model, init_device_mesh("cpu", (2,)), tp_plan(model, sequence))
     for layer in model.model.layers:
@@ -248,7 +249,7 @@ def _compute_loss(result: Any, targets: torch.Tensor) -> torch.Tensor:
 
 def _start(name: str, config: Any) -> Any:
     return parallelize(
-        torchweld.fuse(models.build(name).train()),
+        torchweld.fuse(models.build(name).train(), by="graph"),
         config,
         device="cpu",
         example=(torch.zeros((ROWS, 24), dtype=torch.int64),),

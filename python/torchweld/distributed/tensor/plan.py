@@ -38,7 +38,9 @@ from torchweld.distributed.tensor.sums import Sums
 from torchweld.distributed.tensor.trial import try_plan
 from torchweld.errors import ArgumentError
 from torchweld.fusion.experts import find_form, looks_stacked
+from torchweld.fusion.graph.alone import Known
 from torchweld.fusion.graph.mlp import GatedMLP, read_gated_mlp
+from torchweld.ops.experts.grouped import Form
 
 Plan = dict[str, ParallelStyle]
 _Styles = dict[str, Style]
@@ -90,8 +92,9 @@ def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False, *, ring: bo
     _check_attention(modules)
     _check_mixing("tp_plan", {n: m for n, m in modules.items() if n.startswith(inside)}, heads)
     styles: _Styles = {}
+    known = Known()
     for block in blocks:
-        for inner, style in _plan_block(modules[block], stream):
+        for inner, style in _plan_block(modules[block], stream, known):
             styles.setdefault(f"{block}.{inner}".strip("."), style)
     within = tuple(f"{name}." for name in blocks)
     for name, style in _plan_outside_blocks(model).items():
@@ -322,17 +325,18 @@ def _find_projections(module: torch.nn.Module) -> tuple[str, ...]:
 _Recipe = Iterator[tuple[str, Style]]
 
 
-def _plan_block(block: torch.nn.Module, stream: Placement) -> _Recipe:
+def _plan_block(block: torch.nn.Module, stream: Placement, known: Known) -> _Recipe:
     modules = dict(block.named_modules())
     heads = tuple(f"{name}." for name, module in modules.items() if _find_projections(module))
     for name, module in modules.items():
         if name.startswith(heads):
             continue
-        recipes = [_plan_attention, _plan_bert_layer, _plan_experts]
+        recipes: list[Callable[..., _Recipe]] = [_plan_attention, _plan_bert_layer]
+        recipes.append(partial(_plan_experts, known))
         # A mixture's experts that are modules of their own are left whole: devices would have
         # different rows.
         if _is_only_one(modules, name):
-            recipes.append(_plan_mlp)
+            recipes.append(partial(_plan_mlp, known))
         if "." not in name or isinstance(module, _ON_ROWS[2:]):
             recipes.append(_plan_norm)
         for recipe in recipes:
@@ -383,8 +387,8 @@ def _make_packed_heads(module: Any, stream: Placement) -> Style:
     return PackedHeadsParallel(stream, "qkv_proj", parts)
 
 
-def _plan_mlp(module: torch.nn.Module, stream: Placement) -> _Recipe:
-    gated = _find_gated(module)
+def _plan_mlp(known: Known, module: torch.nn.Module, stream: Placement) -> _Recipe:
+    gated = known.find(_find_gated, module)
     if gated is None:
         pass
     elif gated.up is None and _is_mlp(module, (gated.gate, gated.down)):
@@ -429,10 +433,10 @@ def _is_mlp(module: torch.nn.Module, names: tuple[str, ...]) -> bool:
     return not sizes & {1, hidden} if attention else not others
 
 
-def _plan_experts(module: torch.nn.Module, stream: Placement) -> _Recipe:
+def _plan_experts(known: Known, module: torch.nn.Module, stream: Placement) -> _Recipe:
     if isinstance(module, nn.ExpertsMLP):
         yield "", ExpertsParallel(stream)
-    elif looks_stacked(module) and not isinstance(form := find_form(module), str):
+    elif looks_stacked(module) and isinstance(form := known.find(find_form, module), Form):
         yield "", ExpertsParallel(stream, form)
 
 

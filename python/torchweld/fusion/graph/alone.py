@@ -7,8 +7,9 @@ forward that decides by them is recorded as none.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,7 +22,9 @@ from torchweld.fusion.graph.prove import Proposal, Prover, autocast_as
 from torchweld.fusion.graph.record import Record, list_devices, recording
 
 Forward = Callable[..., Any]  # of a module and its inputs
+_Found = TypeVar("_Found")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # tells of each refusal
 
 
 class CannotRecordError(Exception):
@@ -134,12 +137,52 @@ class Alone:
         return "" if acting is None else f"it also calls {acting.name}"
 
 
+class Known:
+    """Answers about modules, which those share whose class, sizes and attributes are equal."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, Any] = {}
+        self._kept: list[Any] = []  # so that no other object gets its id
+
+    def find(self, ask: Callable[[Any], _Found], module: torch.nn.Module) -> _Found:
+        """What `ask` answers about a module, or has answered about one that is equal."""
+        key = (ask, *(self._describe(path, part) for path, part in module.named_modules()))
+        if key not in self._found:
+            self._found[key] = ask(module)
+        return self._found[key]  # type: ignore[no-any-return]
+
+    def _describe(self, path: str, part: torch.nn.Module) -> Any:
+        own = dict(vars(part))
+        tensors = [
+            (kind, name, t if t is None else (t.shape, t.stride(), t.dtype, t.device))
+            for kind in ("_parameters", "_buffers")
+            for name, t in own.pop(kind).items()
+        ]
+        parts = tuple(own.pop("_modules"))
+        others = tuple((n, type(x), self._name(x)) for n, x in own.items() if n not in _HOOKS)
+        return path, type(part), parts, (*tensors,), others
+
+    def _name(self, value: Any) -> Any:
+        try:
+            hash(value)
+        except TypeError:
+            if not value and isinstance(value, (list, dict, set)):
+                return ()
+            self._kept.append(value)
+            return id(value)
+        return value
+
+
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
     """Without the caller's modes and autocast."""
     off = tuple((kind, False, torch.get_autocast_dtype(kind)) for kind in list_devices())
-    with isolate.leave_modes(), autocast_as(off):
-        yield
+    was_disabled, _LOG.disabled = _LOG.disabled, True
+    try:
+        with isolate.leave_modes(), autocast_as(off):
+            yield
+    finally:
+        _LOG.disabled = was_disabled
 
 
 def _make_fake(t: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
