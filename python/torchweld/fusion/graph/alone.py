@@ -23,7 +23,7 @@ from torchweld.fusion.graph.record import Record, list_devices, recording
 
 Forward = Callable[..., Any]  # of a module and its inputs
 _Found = TypeVar("_Found")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")  # tells of each refusal
 
 
@@ -159,7 +159,7 @@ class Known:
             for name, t in own.pop(kind).items()
         ]
         parts = tuple(own.pop("_modules"))
-        others = tuple((n, type(x), self._name(x)) for n, x in own.items() if n not in _HOOKS)
+        others = tuple((n, type(x), self._name(x)) for n, x in own.items() if n not in HOOKS)
         return path, type(part), parts, (*tensors,), others
 
     def _name(self, value: Any) -> Any:
@@ -200,7 +200,7 @@ def _make_symbolic(mode: Any, x: torch.Tensor, dtype: torch.dtype | None) -> tor
 def _copy(module: Any, tensors: dict[int, torch.Tensor]) -> Any:
     """A shallow copy of a module and its parts with other tensors and no hooks."""
     own, copied = vars(module), object.__new__(type(module))
-    attributes = {**own, **{name: type(own[name])() for name in _HOOKS}}
+    attributes = {**own, **{name: type(own[name])() for name in HOOKS}}
     for kind in ("_parameters", "_buffers"):
         attributes[kind] = {n: None if t is None else tensors[id(t)] for n, t in own[kind].items()}
     parts = own["_modules"].items()
