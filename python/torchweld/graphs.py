@@ -409,7 +409,8 @@ def _sort(
         if isinstance(result, Logits) and result.recipe is not None:
             # Logits stay lazy, of a copy of the head's input and the model's own parameters.
             deferred, head = result.recipe
-            head = LastLayer(*(owners.get(id(t), t) for t in head))
+            own: list[Any] = [owners.get(id(t), t) for t in head]
+            head = LastLayer(*own)
             places.append(functools.partial(_defer, len(made), deferred, head))
             made.append(deferred.x)
         elif isinstance(result, torch.Tensor):

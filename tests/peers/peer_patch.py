@@ -45,7 +45,7 @@ def _is_fused(model: torch.nn.Module) -> bool:
 
 def _list_welds(model: torch.nn.Module) -> Counter[str]:
     """What the calls became that were captured."""
-    rows = torchweld.explain_fusion(model, by="graph")
+    rows = torchweld.explain_fusion(model)
     return Counter(row.becomes for row in rows if row.welded)
 
 
@@ -76,7 +76,7 @@ def test_built_fused(name: str, compiled: bool, tmp_path: Path) -> None:
     assert loaded.state_dict().keys() == plain.state_dict().keys()
     assert all(map(torch.equal, loaded.parameters(), plain.parameters()))
     # What is outside of layers is left for fuse.
-    peer_fuse._agree(peer_fuse._results(torchweld.fuse(model, by="graph"), given), found, truth)
+    peer_fuse._agree(peer_fuse._results(torchweld.fuse(model), given), found, truth)
     assert "linear_cross_entropy" in _list_welds(model)
 
 
@@ -177,7 +177,7 @@ def test_the_fused_classes_of_transformers() -> None:
     assert type(model.model.layers[0]).__name__ == "FusedLlamaDecoderLayer"
     plain = peer_fuse._results(model, given)
     truth = peer_fuse._results(copy.deepcopy(model).double(), given)
-    torchweld.fuse(model, by="graph")
+    torchweld.fuse(model)
     peer_fuse._agree(peer_fuse._results(model, given), plain, truth)
     found = _list_welds(model)
     assert found["rms_norm"] + found["dropout_add_rms_norm"] == 5

@@ -34,7 +34,7 @@ def _wide(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _build(whole: Any, batch: dict[str, torch.Tensor]) -> tuple[Any, Any, torch.Tensor]:
     """A fused model with gradients, its batch and its loss."""
-    whole, given = torchweld.fuse(whole.double().train(), by="graph"), _wide(batch)
+    whole, given = torchweld.fuse(whole.double().train()), _wide(batch)
     loss = whole(**given).loss
     assert whole(**given).loss == loss  # nothing is random
     loss.backward()
@@ -169,7 +169,7 @@ ATTENTIONS = {"GPT2Attention": "attn_dropout", "BertSelfAttention": "dropout"}
 
 
 def _drops(rank: int, name: str, sequence: bool) -> None:
-    whole = torchweld.fuse(models.build(name, 0.3).double().train(), by="graph")
+    whole = torchweld.fuse(models.build(name, 0.3).double().train())
     for module in whole.modules():
         if type(module).__name__ == "T5Attention":
             module.dropout = 0.0
@@ -206,7 +206,7 @@ def test_drops_what_the_whole_drops(name: str, sequence: bool) -> None:
 
 def _compiles(rank: int, sequence: bool) -> None:
     """Each layer in one graph: gradients of one process."""
-    whole = torchweld.fuse(models.build("Llama").double().train(), by="graph")
+    whole = torchweld.fuse(models.build("Llama").double().train())
     model = copy.deepcopy(whole)
     parallelize_module(model, init_device_mesh("cpu", (2,)), tp_plan(model, sequence))
     for layer in model.model.layers:
@@ -249,7 +249,7 @@ def _compute_loss(result: Any, targets: torch.Tensor) -> torch.Tensor:
 
 def _start(name: str, config: Any) -> Any:
     return parallelize(
-        torchweld.fuse(models.build(name).train(), by="graph"),
+        torchweld.fuse(models.build(name).train()),
         config,
         device="cpu",
         example=(torch.zeros((ROWS, 24), dtype=torch.int64),),

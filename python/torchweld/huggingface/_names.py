@@ -109,7 +109,9 @@ def _name_norm(module: Any) -> str | None:
     if shape is None and not isinstance(weight, torch.Tensor):
         return None
     device = None if weight is None else weight.device
-    x = torch.empty(3, 5, *(weight.shape if shape is None else shape), device=device)
+    x = torch.empty(
+        3, 5, *(getattr(weight, "shape", ()) if shape is None else shape), device=device
+    )
     if hasattr(module, "activation"):
         return _prove(module, [x, torch.empty_like(x)], _list_gated_norms)  # type: ignore[no-any-return]
     return _prove(module, [x], _list_norms)  # type: ignore[no-any-return]
@@ -195,7 +197,8 @@ def _read_linear(module: Any, children: dict[str, Any]) -> Parts | None:
 
         if (how := _prove(module, [x], list_references)) is not None:
             kinds = layers.Kind.of(children[first]), layers.Kind.of(children[act])
-            return Parts(first, act, (*second, *drops), *how, kinds)
+            name, approximate, by = how
+            return Parts(first, act, (*second, *drops), name, approximate, by, kinds)
     return None
 
 

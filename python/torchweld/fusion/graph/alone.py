@@ -193,7 +193,7 @@ def _make_fake(t: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 def _make_symbolic(mode: Any, x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     x = x.to(dtype) if dtype and x.is_floating_point() else x
     sizes = [DimDynamic.DUCK] * (x.dim() - 1) + [DimDynamic.STATIC]
-    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(x, symbolic_context=context)  # type: ignore[no-any-return]
 
 
