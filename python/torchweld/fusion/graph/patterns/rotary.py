@@ -113,7 +113,7 @@ class Norms(NamedTuple):
 
 
 # Which values of a norm are rounded, in the op's words.
-_ROUNDING = {"rounded": "both", "wide": "result", "plus_one": "result", "torch": "result"}
+_ROUNDING = {"rounded": "both", **dict.fromkeys(("wide", "cast", "plus_one", "torch"), "result")}
 
 
 def _normed(
