@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import torchweld
+from refusing import refuses
 from words import WIDTH, WORDS, Layer, Norm, Words, compare, list_ops, make_ids, make_words, step
 
 pytestmark = pytest.mark.usefixtures("own_graphs")
@@ -136,6 +138,43 @@ def test_a_root_by_a_power(dtype: torch.dtype) -> None:
     errors = [(model(x) - exact).norm() for model in (fused, plain)]
     assert errors[0] <= 1.1 * errors[1]
     assert list_ops(fused) == ["rms_norm"]
+
+
+class Rotation(nn.Module):
+    """Queries turned by angles in float32, whatever the dtype of the queries."""
+
+    def __init__(self, is_complex: bool) -> None:
+        super().__init__()
+        self.is_complex = is_complex
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        angles = torch.arange(x.shape[2])[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
+        if self.is_complex:
+            turns = torch.polar(torch.ones_like(angles), angles)[None, None]
+            pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+            return torch.view_as_real(pairs * turns).flatten(3)
+        cos, sin = (torch.cat((t, t), -1)[None, None] for t in (angles.cos(), angles.sin()))
+        return x * cos + torch.cat((-x[..., 4:], x[..., :4]), -1) * sin
+
+
+@pytest.mark.parametrize("is_complex", [False, True])
+def test_float64_by_angles_in_float32(is_complex: bool) -> None:
+    """The weld stood in the graph, and its kernel raised an error: of float64 it takes float64.
+
+    Fake tensors took another way than kernels do, on which nothing was checked.
+    """
+    plain, x = Rotation(is_complex), torch.randn(2, 4, 6, 8, dtype=torch.float64)
+    fused = torchweld.fuse(copy.deepcopy(plain))
+    with torchweld.use_backend("cpu", "eager"):
+        torch.testing.assert_close(fused(x), plain(x))
+    assert list_ops(fused) == ["rotary_embedding"]
+
+
+def test_fake_arguments_are_checked() -> None:
+    """As a kernel's are: so a graph gets no op whose kernel would refuse its inputs."""
+    with FakeTensorMode():
+        x, angles = torch.empty(2, 4, 6, 8, dtype=torch.float64), torch.empty(6, 8)
+        refuses("float64, to go with x", torchweld.functional.rotary_embedding, x, angles, angles)
 
 
 def test_two_lengths_have_rows_in_common() -> None:

@@ -35,7 +35,7 @@ def square(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | N
 
 
 def root(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """x ** -0.5 is rsqrt(x), as torch's kernels compute it; float16's differ in the sign of zero."""
+    """x ** -0.5 is rsqrt(x), as torch's kernels compute it; of float16 zero's sign differs."""
     is_root = func is aten.pow.Tensor_Scalar and type(args[1]) is float and args[1] == -0.5
     is_wide = is_root and args[0].dtype in (torch.float32, torch.float64)
     return (aten.rsqrt.default, args[:1], {}) if is_wide else None
