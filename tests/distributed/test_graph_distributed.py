@@ -18,10 +18,6 @@ from processes import on
 from words import compare, list_ops, make_ids, make_words, step
 
 
-def _fuse(model: Any) -> Any:
-    return torchweld.fuse(model)
-
-
 def _shard(model: Any) -> Any:
     for layer in model.layers:
         fully_shard(layer)
@@ -54,9 +50,9 @@ def test_processes(rank: int, way: str, is_late: bool) -> None:
     prepare = _WAYS[way]
     if is_late:
         wrapped = prepare(model)
-        _fuse(model)
+        torchweld.fuse(model)
     else:
-        wrapped = prepare(_fuse(model))
+        wrapped = prepare(torchweld.fuse(model))
     want = prepare(plain)
     for rows in (2, 2, 3):
         ids = make_ids(rows + 2 * (rank if way != "tensors" else 0))

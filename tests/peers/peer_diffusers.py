@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import torchweld
-from torchweld.fusion import explain_fusion
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ADAPTIVE, GATED = "adaptive_layer_norm", "gated_residual"
@@ -150,7 +149,7 @@ def test_blocks_are_welded_and_exact(name: str) -> None:
             p.add_(torch.randn_like(p) * 0.05)
     exact = _run(copy.deepcopy(plain).double(), case.arguments, torch.float64)
     eager = _run(copy.deepcopy(plain), case.arguments, torch.float32)
-    report = explain_fusion(plain, **case.arguments, return_dict=False)
+    report = torchweld.explain_fusion(plain, **case.arguments, return_dict=False)
     fused = _run(torchweld.fuse(plain), case.arguments, torch.float32)
     for found, off, true in zip(fused, eager, exact, strict=True):
         assert (found is None) == (true is None)

@@ -60,7 +60,7 @@ def _find_results(model: Any) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach(), **grads}
 
 
-def _assert_near(ours: Any, model: Any) -> None:
+def _assert_near(ours: Any, model: Any, generates: bool = True) -> None:
     """Errors against float64 at most twice eager's plus roundings; generated tokens are equal."""
     exact = copy.deepcopy(model).double()
     found, eager, truth = map(_find_results, (ours, model, exact))
@@ -69,7 +69,7 @@ def _assert_near(ours: Any, model: Any) -> None:
     for name, value in truth.items():
         allowed = 2 * _rms(eager[name] - value) + 4 * 2**-24 * max(scale, _rms(value))
         assert _rms(found[name] - value) <= allowed, name
-    if model.can_generate():
+    if generates and model.can_generate():
         prompt = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(8))
         assert torch.equal(ours.generate(prompt, **HOW), model.generate(prompt, **HOW))
 
@@ -272,6 +272,8 @@ PARTS = {
     "qwen3_vl_moe": "Qwen3VLMoeTextModel",
     "unlimited_ocr": "UnlimitedOcrTextModel",
 }
+# One of each kind of attention; each length of a text that grows is captured.
+GENERATING = {"deepseek_v3", "gpt_oss", "mixtral", "qwen3_next"}
 # Experts that no form computes: LEFT has the reasons. Their models are right anyway.
 LEFT_MODELS = {"llama4_text", "longcat_flash"}
 # Models without stacked experts, in files that have a class of them.
@@ -319,7 +321,7 @@ def test_a_mixture(kind: str) -> None:
     model = _build_kind(kind)
     ours = copy.deepcopy(model)
     ours.set_experts_implementation("grouped_mm")  # whose products a graph can hold
-    _assert_near(torchweld.fuse(ours), model)
+    _assert_near(torchweld.fuse(ours), model, kind in GENERATING)
     assert ("experts_mlp" in list_welds(ours)) == (kind not in LEFT_MODELS | NONE)
 
 

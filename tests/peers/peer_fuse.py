@@ -124,8 +124,9 @@ def test_dropout_of_another_stream(name: str, monkeypatch: pytest.MonkeyPatch) -
     """With torch's dropouts in place of ours it is the same curve again."""
 
     def as_torch(x: Any, residual: Any, weight: Any, bias: Any, **how: Any) -> Any:
-        z = torch.nn.functional.dropout(x, how["p"], how["training"]) + residual
-        return functional.layer_norm(z, weight.shape, weight, bias, how["eps"]), z
+        z = torch.nn.functional.dropout(x, how["p"]) + residual
+        y = functional.layer_norm(z, weight.shape, weight, bias, how["eps"])
+        return (y, z) if how.get("return_residual") else y
 
     def attend_as_torch(q: Any, k: Any, v: Any, layout: Any, **how: Any) -> Any:
         mask, p, causal = how["bias"], how["dropout_p"], how["causal"]
@@ -198,13 +199,14 @@ def test_other_forms(name: str) -> None:
     images = name == "DINOv3"
     given = {"pixel_values": pixels} if images else {"input_ids": tokens()["input_ids"]}
     results = []
-    for each in (copy.deepcopy(fused).double(), copy.deepcopy(model).double()):
+    exact = copy.deepcopy(fused).double()
+    for each in (exact, copy.deepcopy(model).double()):
         y = each(**given)[0]
         parameters = list(each.parameters())
         grads = torch.autograd.grad(y.square().mean(), parameters, allow_unused=True)
         flat = [grad.flatten() for grad in grads if grad is not None]
         results.append((y, torch.cat(flat)))
-    assert list_welds(fused)["rotary_embedding_qk"] == 2 or not IS_TESTED_RELEASE
+    assert list_welds(exact)["rotary_embedding_qk"] == 2 or not IS_TESTED_RELEASE
     for mine, theirs in zip(*results, strict=True):
         assert (mine - theirs).abs().max() <= 1e-6 * theirs.abs().max()
     if not images:
@@ -276,7 +278,7 @@ EXPLAINED = (
 @pytest.mark.parametrize("name", [*EXPLAINED, "Mamba2", "Bamba"])
 def test_lines_are_short_and_reasons_are_ours(name: str) -> None:
     report = torchweld.explain_fusion(build(name).train(), **batch(name))
-    assert len(report) > 2
+    assert report
     assert max(map(len, str(report).splitlines())) <= 100
     for row in report:
         assert not _RAW.search(row.reason), row

@@ -25,6 +25,7 @@ CALLS: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = [
     (normal.square, aten.pow.Tensor_Scalar, (2,), {}),
     (normal.square, aten.pow.Tensor_Scalar, (2.0,), {}),
     (normal.square, aten.square.default, (), {}),
+    (normal.root, aten.pow.Tensor_Scalar, (-0.5,), {}),
     (normal.whole_number, aten.mul.Tensor, (3,), {}),
     (normal.whole_number, aten.add.Tensor, (3,), {}),
     (normal.whole_number, aten.add.Tensor, (3,), {"alpha": 2}),
@@ -57,6 +58,9 @@ def test_a_rule_keeps_the_bits(at: int, dtype: torch.dtype) -> None:
     if "device" in kwargs:
         kwargs = {**kwargs, "device": x.device}
     made = rule(func, (x, *args), kwargs)
+    if rule is normal.root and dtype.itemsize == 2:
+        assert made is None
+        return
     assert made is not None
     other, given, named = made
     want, got = func(x, *args, **kwargs), other(*given, **named)

@@ -80,8 +80,8 @@ def _list_captured(model: torch.nn.Module) -> list[Weldable] | None:
             if slot.reason:
                 reason = f"it is captured in parts: {slot.reason}"
                 rows |= collections.Counter([Weldable(name, _name(region), reason=reason)])
-            # Training and evaluation have rows in common.
-            rows |= collections.Counter(_make_rows(region, name, slot.placed))
+            for placed in slot.made:  # such as those of two lengths, which have rows in common
+                rows |= collections.Counter(_make_rows(region, name, placed))
         if found is not None:
             found += rows.elements()
     return found

@@ -34,6 +34,13 @@ def square(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | N
     return None
 
 
+def root(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """x ** -0.5 is rsqrt(x), as torch's kernels compute it; of float16 zero's sign differs."""
+    is_root = func is aten.pow.Tensor_Scalar and type(args[1]) is float and args[1] == -0.5
+    is_wide = is_root and args[0].dtype in (torch.float32, torch.float64)
+    return (aten.rsqrt.default, args[:1], {}) if is_wide else None
+
+
 def whole_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """A whole number is a float where the tensor has floats: x * 2 is x * 2.0."""
     if func not in _ARITHMETIC or len(args) != 2 or not isinstance(args[0], torch.Tensor):
@@ -121,6 +128,7 @@ def part(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | Non
 
 RULES: tuple[Callable[..., Call | None], ...] = (
     square,
+    root,
     whole_number,
     power_of_two,
     dimension,

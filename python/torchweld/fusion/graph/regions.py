@@ -177,8 +177,7 @@ class Slot:
         self.captures = captures
         self.other: Slot | None = None
         self._others = others
-        self.placed: list[Placed] = []
-        self.graphs = self.welds = 0
+        self.made: list[list[Placed]] = []  # of each graph
         self.off = False
         self.divides: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.reason = ""  # why it is off, or why it is captured in pieces
@@ -187,12 +186,23 @@ class Slot:
 
     def _compile(self, module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         if not self._pieces and not capture.is_known(self.run):
-            self.placed, self.graphs, self.welds = [], 0, 0
+            self.made = []
         made = rewrite(module, FINDERS, leaving_out(self.captures.left_out))
-        self.graphs += 1
-        self.welds += made.count()
-        self.placed += made.placed
+        self.made.append(made.placed)
         return run_eagerly(module, made)
+
+    @property
+    def graphs(self) -> int:
+        return len(self.made)
+
+    @property
+    def placed(self) -> list[Placed]:
+        """What stands in all graphs."""
+        return [each for placed in self.made for each in placed]
+
+    @property
+    def welds(self) -> int:
+        return sum(not each.reason for each in self.placed)
 
     def find_other(self) -> Slot | None:
         """The slot for calls with other numbers; None after a few of them."""

@@ -9,6 +9,7 @@ import torch
 
 from torchweld import functional
 from torchweld.fusion.graph.normal import aten
+from torchweld.fusion.graph.patterns.rotary import fit_angles
 from torchweld.fusion.graph.prove import Proposal
 from torchweld.fusion.graph.record import Record, Ref, Step
 
@@ -36,19 +37,19 @@ def _both(q: Any, k: Any, *given: Any) -> Any:
     return _rotate(q, tuple(angles)), _rotate(k, tuple(angles))
 
 
-def _read_angles(*given: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:
-    """Angles and options of the ops."""
+def _read_angles(x: Any, *given: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:
+    """Angles and options of the ops for x."""
     *angles, seq_dim = given
     interleaved = len(angles) == 1
     if interleaved:
         cos, sin = (x.repeat_interleave(2, -1) for x in (angles[0].real, angles[0].imag))
     else:
         cos, sin = (torch.cat((x, x), -1) for x in angles)
-    return (cos, sin), {"seq_dim": seq_dim, "interleaved": interleaved}
+    return fit_angles(x, cos, sin), {"seq_dim": seq_dim, "interleaved": interleaved}
 
 
 def _run_both(q: Any, k: Any, *given: Any) -> Any:
-    angles, options = _read_angles(*given)
+    angles, options = _read_angles(q, *given)
     return functional.rotary_embedding_qk(q, k, *angles, **options)
 
 
@@ -58,7 +59,7 @@ def _one(x: Any, *given: Any) -> Any:
 
 
 def _run_one(x: Any, *given: Any) -> Any:
-    angles, options = _read_angles(*given)
+    angles, options = _read_angles(x, *given)
     return functional.rotary_embedding(x, *angles, **options)
 
 
