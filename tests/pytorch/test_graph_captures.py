@@ -335,3 +335,35 @@ def test_a_graph_is_run_once_on_fake_tensors(monkeypatch: pytest.MonkeyPatch) ->
         model(torch.randn(2, 6, WIDTH))
     assert [row.becomes for row in torchweld.explain_fusion(model)] == ["block_sparse_attention"]
     assert len(runs) == 1
+
+
+def _take_away_the_table(patches: pytest.MonkeyPatch) -> None:
+    patches.delattr(torch._dynamo.trace_rules, "_allowed_callable_ids")
+
+
+def _take_away_an_argument(patches: pytest.MonkeyPatch) -> None:
+    patches.setattr(torch._dynamo, "optimize", lambda backend: backend)
+
+
+@pytest.mark.parametrize("change", [_take_away_the_table, _take_away_an_argument])
+def test_another_dynamo(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release of torch with other private names: the model runs as it is, and says why."""
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU()), torch.ones(2, 8)
+    expected = model(x)
+    torchweld.fuse(model)
+    change(monkeypatch)
+    for _ in range(2):
+        assert torch.equal(model(x), expected)
+    (row,) = torchweld.explain_fusion(model)
+    assert "captured in parts" in row.reason
+
+
+def test_a_dynamo_without_a_file() -> None:
+    """fuse() warns, and leaves the model as it is."""
+    code = (
+        "import sys, torch, torchweld; sys.modules['torch._dynamo.variables.lazy'] = None;"
+        "print(type(torchweld.fuse(torch.nn.Sequential())) is torch.nn.Sequential)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "True\n"
+    assert "has another Dynamo than the tested releases" in ran.stderr
