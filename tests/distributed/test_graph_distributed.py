@@ -1,4 +1,4 @@
-"""fuse(by="graph") with DDP, FSDP2 and tensor plans in two processes, next to the plain model."""
+"""fuse() with DDP, FSDP2 and tensor plans in two processes, next to the plain model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import torchweld
 from processes import on
 from words import compare, list_ops, make_ids, make_words, step
-
-
-def _fuse(model: Any) -> Any:
-    return torchweld.fuse(model, by="graph")
 
 
 def _shard(model: Any) -> Any:
@@ -54,9 +50,9 @@ def test_processes(rank: int, way: str, is_late: bool) -> None:
     prepare = _WAYS[way]
     if is_late:
         wrapped = prepare(model)
-        _fuse(model)
+        torchweld.fuse(model)
     else:
-        wrapped = prepare(_fuse(model))
+        wrapped = prepare(torchweld.fuse(model))
     want = prepare(plain)
     for rows in (2, 2, 3):
         ids = make_ids(rows + 2 * (rank if way != "tensors" else 0))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,10 +13,12 @@ import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from torchweld.fusion import peer
+import torchweld
 
 # In another release models differ: peer_welds.py counts what is welded there.
-IS_TESTED_RELEASE = transformers.__version__.startswith(f"{peer.TESTED}.")
+_MAKEFILE = (Path(__file__).parents[2] / "Makefile").read_text()
+_TESTED: Any = re.search(r"^TRANSFORMERS := transformers==(\d+\.\d+)", _MAKEFILE, re.MULTILINE)
+IS_TESTED_RELEASE = transformers.__version__.startswith(f"{_TESTED[1]}.")
 # The argument of a forward that takes a cache, and the result's attribute.
 _CODE = inspect.unwrap(transformers.LlamaForCausalLM.forward).__code__
 CACHE = "cache" if "cache" in _CODE.co_varnames else "past_key_values"
@@ -113,6 +118,11 @@ def make_class(model_class: Any, config_class: Any, more: dict[str, Any]) -> tor
     return model_class(config)  # type: ignore[no-any-return]
 
 
+def list_welds(model: torch.nn.Module) -> Counter[str]:
+    """The ops that the captured calls of a fused model have, in all of its layers."""
+    return Counter(row.becomes for row in torchweld.explain_fusion(model) if row.welded)
+
+
 # --- Named models ---------------------------------------------------------------------------------
 
 _CAUSAL, _MASKED, _PAIRS = "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration"
@@ -204,48 +214,44 @@ _MADE |= {
 }
 _WHOLE.add("NemotronH")
 
-_LOSS = {"linear_cross_entropy in training, logits when read": 1}
-_LIKE_LLAMA = {"rms_norm": 5, "gated_act (silu)": 2, "rotary_embedding_qk": 2, **_LOSS}
-_GATE_FIRST = "rms_norm of gated_act (silu)"
-_NORMED = "rotary_embedding_qk, q and k norm"
-# How many modules of a kind fuse() welds in a model.
+_LOSS = {"linear_cross_entropy": 1}
+_LIKE_LLAMA = {"rms_norm": 1, "dropout_add_rms_norm": 4, "gated_act": 2, "rotary_embedding_qk": 2}
+_LIKE_LLAMA |= _LOSS
+# How many of each op a training step of a fused model has.
 MODELS: dict[str, dict[str, int]] = {
-    "OPT": {"layer_norm": 5, "linear_act (relu)": 2, **_LOSS},
-    "GPT2": {"layer_norm": 5, "linear_act (gelu by tanh)": 2, **_LOSS},
-    "Bert": {"layer_norm": 2, "linear_act (gelu)": 3, "dropout_add_layer_norm": 4, **_LOSS},
-    "Roberta": {"layer_norm": 2, "linear_act (gelu)": 2, "dropout_add_layer_norm": 4, **_LOSS},
-    "ViT": {"layer_norm": 5, "linear_act (gelu)": 2},
+    "OPT": {"layer_norm": 4, "dropout_add_layer_norm": 1, "linear_act": 2, **_LOSS},
+    "GPT2": {"layer_norm": 1, "dropout_add_layer_norm": 4, "linear_act": 2, **_LOSS},
+    "Bert": {"layer_norm": 2, "dropout_add_layer_norm": 4, "linear_act": 3, **_LOSS},
+    "Roberta": {"layer_norm": 1, "dropout_add_layer_norm": 5, "linear_act": 3, **_LOSS},
+    "ViT": {"layer_norm": 1, "dropout_add_layer_norm": 4, "linear_act": 2},
     "T5": {
-        **{"rms_norm": 12, "gated_act (gelu by tanh)": 4, **_LOSS},
-        "on the CPU block_sparse_attention over all keys": 6,
+        **{"rms_norm": 2, "dropout_add_rms_norm": 10, "gated_act": 4, **_LOSS},
+        "block_sparse_attention": 6,
     },
     **dict.fromkeys(("Llama", "Qwen2", "Mistral", "Phi3"), _LIKE_LLAMA),
-    "Gemma": {
-        **{"rms_norm, weight + 1": 5, "gated_act (gelu by tanh)": 2, "rotary_embedding_qk": 2},
-        **_LOSS,
-    },
+    "Gemma": {"rms_norm": 5, "gated_act": 2, "rotary_embedding_qk": 2, **_LOSS},
 }
 # Norms with gates, on heads, of other forms.
 WITH_OTHER_NORMS: dict[str, dict[str, int]] = {
-    "Qwen3": {"rms_norm": 5, "gated_act (silu)": 2, _NORMED: 2, **_LOSS},
-    "Gemma3": {"rms_norm, weight + 1": 9, "gated_act (gelu by tanh)": 2, _NORMED: 2, **_LOSS},
-    "Cohere": {"gated_act (silu)": 2, "layer_norm": 3, "rotary_embedding_qk": 2, **_LOSS},
+    "Qwen3": _LIKE_LLAMA,
+    "Gemma3": {"rms_norm": 9, "gated_act": 2, "rotary_embedding_qk": 2, **_LOSS},
+    "Cohere": {"layer_norm": 3, "gated_act": 2, "rotary_embedding_qk": 2, **_LOSS},
     "Nemotron": {
-        **{"linear_act (relu2)": 2, "layer_norm, weight + 1": 5, "rotary_embedding_qk": 2},
-        **_LOSS,
+        **{"layer_norm": 1, "dropout_add_layer_norm": 4, "linear_act": 2, **_LOSS},
+        "rotary_embedding_qk": 2,
     },
-    "Mamba2": {"rms_norm": 3, _GATE_FIRST: 2, "bias_act (silu)": 2, **_LOSS},
+    "Mamba2": {"rms_norm": 3, "dropout_add_rms_norm": 2, "gated_act": 2, **_LOSS},
     "FalconH1": {
-        **{"gated_act (silu)": 2, "bias_act (silu)": 2, "rms_norm": 5, "rotary_embedding_qk": 2},
-        **_LOSS,  # its gated norm decides by the number of dimensions
+        **{"rms_norm": 3, "dropout_add_rms_norm": 4, "gated_act": 4, **_LOSS},
+        "rotary_embedding_qk": 2,
     },
     "NemotronH": {
-        **{"rms_norm": 5, _GATE_FIRST: 2, "bias_act (silu)": 2, "linear_act (relu2)": 1},
-        **_LOSS,
+        **{"rms_norm": 3, "dropout_add_rms_norm": 4, "gated_act": 2, **_LOSS},
+        "linear_act": 1,
     },
     "Bamba": {
-        **{"gated_act (silu)": 2, "bias_act (silu)": 1, "rms_norm": 5, "rotary_embedding_qk": 1},
-        **{_GATE_FIRST: 1, **_LOSS},
+        **{"rms_norm": 2, "dropout_add_rms_norm": 4, "gated_act": 3, **_LOSS},
+        "rotary_embedding_qk": 1,
     },
 }
 if not hasattr(transformers, "NemotronHConfig"):  # not in older releases

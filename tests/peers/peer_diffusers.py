@@ -1,4 +1,4 @@
-"""fuse(by="graph") of diffusion transformers of diffusers: what is welded, and float64's numbers.
+"""fuse() of diffusion transformers of diffusers: what is welded, and float64's numbers.
 
 The models are small and random. A fused model's result and gradients are held to those of the plain
 model in float64, and to its own float32 error.
@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import torchweld
-from torchweld.fusion import explain_fusion
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ADAPTIVE, GATED = "adaptive_layer_norm", "gated_residual"
@@ -150,8 +149,8 @@ def test_blocks_are_welded_and_exact(name: str) -> None:
             p.add_(torch.randn_like(p) * 0.05)
     exact = _run(copy.deepcopy(plain).double(), case.arguments, torch.float64)
     eager = _run(copy.deepcopy(plain), case.arguments, torch.float32)
-    report = explain_fusion(plain, **case.arguments, return_dict=False, by="graph")
-    fused = _run(torchweld.fuse(plain, by="graph"), case.arguments, torch.float32)
+    report = torchweld.explain_fusion(plain, **case.arguments, return_dict=False)
+    fused = _run(torchweld.fuse(plain), case.arguments, torch.float32)
     for found, off, true in zip(fused, eager, exact, strict=True):
         assert (found is None) == (true is None)
         if true is not None:

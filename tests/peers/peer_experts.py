@@ -18,7 +18,7 @@ import peft
 import pytest
 import torch
 import transformers
-from models import IS_TESTED_RELEASE, tokens
+from models import IS_TESTED_RELEASE, list_welds, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -26,8 +26,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import torchweld
 from processes import processes
 from torchweld import huggingface, optim
-from torchweld.fusion.experts import find_form, looks_stacked
-from torchweld.ops.experts.grouped import Form
+from torchweld.huggingface._experts import find_form
 
 HOW = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -61,7 +60,7 @@ def _find_results(model: Any) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach(), **grads}
 
 
-def _assert_near(ours: Any, model: Any) -> None:
+def _assert_near(ours: Any, model: Any, generates: bool = True) -> None:
     """Errors against float64 at most twice eager's plus roundings; generated tokens are equal."""
     exact = copy.deepcopy(model).double()
     found, eager, truth = map(_find_results, (ours, model, exact))
@@ -70,7 +69,7 @@ def _assert_near(ours: Any, model: Any) -> None:
     for name, value in truth.items():
         allowed = 2 * _rms(eager[name] - value) + 4 * 2**-24 * max(scale, _rms(value))
         assert _rms(found[name] - value) <= allowed, name
-    if model.can_generate():
+    if generates and model.can_generate():
         prompt = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(8))
         assert torch.equal(ours.generate(prompt, **HOW), model.generate(prompt, **HOW))
 
@@ -92,7 +91,8 @@ def _trains_under_fsdp(rank: int, way: str) -> None:
     """Two steps, each process with half of the batch; experts have a mesh of their own."""
     alone = _build("Mixtral").double().train()
     if way == "fuse":
-        torchweld.fuse(alone, by="graph")
+        alone.set_experts_implementation("batched_mm")
+        torchweld.fuse(alone)
     else:
         huggingface.register()
         alone.set_experts_implementation("torchweld")
@@ -225,7 +225,8 @@ def test_lora_on_experts() -> None:
     for ours in (False, True):
         model = _build("Mixtral")
         if ours:
-            torchweld.fuse(model, by="graph")
+            model.set_experts_implementation("grouped_mm")
+            torchweld.fuse(model)
         torch.manual_seed(3)
         adapted: Any = peft.get_peft_model(model, config)
         for name, parameter in adapted.named_parameters():
@@ -236,6 +237,11 @@ def test_lora_on_experts() -> None:
     assert found[0]
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.fixture(autouse=True)
+def _graphs(own_graphs: None) -> None:
+    """Graphs of each test's own."""
 
 
 # --- Every model with stacked experts -------------------------------------------------------------
@@ -267,6 +273,8 @@ PARTS = {
     "qwen3_vl_moe": "Qwen3VLMoeTextModel",
     "unlimited_ocr": "UnlimitedOcrTextModel",
 }
+# One of each kind of attention; each length of a text that grows is captured.
+GENERATING = {"deepseek_v3", "gpt_oss", "mixtral", "qwen3_next"}
 # Experts that no form computes: LEFT has the reasons. Their models are right anyway.
 LEFT_MODELS = {"llama4_text", "longcat_flash"}
 # Models without stacked experts, in files that have a class of them.
@@ -311,17 +319,11 @@ def _build_kind(kind: str) -> Any:
 @TESTED
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in NOT_SMALL])
 def test_a_mixture(kind: str) -> None:
-    """By transformers' choice of an implementation, and by fuse where that is ours."""
     model = _build_kind(kind)
     ours = copy.deepcopy(model)
-    huggingface.register()
-    served = kind not in LEFT_MODELS | NONE
-    assert served == any(
-        looks_stacked(m) and isinstance(find_form(m), Form) for m in ours.modules()
-    )
-    if served:
-        ours.set_experts_implementation("torchweld")
-    _assert_near(ours, model)
+    ours.set_experts_implementation("grouped_mm")  # whose products a graph can hold
+    _assert_near(torchweld.fuse(ours), model, kind in GENERATING)
+    assert ("experts_mlp" in list_welds(ours)) == (kind not in LEFT_MODELS | NONE)
 
 
 @TESTED

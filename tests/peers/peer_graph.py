@@ -1,4 +1,4 @@
-"""fuse(by="graph") with transformers, peft and accelerate: each cell next to the unfused model."""
+"""fuse() with transformers, peft and accelerate: each cell next to the unfused model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from accelerate.state import AcceleratorState
 
 import torchweld
 from torchweld import numerics
-from torchweld.fusion.graph.regions import Region
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the models
 
@@ -35,7 +34,7 @@ def _make(name: str = "Llama") -> tuple[Any, Any]:
     """A fused model and the model."""
     end = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
     model = models.make(name, end).train()
-    return torchweld.fuse(copy.deepcopy(model), by="graph"), model
+    return torchweld.fuse(copy.deepcopy(model)), model
 
 
 def _step(model: Any, **more: Any) -> dict[str, torch.Tensor]:
@@ -51,11 +50,6 @@ def _compare(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> Non
     assert got.keys() == want.keys()
     for name, b in want.items():
         assert (got[name] - b).norm() <= 2e-5 * b.norm() + 1e-7, name
-
-
-def _count(model: Any) -> int:
-    kinds = {type(part) for part in model.modules() if isinstance(part, Region)}
-    return sum(s.welds for kind in kinds for s in kind.weld_captures.slots.values() if not s.off)
 
 
 _LORA = {"init_lora_weights": False, "lora_dropout": 0.0}
@@ -85,11 +79,11 @@ def test_adapters(adapter: str, is_late: bool) -> None:
     torch.manual_seed(2)
     if is_late:
         got = peft.get_peft_model(model, config)
-        torchweld.fuse(got, by="graph")
+        torchweld.fuse(got)
     else:
-        got = peft.get_peft_model(torchweld.fuse(model, by="graph"), config)
+        got = peft.get_peft_model(torchweld.fuse(model), config)
     _compare(_step(got), _step(want))
-    assert _count(got)
+    assert models.list_welds(got)
     for model in (got, want):
         model.merge_adapter()
     with torch.no_grad():
@@ -126,16 +120,16 @@ def test_quantised_layers(quantize: str, is_late: bool) -> None:
     want = models.make("Llama").train()
     got = copy.deepcopy(want)
     if not is_late:
-        torchweld.fuse(got, by="graph")
+        torchweld.fuse(got)
         _step(got)
     for model in (got, want):
         _QUANTIZE[quantize](model)
         for name, p in model.named_parameters():
             p.requires_grad_("norm" in name)
     if is_late:
-        torchweld.fuse(got, by="graph")
+        torchweld.fuse(got)
     _compare(_step(got), _step(want))
-    assert _count(got)
+    assert models.list_welds(got)
     with torch.no_grad():
         a, b = (model.eval()(**models.tokens()).logits for model in (got, want))
     torch.testing.assert_close(a, b, **numerics.CHAINED_SMALL)
@@ -153,7 +147,7 @@ def test_masks_and_packed_sequences(name: str) -> None:
     packed = {"position_ids": positions, "use_cache": False}
     for more in ({}, {"attention_mask": torch.ones_like(ids)}, {"attention_mask": padded}, packed):
         _compare(_step(got, **more), _step(want, **more))
-    assert _count(got)
+    assert models.list_welds(got)
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
@@ -172,7 +166,7 @@ def test_accelerate() -> None:
     got, want = _make()
     prepared = accelerate.Accelerator(cpu=True).prepare(got)
     _compare(_step(prepared), _step(want))
-    assert _count(got)
+    assert models.list_welds(got)
     AcceleratorState._reset_state(True)
 
 

@@ -1,4 +1,4 @@
-"""Heads of models of images, speech and pairs of sequences: fuse() takes their loss, by both ways.
+"""Heads of models of images, speech and pairs of sequences: fuse() takes their loss.
 
 As a script, it measures all classes that can be made small and writes the second table of
 docs/welds.md, or the rows of the architectures that it is given.
@@ -21,7 +21,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import torchweld
-from torchweld.fusion.logits import Logits
+from torchweld.graphs import Logits
 
 PAGE = Path(__file__).parents[2] / "docs" / "welds.md"
 _MAPPINGS = (
@@ -33,7 +33,6 @@ _TESTED = (
     *("llava", "gemma3", "internvl", "qwen2_audio", "whisper", "bart", "t5", "canary"),
     "paligemma",  # computes something else where it is compiled
 )
-WAYS = ("trial", "graph")
 
 
 def list_classes() -> dict[str, str]:
@@ -131,19 +130,14 @@ def read_error(got: Step, exact: Step) -> float:
     return float((lost / sum(float(g.square().sum()) for g in exact.grads.values())) ** 0.5)
 
 
-def measure(kind: str) -> dict[str, tuple[bool, float]]:
-    """Of each way whether logits are lazy, and the gradients' error as a multiple of eager's."""
+def measure(kind: str) -> tuple[bool, float]:
+    """Whether logits are lazy, and the gradients' error as a multiple of eager's."""
     torch.compiler.reset()
     model = make(kind)
     batch, exact = step_exactly(model)
     plain = read_error(step(model, batch), exact)
-    found = {}
-    for way in WAYS:
-        torchweld.fuse(model, by=way)
-        got = step(model, batch)
-        found[way] = isinstance(got.logits, Logits), read_error(got, exact) / plain
-        torchweld.unfuse(model)
-    return found
+    got = step(torchweld.fuse(model), batch)
+    return isinstance(got.logits, Logits), read_error(got, exact) / plain
 
 
 @pytest.fixture(autouse=True)
@@ -159,23 +153,22 @@ def test_a_head_takes_its_loss(kind: str) -> None:
     """75 of 133 classes kept their logits: their words were counted in an inner config only, a row
     was added to the logits, or the head had another name. The tests had causal models only.
     """
-    for way, (is_lazy, error) in measure(kind).items():
-        assert is_lazy, way
-        assert error <= 3, way
+    is_lazy, error = measure(kind)
+    assert is_lazy
+    assert error <= 3
 
 
-_HEAD = '| class | `fuse(model)` | `by="graph"` |'
+_HEAD = "| class | takes the loss, error |"
 
 
-def write(rows: dict[str, dict[str, tuple[bool, float]]]) -> None:
+def write(rows: dict[str, tuple[bool, float]]) -> None:
     """Write rows into the page's second table."""
     text = PAGE.read_text()
     start, body = text[: text.index(_HEAD)], text[text.index(_HEAD) :]
     lines = {line.split("`")[1]: line for line in body.splitlines()[2:]}
-    for name, ways in rows.items():
-        cells = (f"{'yes' if lazy else 'no'}, {error:.2f}" for lazy, error in ways.values())
-        lines[name] = f"| `{name}` | {' | '.join(cells)} |"
-    table = [_HEAD, "|---|--|--|", *(lines[name] for name in sorted(lines))]
+    for name, (is_lazy, error) in rows.items():
+        lines[name] = f"| `{name}` | {'yes' if is_lazy else 'no'}, {error:.2f} |"
+    table = [_HEAD, "|---|--|", *(lines[name] for name in sorted(lines))]
     PAGE.write_text(start + "\n".join(table) + "\n")
 
 

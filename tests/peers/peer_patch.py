@@ -22,7 +22,7 @@ from conftest import running_at
 from selection import TRITON, TRITON_DEVICE
 from torchweld import huggingface, numerics
 from torchweld.errors import ArgumentError
-from torchweld.fusion import Weld
+from torchweld.fusion.weld import Weld
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers, "monkey_patching")
@@ -45,7 +45,7 @@ def _is_fused(model: torch.nn.Module) -> bool:
 
 def _list_welds(model: torch.nn.Module) -> Counter[str]:
     """What the calls became that were captured."""
-    rows = torchweld.explain_fusion(model, by="graph")
+    rows = torchweld.explain_fusion(model)
     return Counter(row.becomes for row in rows if row.welded)
 
 
@@ -76,7 +76,7 @@ def test_built_fused(name: str, compiled: bool, tmp_path: Path) -> None:
     assert loaded.state_dict().keys() == plain.state_dict().keys()
     assert all(map(torch.equal, loaded.parameters(), plain.parameters()))
     # What is outside of layers is left for fuse.
-    peer_fuse._agree(peer_fuse._results(torchweld.fuse(model, by="graph"), given), found, truth)
+    peer_fuse._agree(peer_fuse._results(torchweld.fuse(model), given), found, truth)
     assert "linear_cross_entropy" in _list_welds(model)
 
 
@@ -177,7 +177,7 @@ def test_the_fused_classes_of_transformers() -> None:
     assert type(model.model.layers[0]).__name__ == "FusedLlamaDecoderLayer"
     plain = peer_fuse._results(model, given)
     truth = peer_fuse._results(copy.deepcopy(model).double(), given)
-    torchweld.fuse(model, by="graph")
+    torchweld.fuse(model)
     peer_fuse._agree(peer_fuse._results(model, given), plain, truth)
     found = _list_welds(model)
     assert found["rms_norm"] + found["dropout_add_rms_norm"] == 5
@@ -185,17 +185,17 @@ def test_the_fused_classes_of_transformers() -> None:
 
 
 def test_forwards_that_others_put_on_instances() -> None:
-    """Such as Liger's: they run, and what they compute counts."""
+    """Such as Liger's: fuse keeps out, and explain_fusion names the modules."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return 2 * torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
 
     model = build("Llama").train()
     model.model.norm.forward = forward.__get__(model.model.norm)
     expected = peer_fuse._results(copy.deepcopy(model), tokens())
+    rows = {row.where: row for row in torchweld.explain_fusion(torchweld.fuse(model))}
+    assert "its forward is set on the instance" in rows["model.norm"].reason
+    assert rows["model.layers.0.input_layernorm"].welded
     torch.testing.assert_close(
-        peer_fuse._results(torchweld.fuse(model, by="graph"), tokens()),
-        expected,
-        **numerics.CHAINED_SMALL,
+        peer_fuse._results(model, tokens()), expected, **numerics.CHAINED_SMALL
     )
-    assert _list_welds(model)["rms_norm"]

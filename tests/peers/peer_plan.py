@@ -38,7 +38,7 @@ def _build(
     """A model with gradients, its batch and its loss."""
     whole, given = whole.double().train(), _wide(batch)
     if fused:
-        torchweld.fuse(whole, by="graph")
+        torchweld.fuse(whole)
     loss = whole(**given).loss
     assert whole(**given).loss == loss  # nothing is random
     loss.backward()
@@ -220,7 +220,7 @@ def test_drops_what_the_whole_drops(name: str, sequence: bool) -> None:
 
 def _compiles(rank: int, sequence: bool) -> None:
     """Each layer in one graph: gradients of one process."""
-    whole = torchweld.fuse(models.build("Llama").double().train(), by="graph")
+    whole = torchweld.fuse(models.build("Llama").double().train())
     model = copy.deepcopy(whole)
     parallelize_module(model, init_device_mesh("cpu", (2,)), tp_plan(model, sequence))
     for layer in model.model.layers:
@@ -263,7 +263,7 @@ def _compute_loss(result: Any, targets: torch.Tensor) -> torch.Tensor:
 
 def _start(name: str, config: Any) -> Any:
     return parallelize(
-        torchweld.fuse(models.build(name).train(), by="graph"),
+        torchweld.fuse(models.build(name).train()),
         config,
         device="cpu",
         example=(torch.zeros((ROWS, 24), dtype=torch.int64),),

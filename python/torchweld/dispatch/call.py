@@ -126,6 +126,8 @@ def is_too_small(op: Op, inputs: Sequence[Any]) -> bool:
 
 def _find_function(op: Op, inputs: Sequence[Any]) -> Callable[..., Any]:
     """What serves these inputs."""
+    if state.is_fake(inputs[0]):
+        op.check(*inputs)  # eager torch would serve it, and accept more
     # This is is_compiling() with one Python call less: small calls count each of them.
     compiling = is_dynamo_compiling() or torch.compiler._is_compiling_flag
     if choice.forced is None and not compiling and is_too_small(op, inputs):

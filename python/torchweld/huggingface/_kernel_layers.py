@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 
 from torchweld import functional
-from torchweld.fusion.graph.alone import Alone, CannotRecordError
+from torchweld.fusion.graph.alone import HOOKS, Alone, CannotRecordError
 from torchweld.fusion.graph.patterns import rotary
-from torchweld.fusion.weld import Kind, is_of_kind, name_hooks
 
 
 class RMSNorm(torch.nn.Module):
@@ -230,6 +230,23 @@ def is_by_erf(act_fn: Any) -> bool:
     return getattr(act_fn, "approximate", "") == "none" or function is torch.nn.functional.gelu
 
 
+_PLAIN = (bool, int, float, str, type(None), FunctionType, BuiltinFunctionType)
+
+
+class PartKind(NamedTuple):
+    """What a part was when its layer was named."""
+
+    was: type
+    forward: Any
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, part: Any) -> PartKind:
+        own = vars(part).items()
+        settings = {n: v for n, v in own if type(v) in _PLAIN and n not in ("training", "forward")}
+        return cls(type(part), type(part).forward, settings)
+
+
 class Parts(NamedTuple):
     """Children of a module: a linear layer, its activation, and what runs after them.
 
@@ -242,7 +259,7 @@ class Parts(NamedTuple):
     activation: Any
     approximate: Any
     is_transposed: bool  # the layer's weight, as Conv1D's
-    kinds: tuple[Kind, Kind]  # of the layer and its activation
+    kinds: tuple[PartKind, PartKind]  # of the layer and its activation
 
 
 def run_parts(module: Any, parts: Parts, x: torch.Tensor) -> Any:
@@ -259,11 +276,12 @@ def run_parts(module: Any, parts: Parts, x: torch.Tensor) -> Any:
     return x
 
 
-def _is_as_named(part: Any, kind: Kind) -> bool:
+def _is_as_named(part: Any, kind: PartKind) -> bool:
     """Whether a part has no hook, and no forward but its own and ours."""
     forward = vars(part).get("forward")
     is_own = forward is None or hasattr(forward, "torchweld_becomes")
-    return is_own and is_of_kind(part, kind) and not name_hooks(part, besides=None)
+    has_hooks = any(vars(part)[name] for name in HOOKS)
+    return is_own and not has_hooks and PartKind.of(part) == kind
 
 
 # How functions pair columns, by their class and whether they take an angle for each column.

@@ -14,7 +14,7 @@ from torchweld.fusion.graph.alone import STATES, Alone, CannotRecordError, Known
 from torchweld.fusion.graph.mlp import GatedMLP
 from torchweld.fusion.graph.patterns import layer_norm, rms_norm
 from torchweld.fusion.graph.patterns.activation import Activation, compute
-from torchweld.fusion.weld import kind_of, why_not_change
+from torchweld.fusion.weld import why_not_change
 from torchweld.huggingface import _kernel_layers as layers
 from torchweld.huggingface._kernel_layers import Parts
 from torchweld.huggingface._kernel_mapping import check_installed
@@ -196,7 +196,7 @@ def _read_linear(module: Any, children: dict[str, Any]) -> Parts | None:
                 yield how, partial(_linear_act, first, (*second, *drops), kind, by)
 
         if (how := _prove(module, [x], list_references)) is not None:
-            kinds = kind_of(children[first]), kind_of(children[act])
+            kinds = layers.PartKind.of(children[first]), layers.PartKind.of(children[act])
             activation, approximate, _ = how
             after = (*second, *drops)
             return Parts(first, act, after, activation, approximate, is_transposed, kinds)

@@ -81,7 +81,7 @@ def _find_classes(empty: torch.nn.Module) -> dict[str, type]:
 
     Layers of one class share the class that the first of them gets: its graphs tell them apart.
     """
-    fuse(empty, by="graph")
+    fuse(empty)
     found: dict[str, type] = {}
     for _, module in find_welds(empty):
         cls = type(module)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from torchweld import isolate
-from torchweld.fusion import probe
+from torchweld.fusion import refusals
 from torchweld.fusion.graph.normal import aten
 from torchweld.fusion.graph.patterns.activation import Activation, list_acts
 from torchweld.fusion.graph.prove import Proposal, Prover, autocast_as
@@ -24,7 +24,7 @@ from torchweld.fusion.graph.record import Record, Step, list_devices, list_refs,
 
 Forward = Callable[..., Any]  # of a module and its inputs
 _Found = TypeVar("_Found")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")  # tells of each refusal
 
 
@@ -129,7 +129,7 @@ class Alone:
             with self.mode, recording(self.record), self._state.within(self._device):
                 out = forward(twin, *given)
         except Exception as error:
-            probe.read_refusal(error)
+            refusals.raise_others(error)
             text = f"{type(error).__name__}: {str(error)[:200]}"
             raise CannotRecordError(f"its forward does not run on fake tensors: {text}") from error
         after = _list_attributes(twin)
@@ -219,7 +219,7 @@ class Known:
             for name, t in own.pop(kind).items()
         ]
         parts = tuple(own.pop("_modules"))
-        others = tuple((n, type(x), self._name(x)) for n, x in own.items() if n not in _HOOKS)
+        others = tuple((n, type(x), self._name(x)) for n, x in own.items() if n not in HOOKS)
         return path, type(part), parts, (*tensors,), others
 
     def _name(self, value: Any) -> Any:
@@ -269,7 +269,7 @@ def _make_symbolic(mode: Any, x: torch.Tensor, state: State) -> torch.Tensor:
 def _copy(module: Any, tensors: dict[int, torch.Tensor]) -> Any:
     """A shallow copy of a module and its parts with other tensors and no hooks."""
     own, copied = vars(module), object.__new__(type(module))
-    attributes = {**own, **{name: type(own[name])() for name in _HOOKS}}
+    attributes = {**own, **{name: type(own[name])() for name in HOOKS}}
     for kind in ("_parameters", "_buffers"):
         attributes[kind] = {n: None if t is None else tensors[id(t)] for n, t in own[kind].items()}
     parts = own["_modules"].items()

@@ -25,7 +25,7 @@ from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.fx import _symbolic_trace
 
 from torchweld import state
-from torchweld.fusion import probe
+from torchweld.fusion import refusals
 from torchweld.fusion.graph.answers import Answers, take_out
 
 
@@ -55,12 +55,22 @@ def make(name: str, backend: Callable[..., Any], whole: bool) -> Callable[..., A
         return ready if compare is None else _in_turn(compare, ready)
 
     compile_graph.is_torchwelds = True  # type: ignore[attr-defined]
-    context = torch._dynamo.optimize(  # type: ignore[no-untyped-call]
-        compile_graph, nopython=whole
-    )
-    if isinstance(context, OptimizeContext):  # not with TORCHDYNAMO_DISABLE=1
-        context.callback = _Patched(context.callback, Answers(decides=whole))
-    return context(own)  # type: ignore[no-any-return]
+    try:
+        context = torch._dynamo.optimize(  # type: ignore[no-untyped-call]
+            compile_graph, nopython=whole
+        )
+        if isinstance(context, OptimizeContext):  # not with TORCHDYNAMO_DISABLE=1
+            context.callback = _Patched(context.callback, Answers(decides=whole))
+        return context(own)  # type: ignore[no-any-return]
+    except (AttributeError, TypeError) as error:  # of a release with another Dynamo
+        return _failing(f"torch {torch.__version__} has another Dynamo: {error}")
+
+
+def _failing(reason: str) -> Callable[..., Any]:
+    def call(*_: Any) -> Any:
+        raise CannotCaptureError(reason)
+
+    return call
 
 
 def _in_turn(compare: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,20 +136,20 @@ class _Patched:
                     with self._answers.serve():
                         return self._compile_frame(*args, **kwargs)
                 except Exception as error:  # Dynamo's own errors have many types
-                    _read_refusal(error)
+                    _raise_others(error)
                     if not self._answers.learn(error):
                         raise CannotCaptureError(str(error)) from error
 
 
-def _read_refusal(error: Exception) -> None:
+def _raise_others(error: Exception) -> None:
     """Raise an error that is none of the model's, as it was before Dynamo wrapped it."""
     inner = getattr(error, "inner_exception", None)  # of a backend, which has asked already
     if isinstance(inner, Exception):
-        probe.read_refusal(inner)
+        refusals.raise_others(inner)
     before = error.__context__
-    if isinstance(before, Exception) and probe.was_raised_by_handler(error):
+    if isinstance(before, Exception) and refusals.was_raised_by_handler(error):
         raise before
-    probe.read_refusal(error)
+    refusals.raise_others(error)
 
 
 def _list_logging() -> set[Any]:

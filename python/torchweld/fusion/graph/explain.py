@@ -1,4 +1,4 @@
-"""What fuse(by="graph") welds in a model, told before it trains."""
+"""What fuse() welds in a model, told before it trains."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.fusion import peer
 from torchweld.fusion.graph import capture
 from torchweld.fusion.graph.patterns import FINDERS
 from torchweld.fusion.graph.regions import Region, list_layers
 from torchweld.fusion.graph.rewrite import Placed, leaving_out, rewrite
-from torchweld.fusion.plan import Filter, Weldable
+from torchweld.fusion.kernelized import list_kernelized
+from torchweld.fusion.report import Filter, Weldable
 
 _TOKENS = (2, 16)  # of an example that nobody gave
 
@@ -30,23 +30,43 @@ def explain(
 
     The call does not run. If its forward does not capture as a whole, the call runs until the
     last kind of layer begins, and each kind is captured by itself. Without a call it lists what the
-    calls became that a fused model has captured.
+    calls became that a fused model has captured. What `kernels.kernelize` did comes last.
     """
+    rows = _explain_call(model, args, kwargs, filter_fn)
+    welds = {(row.where, row.what) for row in rows if row.becomes}
+    return rows + [
+        Weldable(each.where, each.what, each.becomes, bool(each.becomes), reason=each.reason)
+        for each in list_kernelized(model)
+        if (each.where, each.what) not in welds
+    ]
+
+
+def _explain_call(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], filter_fn: Filter | None
+) -> list[Weldable]:
     if not args and not kwargs:
         if (captured := _list_captured(model)) is not None:
             return captured
         kwargs = _make_example(model)
-    left_out = {
-        key
-        for name, part in model.named_modules()
-        if filter_fn and not filter_fn(part, name)
-        for key in (name, str(id(part)))
-    }
+    left_out = _list_left_out(model, filter_fn)
     placed, broken = _capture(model, args, kwargs, left_out)
     if broken:
         rows = [Weldable("", _name(model), reason=f"it is captured in parts: {broken}")]
         return [*rows, *_explain_layers(model, args, kwargs, left_out)]
     return list(_make_rows(model, "", placed))
+
+
+def _list_left_out(model: torch.nn.Module, filter_fn: Filter | None) -> set[str]:
+    """Names and ids of modules that this filter leaves out, or the one that the model has."""
+    names = {
+        name for name, part in model.named_modules() if filter_fn and not filter_fn(part, name)
+    }
+    if filter_fn is None:
+        for start, part in model.named_modules():
+            inner = part.weld_left_out if isinstance(part, Region) else ()
+            names |= {".".join(filter(None, (start, name))) for name in inner}
+    parts = dict(model.named_modules())
+    return names | {str(id(parts[name])) for name in names if name in parts}
 
 
 def _list_captured(model: torch.nn.Module) -> list[Weldable] | None:
@@ -60,8 +80,8 @@ def _list_captured(model: torch.nn.Module) -> list[Weldable] | None:
             if slot.reason:
                 reason = f"it is captured in parts: {slot.reason}"
                 rows |= collections.Counter([Weldable(name, _name(region), reason=reason)])
-            # Training and evaluation have rows in common.
-            rows |= collections.Counter(_make_rows(region, name, slot.placed))
+            for placed in slot.made:  # such as those of two lengths, which have rows in common
+                rows |= collections.Counter(_make_rows(region, name, placed))
         if found is not None:
             found += rows.elements()
     return found
@@ -154,7 +174,8 @@ def _name(module: Any) -> str:
 def _make_example(model: Any) -> dict[str, Any]:
     """Tokens and labels for a language model of transformers."""
     words = getattr(getattr(model, "config", None), "vocab_size", None)
-    if not peer.is_from_transformers(model) or not isinstance(words, int):
+    modules = {type(part).__module__.partition(".")[0] for part in model.modules()}
+    if "transformers" not in modules or not isinstance(words, int):
         accepted = "the arguments of a call of the model"
         raise ArgumentError("explain_fusion", "example", "empty", accepted)
     device = next(model.parameters()).device

@@ -58,12 +58,15 @@ _Runs = tuple[Callable[..., Any], Callable[..., Any]]
 def list_layers(record: Record, product: Step) -> Iterator[tuple[list[int], _Runs]]:
     """Layers that a product may belong to: their inputs, and a reference and op with a kind."""
     *bias, flat, turned = product.args
-    shaping = record.maker(flat, aten.view.default)  # the layer's own; more views are not
-    wide = [] if shaping is None else [shaping.args[0]]
-    same = [x for x in (*wide, flat) if record.shape(x)[-1] == record.shape(flat)[-1]]
-    # Casts of autocast are a part of the layer, others are not.
-    for inner, x in itertools.product((False, True), same):
+    # Casts of autocast are a part of the layer, others are not; so is one view, before or after.
+    for inner, is_shaped in itertools.product((False, True), (True, False)):
         strip = (lambda value: record.strip(value, _CAST)) if inner else (lambda value: value)
+        x = strip(flat)
+        if is_shaped:
+            shaping = record.maker(x, aten.view.default)
+            if shaping is None or record.shape(shaping.args[0])[-1] != record.shape(flat)[-1]:
+                continue
+            x = shaping.args[0]
         given = [strip(x), *map(strip, bias)]
         turning = record.maker(turned, aten.transpose.int)
         if not all(isinstance(each, Ref) for each in given):

@@ -21,7 +21,8 @@ from torchweld.names import Reduction
 LEAST_COMPILED = 4 << 20
 _REDUCTIONS: tuple[Reduction, ...] = ("none", "mean", "sum")
 _CAST, _VIEW = aten._to_copy.default, aten.view.default
-_PRODUCTS = (aten.mm.default, aten.addmm.default)
+_SPREAD = _VIEW, aten.expand.default  # what a layer makes of its input and weight
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 _SCALES = {aten.mul.Tensor: operator.mul, aten.div.Tensor: operator.truediv}
 
 # What stands between the last layer and the loss, as in `Deferred`: a function and a number.
@@ -100,7 +101,7 @@ def find_loss(record: Record, at: int) -> Iterator[Proposal]:
         return
     product, path, row = found
     *bias, flat, turned = product.args
-    turning = record.maker(turned, aten.transpose.int)
+    turning = record.maker(record.strip(turned, *_SPREAD), aten.transpose.int)
     steps = tuple(kind for _, kind in path[1:])
     if turning is None or steps.count((torch.tanh,)) > 1:
         return
@@ -115,12 +116,11 @@ def find_loss(record: Record, at: int) -> Iterator[Proposal]:
     kinds = [options]
     if steps[-2:] == ((_shift,), (_flatten,)):  # perhaps by one reshape
         kinds.append(options._replace(steps=(*steps[:-2], (_shift_and_flatten,))))
-    for inner, options in itertools.product((False, True), kinds):
-        # Autocast's casts are a part of the layer.
-        given = [record.strip(flat, _VIEW), turning.args[0], *bias]
-        if inner:
+    shapes = [*_list_before(record, flat), flat]
+    for inner, options, x in itertools.product((False, True), kinds, shapes):
+        given = [x, turning.args[0], *bias]
+        if inner:  # autocast's casts are a part of the layer
             given = [record.strip(each, _CAST) for each in given]
-            given[0] = record.strip(given[0], _VIEW)
         given += rows
         if not all(isinstance(each, Ref) for each in given):
             return
@@ -181,6 +181,13 @@ def _climb(record: Record, value: Any) -> tuple[Step, list[tuple[int, Any]], Ref
             return None
         value = before
     return None
+
+
+def _list_before(record: Record, value: Any) -> Iterator[Any]:
+    """The tensors that a value shows in another shape, the nearest first."""
+    while (step := record.maker(value, *_SPREAD)) is not None:
+        value = step.args[0]
+        yield value
 
 
 def _is_row(record: Record, logits: Any, row: Any, *rest: Any) -> bool:

@@ -13,10 +13,10 @@ from torchweld.fusion.graph.prove import Proposal
 from torchweld.fusion.graph.record import Record, Ref, as_float
 
 _CAST = aten._to_copy.default
-# How the weight is applied: to what is rounded already, as in Llama; in float32, as in OLMo 2; as
-# an offset from one in float32, as in Gemma; without a cast of the rounded input, as in T5; and as
-# torch's own function applies it where it is made of other ones.
-_KINDS = ("rounded", "wide", "plus_one", "promoted", "torch")
+# How the weight is applied: to what is rounded already, as in Llama; in float32, as in OLMo 2, or
+# cast to it, as in Gemma 3n; as an offset from one in float32, as in Gemma; without a cast of the
+# rounded input, as in T5; and as torch's own function applies it where it is made of other ones.
+_KINDS = ("rounded", "wide", "cast", "plus_one", "promoted", "torch")
 
 
 def compute(x: Any, weight: Any, eps: float, kind: str) -> Any:
@@ -33,6 +33,8 @@ def compute(x: Any, weight: Any, eps: float, kind: str) -> Any:
         return weight * wide.to(x.dtype)
     if kind == "wide":
         return (weight * wide).to(x.dtype)
+    if kind == "cast":
+        return (wide * weight.to(wide.dtype)).to(x.dtype)
     return (wide * (weight.to(wide.dtype) + 1.0)).to(x.dtype)
 
 
@@ -117,9 +119,10 @@ def list_norms(record: Record, at: int) -> Iterator[tuple[int, int | None, int, 
                 a, b = scaled.args
                 weight = b if a == Ref(end) else a
                 plus = record.maker(weight, aten.add.Tensor)
-                inner = weight if plus is None else record.strip(plus.args[0], _CAST)
+                inner = record.strip(weight if plus is None else plus.args[0], _CAST)
                 if isinstance(inner, Ref) and record.shape(inner) == record.shape(x)[-1:]:
-                    kinds = ("plus_one",) if plus else ("rounded", "wide", "promoted")
+                    kinds = ("rounded", "wide", "promoted") if inner == weight else ("cast",)
+                    kinds = ("plus_one",) if plus else kinds
                     for out in (*_list_casts(record, scaled.outs[0]), scaled.outs[0]):
                         for kind in ("torch",) if is_torchs else kinds:
                             yield x.at, inner.at, out, eps, kind

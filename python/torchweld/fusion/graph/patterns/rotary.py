@@ -62,6 +62,7 @@ def _both(q: Any, k: Any, cos: Any, sin: Any, seq_dim: int, form: Form) -> Any:
 
 def _run_both(q: Any, k: Any, cos: Any, sin: Any, seq_dim: int, form: Form) -> Any:
     q, k = _promote(q, cos, form), _promote(k, cos, form)
+    cos, sin = fit_angles(q, cos, sin)
     return functional.rotary_embedding_qk(q, k, cos, sin, **_options(cos, seq_dim, form))
 
 
@@ -71,12 +72,20 @@ def _one(x: Any, cos: Any, sin: Any, seq_dim: int, form: Form) -> Any:
 
 def _run_one(x: Any, cos: Any, sin: Any, seq_dim: int, form: Form) -> Any:
     x = _promote(x, cos, form)
+    cos, sin = fit_angles(x, cos, sin)
     return functional.rotary_embedding(x, cos, sin, **_options(cos, seq_dim, form))
 
 
 def _promote(x: Any, cos: Any, form: Form) -> Any:
     """The dtype of the result: under autocast the angles'."""
     return x if form.wide else x.to(torch.result_type(x, cos))
+
+
+def fit_angles(x: torch.Tensor, cos: Any, sin: Any) -> tuple[Any, Any]:
+    """Angles in a dtype that the op takes beside x's."""
+    if x.dtype == torch.float64:
+        return cos.to(x.dtype), sin.to(x.dtype)
+    return cos, sin
 
 
 def _options(cos: Any, seq_dim: int, form: Form) -> dict[str, Any]:
@@ -113,7 +122,7 @@ class Norms(NamedTuple):
 
 
 # Which values of a norm are rounded, in the op's words.
-_ROUNDING = {"rounded": "both", "wide": "result", "plus_one": "result", "torch": "result"}
+_ROUNDING = {"rounded": "both", **dict.fromkeys(("wide", "cast", "plus_one", "torch"), "result")}
 
 
 def _normed(
@@ -135,6 +144,7 @@ def _run_normed(
     seq_dim, form, norms = how
     if norms.is_turned:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
+    cos, sin = fit_angles(q, cos, sin)
     return functional.rotary_embedding_qk(
         *(q, k, cos, sin),
         q_norm_weight=q_weight,
