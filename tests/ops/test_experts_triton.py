@@ -5,7 +5,6 @@ Tiles are small here, so that few rows fill several; one test takes the GPU's.
 
 from __future__ import annotations
 
-import functools
 import types
 from typing import Any
 
@@ -206,7 +205,7 @@ def test_torchs_product_serves_only_if_it_is_right(
         return WRONG[what](product(left, right, offs=offs))
 
     monkeypatch.setattr(experts, "grouped_mm", multiply)
-    assert experts._find_out.__wrapped__(torch.device("cpu")) == (what == "right")
+    assert experts._find_out(torch.device("cpu")) == (what == "right")
     assert len(calls) == (2 if what in ("right", "the second time") else 1)
 
 
@@ -220,7 +219,7 @@ def test_a_lack_of_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         return product(*args, **options)
 
     monkeypatch.setattr(experts, "grouped_mm", multiply)
-    monkeypatch.setattr(experts, "_find_out", functools.cache(experts._find_out.__wrapped__))
+    monkeypatch.setattr(experts, "_known", {})
     assert [experts._is_right(torch.device("cpu")) for _ in range(3)] == [False, True, True]
 
 
@@ -230,15 +229,35 @@ def test_torchs_product_takes_so_many_experts(
 ) -> None:
     """It refuses more, which a backward pass on a GPU raised: no test had as many experts."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(experts, "_is_right", lambda _: True)
-    x: Any = types.SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=None)
-    call: Any = types.SimpleNamespace(
-        x=x,
-        tiles=types.SimpleNamespace(weight=experts._OF_MANY),
-        gate_up=torch.empty(count, 1, 1),
-    )
-    assert experts._multiplies_sorted(call) == takes
+    assert experts._multiplies_sorted(_call_on_hopper(count)) == takes
+
+
+def _call_on_hopper(count: int) -> Any:
+    """What decides whether torch's product serves, of so many experts."""
+    x = types.SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cpu"))
+    tiles = types.SimpleNamespace(weight=experts._OF_MANY)
+    return types.SimpleNamespace(x=x, tiles=tiles, gate_up=torch.empty(count, 1, 1))
+
+
+def test_a_capture_takes_torchs_product_once_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured steps kept the kernel that it replaced; all tests ran outside of a capture."""
+    product, calls, captures = experts.grouped_mm, list[bool](), [True]
+
+    def multiply(*args: Any, **options: Any) -> torch.Tensor:
+        calls.append(captures[0])
+        return product(*args, **options)
+
+    monkeypatch.setattr(experts, "grouped_mm", multiply)
+    monkeypatch.setattr(experts, "_known", {}, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures[0])
+    found = []
+    for captures[0] in (True, False, True):
+        found.append(experts._multiplies_sorted(_call_on_hopper(8)))
+    assert found == [False, True, True]
+    assert calls == [False, False]  # the check ran once, twice over, and never in a capture
 
 
 @pytest.mark.parametrize("top", [1, 2, 3, 8])

@@ -30,7 +30,6 @@ need.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -40,7 +39,7 @@ import triton
 from torch.nn.functional import grouped_mm
 
 from ..act import _kind
-from ..launch import Launch, launch, run
+from ..launch import Launch, _is_captured, launch, run
 from ..linear_act import precision
 from ..memory import find_shared_memory
 from ..tensors import aligned, contiguous, empty_like, or_empty, rows_of
@@ -273,21 +272,29 @@ def _multiplies_sorted(call: _Call) -> bool:
         return False
     if torch.cuda.get_device_capability(x.device) != (9, 0) or len(call.gate_up) > _MOST_GROUPS:
         return False
-    return not torch.cuda.is_current_stream_capturing() and _is_right(x.device)
+    return _is_right(x.device)
 
 
 _MOST_GROUPS = 1023  # torch's product refuses more
+_known: dict[torch.device, bool] = {}
 
 
 def _is_right(device: torch.device) -> bool:
-    """Whether torch's product is right here; a lack of memory says nothing of later calls."""
-    try:
-        return _find_out(device)
-    except torch.OutOfMemoryError:
-        return False
+    """Whether torch's product is known to be right here.
+
+    To find out waits for the GPU, so a captured call goes by what an earlier one found. A lack of
+    memory says nothing of later calls.
+    """
+    if device not in _known:
+        if _is_captured():
+            return False
+        try:
+            _known[device] = _find_out(device)
+        except torch.OutOfMemoryError:
+            return False
+    return _known[device]
 
 
-@functools.cache
 def _find_out(device: torch.device) -> bool:
     """Whether torch's product is right here, twice, also for experts without rows.
 
