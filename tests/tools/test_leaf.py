@@ -17,7 +17,7 @@ import fresh
 from torchweld.dispatch import native
 from torchweld.dispatch.warm import direct, leaf
 
-pytest.importorskip("triton", reason="Triton is not installed")
+triton = pytest.importorskip("triton", reason="Triton is not installed")
 STAND_IN = str(Path(__file__).resolve().parents[1] / "helpers" / "stand_in.py")
 pytestmark = [
     pytest.mark.skipif(direct._load() is None, reason=f"{native.missing}"),
@@ -31,10 +31,20 @@ def _ask(*questions: str) -> dict[str, Any]:
     return told
 
 
+# Bytes of the stand-in's maps, and without the bit that drivers up to 13.1 set wrongly in maps of
+# small tensors. Triton 3.6 leaves it: with torch 2.10 the leaf failed for what it does better.
+_MARKED, _MENDED = "ff" * 8, "ffffdf" + "ff" * 5
+_MENDS = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+
+
 def _assert_alike(told: dict[str, list[list[str]]]) -> None:
     for name, (by_triton, by_twin, by_leaf) in told.items():
         assert len(by_triton) == 1, name
-        assert by_triton == by_twin == by_leaf, name
+        assert by_triton == by_twin, name
+        if name == "small descriptors" and not _MENDS:
+            assert _MARKED in by_twin[0]
+            by_twin = [line.replace(_MARKED, _MENDED) for line in by_twin]
+        assert by_twin == by_leaf, name
 
 
 def test_every_kernel_starts_as_by_triton() -> None:
