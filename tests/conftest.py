@@ -40,7 +40,6 @@ import torchweld
 from selection import EMULATED, GPU, KERNELS, PLACES, TRITON, Target, choose_targets
 from torchweld.dispatch.proof import is_out_of_memory
 from torchweld.dispatch.warm import cache
-from torchweld.fusion.patterns import plain
 from torchweld.optim._base import FusedOptimizer
 from torchweld.registry import BACKENDS
 from trying import Trials, try_on_cpu
@@ -138,13 +137,6 @@ def on_cpu(request: pytest.FixtureRequest) -> Iterator[str]:
     """The kernels, then eager torch, selected by name."""
     with torchweld.use_backend(request.param):
         yield request.param
-
-
-@pytest.fixture(autouse=True)
-def same_welds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fuse() changes the same modules on every processor, unless a test takes away its units."""
-    if "without_units" not in request.fixturenames:
-        monkeypatch.setattr(plain, "needs_products", lambda weight: False)
 
 
 @pytest.fixture

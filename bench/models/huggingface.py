@@ -164,7 +164,8 @@ def measure(name: str, seconds: float, compiles: bool, size: Size = SMALL) -> Ro
     model, batch = build(name, size)
     model.train()
     fused = torchweld.fuse(copy.deepcopy(model))
-    report = torchweld.explain_fusion(fused)
+    named: dict[str, Any] = batch
+    report = torchweld.explain_fusion(fused, **named)
     ways: dict[str, Callable[[], torch.nn.Module]] = {"eager": lambda: model}
     if compiles:
         ways["compiled"] = lambda: training.compiled(copy.deepcopy(model))

@@ -61,7 +61,7 @@ def measure(
     model, batch = model.to(device).train(), _move(batch, device)
     fused = copy.deepcopy(model)
     torchweld.fuse(fused)
-    print(torchweld.explain_fusion(fused))
+    print(_call(lambda *x, **named: torchweld.explain_fusion(fused, *x, **named), batch))
     ways: dict[str, Callable[[], nn.Module]] = {
         EAGER: lambda: model,
         COMPILE: lambda: training.compiled(copy.deepcopy(model)),
@@ -86,14 +86,15 @@ def _learner(name: str, model: nn.Module, batch: Any) -> Learner:
     return Learner(name, model, optimizer, lambda model, _: _loss(model, batch))
 
 
+def _call(function: Callable[..., Any], batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return function(**batch)
+    return function(batch) if isinstance(batch, torch.Tensor) else function(*batch)
+
+
 def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """The model's own loss, if it returns one; else the mean square of its results."""
-    if isinstance(batch, Mapping):
-        result = model(**batch)
-    elif isinstance(batch, torch.Tensor):
-        result = model(batch)
-    else:
-        result = model(*batch)
+    result = _call(model, batch)
     loss = getattr(result, "loss", None)
     if loss is None and isinstance(result, torch.Tensor) and result.ndim == 0:
         loss = result

@@ -20,7 +20,7 @@ from torchweld.dispatch import choice
 from torchweld.dispatch.warm.guards import INCOMPARABLE, PLAIN, Guard, is_constant, make_guard
 from torchweld.dispatch.warm.sizes import Varying
 from torchweld.errors import ArgumentError
-from torchweld.fusion.patterns.logits import Logits
+from torchweld.fusion.logits import LastLayer, Logits
 from torchweld.warmup import warmup
 
 # The alike call that is captured: trials have been made by then, and short ways found.
@@ -307,6 +307,7 @@ def _capture(
     # Leaves of their own: the nodes of the user's may belong to a graph that is still alive, and to
     # another stream. They share the parameters' memory, so that replays copy none.
     proxies = [_make_proxy(p) for p in parameters]
+    owners = {id(proxy): p for proxy, p in zip(proxies, parameters, strict=True)}
     returned: dict[str, Any] = {}
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -315,7 +316,7 @@ def _capture(
             given[i] = t
         args, kwargs = tree_unflatten(given, spec)
         results, returned["spec"] = tree_flatten(forward(*args, **kwargs))
-        made, returned["places"] = _sort(results)
+        made, returned["places"] = _sort(results, owners)
         return made
 
     device = samples[0].device
@@ -395,14 +396,21 @@ def _replaced(
             home.update(own)
 
 
-def _sort(results: Sequence[Any]) -> tuple[tuple[torch.Tensor, ...], list[Any]]:
-    """The tensors that a graph returns, and for each result what makes it of them."""
+def _sort(
+    results: Sequence[Any], owners: dict[int, torch.nn.Parameter]
+) -> tuple[tuple[torch.Tensor, ...], list[Any]]:
+    """The tensors that a graph returns, and for each result what makes it of them.
+
+    `owners` are the model's parameters by the ids of those that the capture took.
+    """
     made: list[torch.Tensor] = []
     places: list[Any] = []
     for result in results:
         if isinstance(result, Logits) and result.recipe is not None:
-            # Logits stay lazy, of a copy of the head's input.
+            # Logits stay lazy, of a copy of the head's input and the model's own parameters.
             deferred, head = result.recipe
+            own: list[Any] = [owners.get(id(t), t) for t in head]
+            head = LastLayer(*own)
             places.append(functools.partial(_defer, len(made), deferred, head))
             made.append(deferred.x)
         elif isinstance(result, torch.Tensor):

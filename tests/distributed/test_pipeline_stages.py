@@ -35,6 +35,7 @@ from torchweld.distributed.pipelines import stages
 from torchweld.distributed.pipelines.stashing import RULES, count_versions
 from torchweld.distributed.pipelines.timeline import Action, Timeline, estimate_bubble, record
 from torchweld.errors import ArgumentError, CollectiveError
+from torchweld.fusion.weld import Weld
 from transformer import PreNorm, Settings, Transformer, compute_loss, make_batch
 from words import list_ops
 
@@ -125,10 +126,12 @@ def test_a_fused_model_is_divided(rank: int) -> None:
         return (y - target).square().mean()
 
     whole = nn.Sequential(*blocks())
+    assert any(isinstance(module, Weld) for module in whole.modules())
     for some in x.split(1):
         (loss_of(whole(some), some) / MICROBATCHES).backward()
     wanted = grads_of(whole)
     pipe = stages.pipeline(blocks(), "1f1b", MICROBATCHES, loss_of, (x[:1],))
+    assert any(isinstance(module, Weld) for module in pipe.parts.modules())
     step_stages(pipe, x)
     for part in pipe.parts:
         assert_grads(part, wanted, **numerics.SAME)

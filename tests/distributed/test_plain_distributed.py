@@ -69,6 +69,8 @@ def test_data_parallel(rank: int, spread: Callable[[nn.Module], tuple[nn.Module,
         errors = []
         for model in (fused, _make()):
             spreads, casts = spread(model)
+            _step(spreads, _draw(rank), casts=casts)  # captures, on fake tensors
+            spreads.zero_grad()
             with torch.profiler.profile() as profile:
                 _step(spreads, _draw(rank), casts=casts)
             names = {event.name for event in profile.events()}

@@ -1,4 +1,4 @@
-"""Modules that fuse(by="graph") welds, and forwards that look like theirs and are not."""
+"""Modules that fuse() welds, and forwards that look like theirs and are not."""
 
 from __future__ import annotations
 

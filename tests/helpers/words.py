@@ -1,4 +1,4 @@
-"""A language model written by hand, for tests of fuse(by="graph")."""
+"""A language model written by hand, for tests of fuse()."""
 
 from __future__ import annotations
 
@@ -106,5 +106,5 @@ def list_ops(model: Any) -> list[str]:
 
 def fuse_two(model: Any, prepare: Callable[[Any], Any] = lambda model: model) -> tuple[Any, Any]:
     """A fused copy and the model, both prepared in the same way after `fuse`."""
-    fused = torchweld.fuse(copy.deepcopy(model), by="graph")
+    fused = torchweld.fuse(copy.deepcopy(model))
     return prepare(fused), prepare(model)

@@ -185,7 +185,7 @@ def _is_no_less_exact(ours: Any, torchs: Any, *given: torch.Tensor) -> None:
     for found, expected, truth in zip(_run(ours, *given), _run(torchs, *given), exact, strict=True):
         assert found.dtype is expected.dtype
         assert found.shape == expected.shape
-        # torch's errors vary with the CPU; ours are those of rounding once, and of the saved result.
+        # torch's errors vary with the CPU; ours are of rounding once, and of the saved result.
         once = (truth.to(found.dtype) - truth).norm()
         assert (found - truth).norm() <= max(1.02 * (expected - truth).norm(), 1.5 * once)
 

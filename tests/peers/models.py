@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +14,11 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import torchweld
-from torchweld.fusion import peer
 
 # In another release models differ: peer_welds.py counts what is welded there.
-IS_TESTED_RELEASE = transformers.__version__.startswith(f"{peer.TESTED}.")
+_MAKEFILE = (Path(__file__).parents[2] / "Makefile").read_text()
+_TESTED: Any = re.search(r"^TRANSFORMERS := transformers==(\d+\.\d+)", _MAKEFILE, re.MULTILINE)
+IS_TESTED_RELEASE = transformers.__version__.startswith(f"{_TESTED[1]}.")
 # The argument of a forward that takes a cache, and the result's attribute.
 _CODE = inspect.unwrap(transformers.LlamaForCausalLM.forward).__code__
 CACHE = "cache" if "cache" in _CODE.co_varnames else "past_key_values"

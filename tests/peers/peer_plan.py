@@ -66,7 +66,7 @@ def _check(
 
 # A block's halves send two sums each way in the forward; a T5 decoder block's send three.
 SUMS = dict.fromkeys(("T5", "T5 without gates"), 2 * 2 + 2 * 3)
-# Unless the embedding's weight is the head's, the embedding sends one sum, and the loss two.
+# Unless the embedding's weight is the head's, the embedding sends one sum, and the logits a gather.
 OF_VOCABULARY = {"Llama", "Phi3", "Phi3 with fewer key heads", "StableLm"}
 COUNTED = {"GPT2", "Llama", "Bert", "OPT", "T5", "Phi3", "StableLm", "T5 without gates"}
 COUNTED |= {"Phi3 with fewer key heads", "ViT of ten tokens"}
@@ -114,9 +114,10 @@ def _compare(name: str, built: tuple[Any, Any, torch.Tensor], sequence: bool) ->
     except ArgumentError as error:  # the number of an image's patches is known only now
         return f"refused: {error}"
     if name in COUNTED:  # and no half of a block is computed by each device
-        of_vocabulary = 3 if not sequence and name in OF_VOCABULARY else 0
+        of_vocabulary = int(not sequence and name in OF_VOCABULARY)
         sums = forward.calls["reduce-scatter" if sequence else "all-reduce"]
         assert sums == SUMS.get(name, 4) + of_vocabulary
+        assert sequence or forward.calls["all-gather"] == of_vocabulary
     _check(name, model, whole, given, found, loss)
     return "right"
 

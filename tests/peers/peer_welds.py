@@ -34,11 +34,11 @@ def _count(kind: str) -> Counter[str]:
     words = torch.arange(32).view(2, 16) % 100 + 3
     model(input_ids=words, labels=words)
     counts: Counter[str] = Counter()
-    for kind, modules in Counter(map(type, model.modules())).items():
-        for slot in kind.weld_captures.slots.values() if issubclass(kind, Region) else ():
+    for cls, modules in Counter(map(type, model.modules())).items():
+        for slot in cls.weld_captures.slots.values() if issubclass(cls, Region) else ():
             ops = Counter(placed.op for placed in slot.placed if not placed.reason)
             # Layers share graphs.
-            times = 1 if issubclass(kind, Root) else max(1, modules // max(1, slot.graphs))
+            times = 1 if issubclass(cls, Root) else max(1, modules // max(1, slot.graphs))
             counts.update({op: times * count for op, count in ops.items() if not slot.off})
     return counts
 

@@ -15,7 +15,6 @@ from torch import nn
 
 import torchweld
 from fusable import (
-    Attention,
     Normalized,
     Output,
     PlainRMSNorm,
@@ -25,13 +24,13 @@ from fusable import (
     small_inputs,  # noqa: F401
 )
 from torchweld import functional, numerics
-from torchweld.fusion import Weld
+from torchweld.fusion.weld import Weld
 from torchweld.sparse.by_length import DENSE
-from ways import is_by_graph, way  # noqa: F401
 
 WIDTH, LENGTH = 64, 24
 
 
+@pytest.mark.usefixtures("own_graphs")
 def test_dropout_is_that_of_the_modules_as_they_are_now() -> None:
     """The probability may change after fuse(), and one dropout may be in evaluation."""
     x, residual = torch.randn(64, WIDTH), torch.randn(64, WIDTH)
@@ -48,15 +47,9 @@ def test_dropout_is_that_of_the_modules_as_they_are_now() -> None:
             block.dense(x), residual, norm.weight, norm.bias, p=p, training=training
         )
         assert torch.equal(found, expected)
-    drop = torchweld.fuse(Attention(0.3)).drop
-    assert isinstance(drop, Weld)
-    scores = torch.randn(4, 100, 100)
-    for p, training in ((0.3, True), (0.6, True), (0.6, False)):
-        drop.p = p
-        dropped = (drop.train(training)(scores) == 0).double().mean()
-        assert abs(dropped - p * training) < 0.02  # 8 standard deviations
 
 
+@pytest.mark.usefixtures("own_graphs")
 def test_a_layer_drops_with_its_own_probabilities() -> None:
     """Each of a layer's dropouts changes its result; without them it is always the same."""
     made = nn.TransformerEncoderLayer(WIDTH, 4, 128, dropout=0.0)
@@ -74,7 +67,7 @@ def test_a_layer_drops_with_its_own_probabilities() -> None:
 
 
 @pytest.mark.parametrize("kind", ["pair", "layer", "layer of a function"])
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_activations_are_those_of_now(kind: str) -> None:
     """A GELU of another approximation, and another function, also after fuse()."""
     if kind == "pair":
@@ -84,7 +77,7 @@ def test_activations_are_those_of_now(kind: str) -> None:
         model = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, function)
     x = torch.randn(3, 5, WIDTH, requires_grad=True)
     torchweld.fuse(model)
-    run(model, x)  # by graph it captures
+    run(model, x)  # captures
     assert torchweld.explain_fusion(model)[0].welded
     if kind == "pair":
         model[1] = nn.GELU("tanh")
@@ -204,15 +197,15 @@ def _get_part(model: Any, path: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", _SETTINGS)
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_settings_are_those_of_now(kind: str) -> None:
     """An attribute that changes after fuse(), also in a copy."""
     make, part, name, value = _SETTINGS[kind]
     model, x = make(), torch.randn(3, 5, WIDTH, requires_grad=True)
     before = run(model, x)
     fused = torchweld.fuse(copy.deepcopy(model))
-    run(fused, x)  # by graph it captures
-    is_one_pass = is_by_graph() and kind in ("approximation", "dimension")
+    run(fused, x)  # captures
+    is_one_pass = kind in ("approximation", "dimension")
     assert is_one_pass or torchweld.explain_fusion(fused)[0].welded
     for one in (fused, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
         torch.testing.assert_close(run(one, x), before, **numerics.SUMMED)
@@ -224,7 +217,7 @@ def test_settings_are_those_of_now(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["forward", "scale", "of_type"])
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_methods_are_those_of_now(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What somebody replaces in the class after fuse()."""
     x, fused = torch.randn(3, 5, WIDTH), torchweld.fuse(Configured())
@@ -233,16 +226,14 @@ def test_methods_are_those_of_now(name: str, monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(fused(x), torchweld.unfuse(copy.deepcopy(fused))(x))
 
 
+@pytest.mark.usefixtures("own_graphs")
 def test_a_block_of_a_layer_may_be_set() -> None:
-    """fuse() leaves a layer with a block of its own, and a weld notices one that is set later."""
     layer: Any = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0)
     x, fused = torch.randn(3, 5, WIDTH), torchweld.fuse(copy.deepcopy(layer))
     for each in (layer, fused):
         own = each._ff_block
         each._ff_block = lambda y, own=own: 3 * own(y)
-    torch.testing.assert_close(fused(x), layer(x))
-    (row, *_) = torchweld.explain_fusion(layer)
-    assert "set on the instance" in row.reason
+    torch.testing.assert_close(fused(x), layer(x), **numerics.SUMMED)
 
 
 class OtherAttention(nn.Module):
@@ -258,7 +249,7 @@ class OtherAttention(nn.Module):
         return query * attn_mask.sum(), None
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_another_attention_in_a_layer() -> None:
     model, mask = nn.TransformerDecoderLayer(WIDTH, 2, 32, 0.0), torch.ones(3, 3)
     fused = torchweld.fuse(copy.deepcopy(model))
@@ -269,7 +260,7 @@ def test_another_attention_in_a_layer() -> None:
     torch.testing.assert_close(fused(x, x, tgt_mask=mask), expected, **numerics.SUMMED)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_a_compiled_sequence_compiles_again_after_unfuse() -> None:
     model, x = nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU()), torch.randn(3, WIDTH)
     expected = model(x)
@@ -279,7 +270,7 @@ def test_a_compiled_sequence_compiles_again_after_unfuse() -> None:
     torch.testing.assert_close(compiled(x), expected)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_a_trace_has_fused_attention_as_a_leaf() -> None:
     model = Repeated(nn.MultiheadAttention(WIDTH, 4), 3)
     x = torch.randn(3, 5, WIDTH)
@@ -290,7 +281,7 @@ def test_a_trace_has_fused_attention_as_a_leaf() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of torch's future
 def test_torchs_quantisation_after_fuse() -> None:
-    """torch.ao replaces layers of exact classes, also those whose activation was welded."""
+    """torch.ao replaces layers of exact classes."""
     parts = (nn.Linear(WIDTH, 96), nn.GELU(), nn.Linear(96, WIDTH), nn.LayerNorm(WIDTH))
     model, x = nn.Sequential(nn.Sequential(*parts)), torch.randn(3, WIDTH)
     fused = torchweld.fuse(copy.deepcopy(model))
@@ -298,7 +289,7 @@ def test_torchs_quantisation_after_fuse() -> None:
     expected, found = (quantize(each, {nn.Linear}) for each in (model, fused))
     assert [type(part) for part in found[0]][:2] == [type(part) for part in expected[0]][:2]
     torch.testing.assert_close(found(x), expected(x))
-    assert isinstance(fused[0][0], Weld)
+    assert isinstance(fused, Weld)
 
 
 def _layer(activation: nn.Module) -> nn.Module:
@@ -314,14 +305,14 @@ _MOVED: dict[str, tuple[Callable[[Any], nn.Module], str]] = {
 
 @pytest.mark.parametrize("kind", _MOVED)
 @pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_layers_that_move_after_fuse(kind: str, shares: bool) -> None:
     """Two blocks of other activations exchange their layers, or share one."""
     make, name = _MOVED[kind]
     blocks = nn.ModuleList([make(nn.GELU()), make(nn.SiLU())]).eval()
     fused = torchweld.fuse(copy.deepcopy(blocks))
     x = torch.randn(9, WIDTH, requires_grad=True)
-    for each in fused:  # by graph they capture
+    for each in fused:  # captures
         run(each, x)
     assert all(row.welded for row in torchweld.explain_fusion(fused))
     found: list[list[torch.Tensor]] = []
@@ -335,7 +326,7 @@ def test_layers_that_move_after_fuse(kind: str, shares: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.jit, which is deprecated, and of sizes it keeps
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_a_layer_is_traced_by_jit() -> None:
     """With gradients, where our attention serves; the trace takes other lengths."""
     layer = torchweld.fuse(nn.TransformerEncoderLayer(WIDTH, 4, 128, 0.0, batch_first=True))
@@ -345,22 +336,8 @@ def test_a_layer_is_traced_by_jit() -> None:
         torch.testing.assert_close(traced(x), layer(x), **numerics.SUMMED)
 
 
-@pytest.mark.parametrize(
-    "activation",
-    ["relu", "gelu", nn.GELU(), functools.partial(nn.functional.gelu, approximate="tanh")],
-    ids=["relu", "gelu", "module", "partial"],
-)
-def test_a_layer_and_its_copies_skip_the_activation(activation: Any) -> None:
-    layer: Any = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, activation)
-    torchweld.fuse(layer)
-    for one in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert one.weld_may_skip()
-    layer.activation = nn.ReLU()
-    assert not layer.weld_may_skip()
-
-
 @pytest.mark.parametrize("kind", ["pair", "layer"])
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_global_hooks_see_every_module(kind: str) -> None:
     """register_module_forward_hook after fuse(): the results of modules that a weld would skip."""
     pair = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
@@ -402,7 +379,7 @@ def _masks(batch: int, heads: int) -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("name", _masks(1, 1))
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_attention_with_masks(name: str, batch_first: bool) -> None:
     """Results, weights and gradients equal torch's, in self and cross attention."""
     torch.manual_seed(0)
@@ -412,13 +389,13 @@ def test_attention_with_masks(name: str, batch_first: bool) -> None:
     masks = _masks(2, 4)[name]
     calls = [lambda: run(attention, x, x, x, **masks)]
     calls.append(lambda: run(attention, x, memory, memory, **masks))
-    # By graph a softmax without a dropout is one pass of torch's.
-    assert check_fused(attention, *calls, **numerics.CHAINED_SMALL) or is_by_graph()
+    check_fused(attention, *calls, **numerics.CHAINED_SMALL)
 
 
 @pytest.mark.parametrize("masked", ["nothing", "causal", "padded", "both", "else"])
-def test_attention_without_weights(masked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On block_sparse_attention, except with other masks; results and gradients equal torch's."""
+@pytest.mark.usefixtures("own_graphs")
+def test_attention_without_weights(masked: str) -> None:
+    """Results and gradients equal torch's."""
     torch.manual_seed(0)
     length = 96
     attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
@@ -433,17 +410,7 @@ def test_attention_without_weights(masked: str, monkeypatch: pytest.MonkeyPatch)
         given["key_padding_mask"] = padding
     if masked == "else":
         given["attn_mask"] = torch.randn(length, length)
-    calls: list[int] = []
-    ours = functional.block_sparse_attention
-    monkeypatch.setattr(
-        functional,
-        "block_sparse_attention",
-        lambda *args, **kwargs: (calls.append(1), ours(*args, **kwargs))[1],
-    )
     check_fused(attention, lambda: run(attention, x, x, x, **given), **numerics.CHAINED_SMALL)
-    calls.clear()
-    attention(x, x, x, **given)
-    assert len(calls) == (masked != "else")
 
 
 class Scaled(nn.Module):
@@ -455,28 +422,46 @@ class Scaled(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=p, is_causal=True)
 
 
-def test_attention_with_a_dropout_by_graph() -> None:
+class ByHand(nn.MultiheadAttention):
+    """Torch's attention of one input, by our ops."""
+
+    def forward(self, x: torch.Tensor, need_weights: bool) -> tuple[torch.Tensor, Any]:  # type: ignore[override]
+        made = nn.functional.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in made)
+        weights = None
+        if need_weights:
+            scores = functional.softmax_dropout(q @ k.mT, scale=self.head_dim**-0.5, p=self.dropout)
+            y, weights = scores @ v, scores.mean(1)
+        else:
+            y = functional.block_sparse_attention(q, k, v, DENSE.of(q, k), dropout_p=self.dropout)
+        return self.out_proj(y.transpose(1, 2).flatten(2)), weights
+
+
+@pytest.mark.usefixtures("own_graphs")
+def test_attention_with_a_dropout() -> None:
     """Torch's keeps all scores there, also within its multi-head attention, which is one node."""
     x = torch.randn(2, LENGTH, WIDTH, requires_grad=True)
-    model = torchweld.fuse(Scaled(), by="graph")
+    model = torchweld.fuse(Scaled())
     q = x.unflatten(-1, (4, -1)).transpose(1, 2)
     ours = functional.block_sparse_attention
     expected = run(lambda x: ours(q, q, q, DENSE.of(q, q), causal=True, dropout_p=0.5), x)
     torch.testing.assert_close(run(model, x), expected, **numerics.SUMMED)
     heads = nn.MultiheadAttention(WIDTH, 4, dropout=0.5, batch_first=True)
-    by_trial, by_graph = (torchweld.fuse(copy.deepcopy(heads), by=by) for by in ("trial", "graph"))
+    by_hand = ByHand(WIDTH, 4, dropout=0.5, batch_first=True)
+    by_hand.load_state_dict(heads.state_dict())
+    fused = torchweld.fuse(copy.deepcopy(heads))
     for weights in (False, True):
-        found = [run(each, x, x, x, need_weights=weights) for each in (by_trial, by_graph)]
-        torch.testing.assert_close(*found, **numerics.SUMMED)
-    ops = [row.becomes for row in torchweld.explain_fusion(by_graph, by="graph")]
+        found = run(fused, x, x, x, need_weights=weights)
+        torch.testing.assert_close(found, run(by_hand, x, weights), **numerics.SUMMED)
+    ops = [row.becomes for row in torchweld.explain_fusion(fused)]
     assert ops == ["multihead_attention"] * 2
-    plain, fused = copy.deepcopy(heads).eval(), by_graph.eval()
+    plain, fused = copy.deepcopy(heads).eval(), fused.eval()
     torch.testing.assert_close(run(fused, x, x, x), run(plain, x, x, x), **numerics.SUMMED)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's nested tensors
 @pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_a_transformer_with_masks(norm_first: bool) -> None:
     """torch.nn.Transformer, causal and padded, in training and in evaluation without gradients."""
     torch.manual_seed(0)
@@ -502,22 +487,20 @@ def test_a_transformer_with_masks(norm_first: bool) -> None:
     assert isinstance(model.encoder.layers[0], Weld)
 
 
+@pytest.mark.usefixtures("own_graphs")
 def test_synchronised_batch_norms() -> None:
-    """It is not fused; a fused one that is converted leaves the activation to its module."""
+    """A batch norm of a fused model may be converted."""
     model = Normalized().eval()
-    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
-    (row,) = torchweld.explain_fusion(synchronised)
-    assert "several processes" in row.reason
     x = torch.randn(32, WIDTH)
     expected = model(x)
     torchweld.fuse(model)
-    assert isinstance(model.bn, Weld)
+    torch.testing.assert_close(model(x), expected)
     nn.SyncBatchNorm.convert_sync_batchnorm(model)
     assert type(model.bn) is nn.SyncBatchNorm
     torch.testing.assert_close(model(x), expected)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_running_statistics() -> None:
     """A fused batch norm's: after batches, in evaluation, and recomputed by swa_utils."""
     torch.manual_seed(0)

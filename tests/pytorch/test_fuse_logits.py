@@ -17,8 +17,7 @@ import torchweld
 from model_with_head import WORDS, LanguageModel, Output
 from selection import combine
 from torchweld import functional, numerics, optim
-from torchweld.fusion.patterns import logits as logits_of
-from ways import is_by_graph, way  # noqa: F401
+from torchweld.fusion import logits as logits_of
 
 
 def _causal_loss(
@@ -77,10 +76,7 @@ class Capped(LanguageModel):
 
 
 class WithRow(LanguageModel):
-    """With a row added to the logits, as BART has it, and a loss of some tokens, as LLaVA's was.
-
-    fuse() refused both, and so the heads of most models of images, speech and pairs of sequences.
-    """
+    """With a row added to the logits, as BART has it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,10 +88,9 @@ class WithRow(LanguageModel):
         logits = logits + self.final_logits_bias.to(logits.device)
         loss = None
         if labels is not None:
-            mask = labels[..., 1:] % 3 != 1
-            some = logits[..., :-1, :][mask].contiguous()
+            some = logits[..., :-1, :].contiguous()
             loss_function = nn.CrossEntropyLoss()
-            loss = loss_function(some.view(-1, some.size(-1)), labels[..., 1:][mask].view(-1))
+            loss = loss_function(some.view(-1, some.size(-1)), labels[..., 1:].reshape(-1))
         return Output(loss=loss, logits=logits)
 
 
@@ -117,12 +112,7 @@ def _ids() -> torch.Tensor:
 def _pair(dtype: torch.dtype = torch.float64, kind: Any = LanguageModel) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = kind().to(dtype)
-    fused = torchweld.fuse(copy.deepcopy(model))
-    if is_by_graph():
-        return model, fused
-    (becomes,) = [row.becomes for row in torchweld.explain_fusion(fused) if row.welded]
-    assert becomes == "linear_cross_entropy in training, logits when read"
-    return model, fused
+    return model, torchweld.fuse(copy.deepcopy(model))
 
 
 def _step(model: Any) -> Any:
@@ -178,21 +168,19 @@ def _use(model: Any, use: Callable[[Any], Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's look at any subclass
-@pytest.mark.parametrize(
-    ("way", "name", "kind"),
-    combine(("trial", "graph"), USES, [LanguageModel, Capped, WithRow]),
-    indirect=["way"],
-)
-def test_any_use_gives_eagers_values_and_gradients(way: str, name: str, kind: Any) -> None:  # noqa: F811
+@pytest.mark.parametrize(("name", "kind"), combine(USES, [LanguageModel, Capped, WithRow]))
+@pytest.mark.usefixtures("own_graphs")
+def test_any_use_gives_eagers_values_and_gradients(name: str, kind: Any) -> None:
     """Gradients through loss and logits together, in float64."""
     model, fused = _pair(kind=kind)
     for mine, theirs in zip(_use(fused, USES[name]), _use(model, USES[name]), strict=True):
         assert type(mine) is type(theirs)
         torch.testing.assert_close(mine, theirs, **numerics.CHAINED64)
+    assert [row.becomes for row in torchweld.explain_fusion(fused)] == ["linear_cross_entropy"]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_a_first_read_without_gradients_keeps_the_graph(mode: Callable[[], Any]) -> None:
     def use(z: Any) -> Any:
         with mode():
@@ -203,7 +191,7 @@ def test_a_first_read_without_gradients_keeps_the_graph(mode: Callable[[], Any])
     torch.testing.assert_close(_use(fused, use), _use(model, use), **numerics.CHAINED64)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_the_dtype_is_that_of_the_step_under_autocast() -> None:
     """Also if the logits are read outside of it."""
     model, fused = _pair(torch.float32)
@@ -218,6 +206,7 @@ def test_the_dtype_is_that_of_the_step_under_autocast() -> None:
     torch.testing.assert_close(*found, rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.usefixtures("own_graphs")
 def test_a_row_that_changes_is_refused() -> None:
     _, fused = _pair(kind=WithRow)
     logits = _step(fused).logits
@@ -226,16 +215,26 @@ def test_a_row_that_changes_is_refused() -> None:
         logits.sum()
 
 
-@pytest.mark.parametrize(
-    "index", [0, (..., 0), (..., slice(3)), (slice(None), 0), (..., None), [0, 1]]
-)
-def test_an_index_that_takes_no_rows_is_refused(index: Any) -> None:
+_REFUSED: dict[str, Callable[[Any], Any]] = {
+    "method": lambda z: z.argmax(-1),
+    "function": lambda z: torch.softmax(z, -1),
+    "index": lambda z: z[:, 0],
+    "left": lambda z: z + 1,
+    "right": lambda z: torch.ones(1) + z,
+    "comparison": lambda z: z > 0,
+    "rows": list,
+}
+
+
+@pytest.mark.parametrize("name", _REFUSED)
+def test_logits_that_cannot_be_computed_say_what_to_do(name: str) -> None:
+    """Of a layer that is sharded."""
     deferred = logits_of.Deferred(torch.randn(3, 7, 16), WORDS)
-    with pytest.raises(RuntimeError, match="fuse\\(\\) left out the logits"):
-        deferred[index]
+    with pytest.raises((RuntimeError, AttributeError), match=r"fuse\(\) left out the logits"):
+        _REFUSED[name](deferred)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_second_derivatives() -> None:
     model, fused = _pair(kind=Capped)
     found = []
@@ -248,7 +247,7 @@ def test_second_derivatives() -> None:
     torch.testing.assert_close(*found, **numerics.CHAINED64)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_what_frameworks_do_with_outputs_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step computes the head's matrix product only if something reads the logits."""
     _, fused = _pair(torch.bfloat16)
@@ -266,7 +265,7 @@ def test_what_frameworks_do_with_outputs_computes_nothing(monkeypatch: pytest.Mo
     assert len(calls) == 1
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_a_loss_reads_a_keyword_that_it_does_not_declare() -> None:
     pair = _pair(kind=WithLossFunction)
     with_it, fused = (each(_ids(), _ids(), z_loss=0.5).loss for each in pair)
@@ -277,7 +276,7 @@ def test_a_loss_reads_a_keyword_that_it_does_not_declare() -> None:
 
 
 @pytest.mark.parametrize("kind", ["torch", "fused", "8 bits"])
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_weights_of_another_step_are_refused(kind: str) -> None:
     """They would give logits of no step: old hidden states, new weights."""
     _, fused = _pair(torch.float32)
@@ -299,7 +298,7 @@ def one_process() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_replicas(settings: dict[str, bool], one_process: None) -> None:
     """DistributedDataParallel searches a step's outputs, and passes them through a function."""
     model, fused = _pair()
@@ -313,29 +312,8 @@ def test_replicas(settings: dict[str, bool], one_process: None) -> None:
             torch.testing.assert_close(mine.grad, theirs.grad, **numerics.CHAINED64)
 
 
-_REFUSED: dict[str, Callable[[Any], Any]] = {
-    "method": lambda z: z.argmax(-1),
-    "function": lambda z: torch.softmax(z, -1),
-    "index": lambda z: z[:, 0],
-    "slice": lambda z: z[..., :-1, :].argmax(-1),
-    "left": lambda z: z + 1,
-    "right": lambda z: torch.ones(1) + z,
-    "comparison": lambda z: z > 0,
-    "rows": list,
-}
-
-
-@pytest.mark.parametrize("name", _REFUSED)
-def test_a_compiled_step_says_what_to_do(name: str) -> None:
-    model, fused = _pair(kind=WithLossFunction)
-    output = torch.compile(fused, backend="aot_eager", fullgraph=True)(_ids(), _ids())
-    torch.testing.assert_close(output.loss, model(_ids(), _ids()).loss, **numerics.CHAINED64)
-    with pytest.raises((RuntimeError, AttributeError), match=r"unfuse the model, or leave it out"):
-        _REFUSED[name](output.logits)
-
-
-@pytest.mark.parametrize("kind", [LanguageModel, Capped, WithRow])
-@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("kind", [LanguageModel, Capped, WithRow, WithLossFunction])
+@pytest.mark.usefixtures("own_graphs")
 def test_a_compiled_step_has_logits(kind: Any) -> None:
     """Where the compiler sees no loss that could take the head's input."""
     model, fused = _pair(kind=kind)

@@ -1,4 +1,4 @@
-"""Odd modules: fuse() is right, or skips them with a reason."""
+"""Odd modules: what is welded in them, and that it is right."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torch.nn.utils import parametrizations, prune
 import torchweld
 from fusable import FeedForward, Gated, NewGELU, PlainRMSNorm, small_inputs  # noqa: F401
 from torchweld import numerics
-from torchweld.fusion import Weld
-from ways import by_graph, is_by_graph, way  # noqa: F401
+from torchweld.fusion.weld import Weld
 
 WIDTH = 64
 ONE = torch.ones(1)
@@ -237,124 +236,105 @@ def _norm() -> nn.Module:
 
 STRAIGHT, FUNCTIONS = "does not pass the layer's result straight", "functions, which fuse() cannot"
 # How the module is made, what is welded, and the reason if not.
-ODD: dict[str, tuple[Callable[[], nn.Module], set[str], str]] = {
-    "shared linear": (_shared_linear, {"0.act"}, "0.fc is shared"),
-    "shared activation": (_shared_activation, {"0.act"}, "0.act is shared"),
-    "shared norm": (lambda: nn.Sequential(*[_norm()] * 2), {"0"}, ""),
-    "tied weights": (_tied, {"0.fc"}, ""),
-    "weight norm": (_of(lambda: parametrizations.weight_norm(_fc())), {"act"}, "parametrized"),
-    "spectral norm": (
-        lambda: _pair(parametrizations.spectral_norm(_fc())).eval(),
-        *({"act"}, "parametrized"),
-    ),
-    "parametrized norm": (
-        lambda: parametrizations.weight_norm(_norm(), dim=None),
-        *(set(), "parametrized"),
-    ),
-    "pruned": (_of(lambda: prune.l1_unstructured(_fc(), "weight", 0.5)), {"act"}, "another kind"),
+ODD: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "shared linear": (_shared_linear, {"linear_act"}),
+    "shared activation": (_shared_activation, {"linear_act"}),
+    "shared norm": (lambda: nn.Sequential(*[_norm()] * 2), {"layer_norm"}),
+    "tied weights": (_tied, {"linear_act"}),
+    "weight norm": (_of(lambda: parametrizations.weight_norm(_fc())), {"linear_act"}),
+    "spectral norm": (lambda: _pair(parametrizations.spectral_norm(_fc())).eval(), {"linear_act"}),
+    "parametrized norm": (lambda: parametrizations.weight_norm(_norm(), dim=None), set()),
+    "pruned": (_of(lambda: prune.l1_unstructured(_fc(), "weight", 0.5)), {"linear_act"}),
     "functional on the weight": (
         _calls(lambda m, x: m.act(linear(x, m.fc.weight)), fc=_fc, act=nn.GELU),
-        *({"act"}, ""),
+        {"linear_act"},
     ),
-    "unknown activation": (_of(act=nn.Mish), set(), "its activation is none of torchweld's"),
-    "softmax behind a linear layer": (_of(act=lambda: nn.Softmax(dim=-1)), set(), ""),
+    "unknown activation": (_of(act=nn.Mish), set()),
+    "softmax behind a linear layer": (_of(act=lambda: nn.Softmax(dim=-1)), set()),
     "functional softmax and dropout": (
         lambda: Calls(lambda m, x: dropout(softmax(m.fc(x), -1), 0.1, m.training), fc=_fc()).eval(),
-        *(set(), FUNCTIONS),
+        set(),
     ),
     "functional dropout around a module": (
         lambda: Calls(
             lambda m, x: x + dropout(m.out(m.act(m.fc(x))), 0.1, m.training),
             **{"fc": _fc(), "act": nn.GELU(), "out": _fc()},
         ).eval(),
-        *({"act"}, FUNCTIONS),
+        {"linear_act"},
     ),
-    "functional activation": (_calls(lambda m, x: gelu(m.fc(x)), fc=_fc), set(), "function"),
-    "used twice": (
-        _calls(lambda m, x: m.act(z := m.fc(x)) + z, fc=_fc, act=nn.GELU),
-        *({"act"}, STRAIGHT),
-    ),
+    "functional activation": (_calls(lambda m, x: gelu(m.fc(x)), fc=_fc), {"linear_act"}),
+    "used twice": (_calls(lambda m, x: m.act(z := m.fc(x)) + z, fc=_fc, act=nn.GELU), set()),
     "used by two modules": (
         _calls(lambda m, x: m.act(z := m.fc(x)) + m.other(z), fc=_fc, act=nn.GELU, other=_fc),
-        *({"act"}, "also feeds others"),
+        set(),
     ),
     "two linears, one activation": (
         _calls(lambda m, x: m.act(m.fc(x)) + m.act(m.other(x)), fc=_fc, other=_fc, act=nn.GELU),
-        *({"act"}, "follows several"),
+        {"linear_act"},
     ),
     "a loop": (
         _calls(_loop, layers=lambda: nn.ModuleList([_fc(), _fc()]), act=NewGELU),
-        *({"act"}, "follows several"),
+        {"linear_act"},
     ),
     "a dropout of zero between": (
         lambda: nn.Sequential(_fc(), nn.Dropout(0.0), nn.GELU()),
-        *({"2"}, ""),
+        {"linear_act"},
     ),
-    "hook on the linear": (
-        lambda: _hooked("fc", "register_forward_hook", _no_op),
-        *({"act"}, "forward hooks"),
-    ),
+    "hook on the linear": (lambda: _hooked("fc", "register_forward_hook", _no_op), {"linear_act"}),
     "pre-hook on the activation": (
         lambda: _hooked("act", "register_forward_pre_hook", _no_op),
-        *({"act"}, "forward pre hooks"),
+        {"linear_act"},
     ),
     "backward hook on the activation": (
         lambda: _hooked("act", "register_full_backward_hook", _no_op),
-        *({"act"}, "backward hooks"),
+        set(),
     ),
-    "forward on the instance": (_patched, set(), "set on the instance"),
-    "an activation of who knows what": (
-        _calls(lambda m, x: m.act(x.clone()), act=nn.GELU),
-        *({"act"}, "how wide"),
+    "forward on the instance": (_patched, set()),
+    "an activation of who knows what": (_calls(lambda m, x: m.act(x.clone()), act=nn.GELU), set()),
+    "in-place activation behind a linear": (_of(act=lambda: nn.ReLU(inplace=True)), {"linear_act"}),
+    "leaky relu": (_of(act=nn.LeakyReLU), set()),
+    "clipped gelu": (_of(act=ClippedGELU), {"linear_act"}),
+    "prelu": (_of(act=nn.PReLU), set()),
+    "glu": (lambda: nn.Sequential(_fc(128), nn.GLU()), set()),
+    "doubled norm": (lambda: Doubled(WIDTH), {"layer_norm"}),
+    "wide layer norm": (lambda: WideLayerNorm(WIDTH), {"layer_norm"}),
+    "norm of two dimensions": (lambda: nn.LayerNorm((8, WIDTH)), {"layer_norm"}),
+    "hidden epsilon": (Hidden, {"rms_norm"}),
+    "adapter": (_of(lambda: Adapted(WIDTH, WIDTH)), set()),
+    "subclass": (_of(lambda: Named(WIDTH, WIDTH)), {"linear_act"}),
+    "transposed": (_of(Transposed), {"linear_act"}),
+    "without a bias": (_of(lambda: nn.Linear(WIDTH, 8, bias=False)), {"linear_act"}),
+    "no features": (_of(lambda: _fc(0)), {"linear_act"}),
+    "nested sequence": (lambda: nn.Sequential(nn.Sequential(_fc()), nn.GELU()), {"linear_act"}),
+    "sequence with a residual": (lambda: Around(_fc(), nn.GELU()), {"linear_act"}),
+    "scripted": (lambda: torch.jit.script(_norm()), set()),
+    "traced": (lambda: torch.fx.symbolic_trace(_pair()), set()),
+    "knows its model": (_parent, {"linear_act"}),
+    "holds a tensor": (lambda: _pair(factor=ONE), {"linear_act"}),
+    "frozen": (lambda: _pair().requires_grad_(False), {"linear_act"}),
+    "in evaluation": (lambda: _pair().eval(), {"linear_act"}),
+    "bfloat16": (lambda: _pair().bfloat16(), {"linear_act"}),
+    "float64": (
+        lambda: nn.Sequential(_pair(), PlainRMSNorm()).double(),
+        {"linear_act", "rms_norm"},
     ),
-    "in-place activation behind a linear": (_of(act=lambda: nn.ReLU(inplace=True)), {"fc"}, ""),
-    "leaky relu": (_of(act=nn.LeakyReLU), set(), "none of torchweld's"),
-    "clipped gelu": (_of(act=ClippedGELU), set(), "none of torchweld's"),
-    "prelu": (_of(act=nn.PReLU), set(), ""),
-    "glu": (lambda: nn.Sequential(_fc(128), nn.GLU()), set(), ""),
-    "doubled norm": (lambda: Doubled(WIDTH), set(), "computes something else"),
-    "wide layer norm": (lambda: WideLayerNorm(WIDTH), {""}, ""),
-    "norm of two dimensions": (lambda: nn.LayerNorm((8, WIDTH)), {""}, ""),
-    "hidden epsilon": (Hidden, {""}, ""),
-    "adapter": (_of(lambda: Adapted(WIDTH, WIDTH)), {"act"}, "another kind"),
-    "subclass": (_of(lambda: Named(WIDTH, WIDTH)), {"fc"}, ""),
-    "transposed": (_of(Transposed), {"fc"}, ""),
-    "without a bias": (_of(lambda: nn.Linear(WIDTH, 8, bias=False)), {"fc"}, ""),
-    "no features": (_of(lambda: _fc(0)), {"act"}, "did not run"),
-    "nested sequence": (
-        lambda: nn.Sequential(nn.Sequential(_fc()), nn.GELU()),
-        *({"1"}, "is not Sequential's own"),
-    ),
-    "sequence with a residual": (lambda: Around(_fc(), nn.GELU()), {"1"}, "calls super()"),
-    "scripted": (lambda: torch.jit.script(_norm()), set(), "scripted"),
-    "traced": (lambda: torch.fx.symbolic_trace(_pair()), {"act"}, "traced"),
-    "knows its model": (_parent, {"0.fc"}, ""),
-    "holds a tensor": (lambda: _pair(factor=ONE), {"fc"}, ""),
-    "frozen": (lambda: _pair().requires_grad_(False), {"fc"}, ""),
-    "in evaluation": (lambda: _pair().eval(), {"fc"}, ""),
-    "bfloat16": (lambda: _pair().bfloat16(), {"fc"}, ""),
-    "float64": (lambda: nn.Sequential(_pair(), PlainRMSNorm()).double(), {"0.fc", "1"}, ""),
     "float32 norm in a bfloat16 model": (
         _calls(lambda m, x: m.norm(m.fc(x)), fc=lambda: _fc().bfloat16(), norm=PlainRMSNorm),
-        *({"norm"}, ""),
+        {"rms_norm"},
     ),
-    "a norm reads its number": (_numbered(NumberedNorm), {"0"}, "something else"),
-    "a helper reads a number": (
-        _numbered(lambda: NumberedGated(nn.SiLU())),
-        *(set(), "uses `_divide`"),
-    ),
+    "a norm reads its number": (_numbered(NumberedNorm), {"rms_norm"}),
+    "a helper reads a number": (_numbered(lambda: NumberedGated(nn.SiLU())), {"gated_act"}),
     "a linear layer reads its number": (
         _numbered(lambda: _pair(NumberedLinear(WIDTH, WIDTH))),
-        *({"0.fc", "1.act"}, "another kind of linear"),
+        set(),
     ),
-    "nothing": (nn.Identity, set(), ""),
-    "no norm": (lambda: nn.Sequential(nn.Unflatten(-1, (4, 4, 4)), nn.Flatten()), set(), ""),
+    "nothing": (nn.Identity, set()),
+    "no norm": (lambda: nn.Sequential(nn.Unflatten(-1, (4, 4, 4)), nn.Flatten()), set()),
 }
 
 
-def _welds(model: nn.Module) -> set[str]:
-    """The welds that explain_fusion has a row of."""
-    return {name for name, m in model.named_modules() if isinstance(m, Weld) and m.weld_becomes}
+def _is_fused(model: nn.Module) -> bool:
+    return any(isinstance(part, Weld) for part in model.modules())
 
 
 def _input(model: nn.Module) -> torch.Tensor:
@@ -365,59 +345,39 @@ def _input(model: nn.Module) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of nn.Linear without features
 @pytest.mark.parametrize("name", ODD)
-def test_right_or_left_alone(name: str) -> None:
-    build, expected, reason = ODD[name]
+@pytest.mark.usefixtures("own_graphs")
+def test_odd_modules(name: str) -> None:
+    """In a call that captures and one that does not, and as before after unfuse()."""
+    build, ops = ODD[name]
     torch.manual_seed(0)
     model = build()
-    x = _input(model)
-    before = model(x)
-    reasons = [row.reason for row in torchweld.explain_fusion(model) if row.reason]
-    assert bool(reasons) == bool(reason), reasons
-    assert not reason or any(reason in found for found in reasons), reasons
-    torchweld.fuse(model)
-    welded = _welds(model)
-    assert welded == expected
-    tolerance = numerics.BFLOAT16 if x.dtype == torch.bfloat16 else {}
-    torch.testing.assert_close(model(x), before, **tolerance)
-    torchweld.unfuse(model)
-    assert torch.equal(model(x), before)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of nn.Linear without features
-@pytest.mark.parametrize("name", ODD)
-@pytest.mark.usefixtures("by_graph")
-def test_right_by_graph(name: str) -> None:
-    """In a call that captures and one that does not, and as before after unfuse()."""
-    torch.manual_seed(0)
-    model = ODD[name][0]()
     x = _input(model)
     before = model(x)
     tolerance = numerics.BFLOAT16 if x.dtype == torch.bfloat16 else {}
     torchweld.fuse(model)
     for _ in range(2):
         torch.testing.assert_close(model(x), before, **tolerance)
+    if _is_fused(model):
+        found = {row.becomes for row in torchweld.explain_fusion(model) if row.welded}
+        assert found - {"linear"} == ops  # in 16 bits without units
     torchweld.unfuse(model)
     assert torch.equal(model(x), before)
-    assert not _welds(model)
+    assert not _is_fused(model)
 
 
-def test_a_module_that_needs_what_a_probe_has_not() -> None:
-    """It is skipped, with the error; its activation is welded separately."""
-    model: Any = nn.Sequential(Failing())
-    rows = {row.where: row for row in torchweld.explain_fusion(model)}
-    assert "did not run" in rows["0.act"].reason or rows["0.act"].becomes
-    torchweld.fuse(model)
-    assert not isinstance(model[0].fc, Weld)
+@pytest.mark.usefixtures("own_graphs")
+def test_a_module_that_needs_a_dictionary() -> None:
+    model: Any = torchweld.fuse(nn.ModuleList([Failing()]))
     x = torch.randn(3, WIDTH)
     expected = 2 * gelu(model[0].fc(x))
     torch.testing.assert_close(model[0](x, {"scale": 2.0}), expected)
+    assert [row.becomes for row in torchweld.explain_fusion(model)] == ["linear_act"]
 
 
 @pytest.mark.parametrize("kind", ["gated", "feed_forward", "norm"])
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_on_the_meta_device(kind: str) -> None:
-    """It is tried on a copy with values; the model gets values later, as with to_empty."""
+    """The model gets values later, as with to_empty."""
     made = {
         "gated": lambda: Gated(nn.SiLU()),
         "feed_forward": lambda: FeedForward(nn.GELU()).eval(),
@@ -434,19 +394,19 @@ def test_on_the_meta_device(kind: str) -> None:
     torch.testing.assert_close(model(x), real(x))
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_a_lazy_layer_is_welded_when_it_is_one() -> None:
-    """By graph fuse() raised an error, since a lazy parameter has no sizes."""
+    """fuse() raised an error once, since a lazy parameter has no sizes."""
     model = nn.Sequential(nn.LazyLinear(8), nn.GELU())
     torchweld.fuse(model)
     assert not isinstance(model[0], Weld)
     expected = model(torch.ones(2, WIDTH))
     torchweld.fuse(torchweld.unfuse(model))
-    assert isinstance(model[0], Weld) or is_by_graph()
     torch.testing.assert_close(model(torch.ones(2, WIDTH)), expected)
+    assert [row.becomes for row in torchweld.explain_fusion(model)] == ["linear_act"]
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_global_hooks_and_modes_of_the_caller() -> None:
     """Global hooks, autocast, inference mode and other defaults do not change."""
     called: list[nn.Module] = []
@@ -468,7 +428,7 @@ def test_global_hooks_and_modes_of_the_caller() -> None:
     assert len([row for row in torchweld.explain_fusion(model) if row.welded]) == 2
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_gradients_are_not_touched() -> None:
     model = nn.Sequential(_pair(), PlainRMSNorm())
     model(torch.randn(2, WIDTH)).sum().backward()
@@ -477,31 +437,6 @@ def test_gradients_are_not_touched() -> None:
     torchweld.fuse(model)
     assert all(p.grad is before[name] for name, p in model.named_parameters())
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
-
-
-class OfWords(nn.Module):
-    """A model that somebody wrote by hand: its own forward calls functions, on indices of words."""
-
-    def __init__(self, linear: bool) -> None:
-        super().__init__()
-        self.words, self.scale = nn.Embedding(50, WIDTH), nn.Parameter(torch.ones(WIDTH))
-        self.fc = _fc() if linear else nn.Identity()
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        h = nn.functional.gelu(self.fc(self.words(x)))
-        h = nn.functional.layer_norm(h, (WIDTH,), self.scale)
-        logits = linear(h, self.words.weight)
-        if labels is None:
-            return logits
-        return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
-
-
-@pytest.mark.parametrize("has_linear", [True, False])
-def test_functions_of_a_model_that_takes_no_rows(has_linear: bool) -> None:
-    """It had no row: a trial with rows of numbers does not run it, and nothing else looked."""
-    (row,) = (row for row in torchweld.explain_fusion(OfWords(has_linear)) if row.where == "")
-    assert row.what == "torch.nn.functional.gelu + layer_norm + cross_entropy"
-    assert FUNCTIONS in row.reason
 
 
 class Shared(nn.Module):
@@ -518,9 +453,5 @@ def test_a_module_that_other_models_share_keeps_its_class() -> None:
     """transformers' Flaubert and XLM hold `transformers.activations.gelu`, which CamemBERT's head
     calls as a function. `fuse` of one changed the other. No test looked at a second model.
     """
-    model = nn.ModuleList([shared, Shared()])
-    torchweld.fuse(model)
-    first, second = torchweld.explain_fusion(model)
-    assert (type(shared), first.becomes) == (Shared, "")
-    assert first.reason == f"other models share it: it is a global, {__name__}.shared"
-    assert (type(model[1]), second.becomes) != (Shared, "")
+    torchweld.fuse(nn.ModuleList([shared, Shared()]))
+    assert type(shared) is Shared

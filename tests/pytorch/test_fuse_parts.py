@@ -16,7 +16,7 @@ import torchweld
 from fusable import MODELS, WIDTH, Parallel, rms, small_inputs  # noqa: F401
 from selection import combine
 from torchweld import numerics
-from torchweld.fusion import Weld
+from torchweld.fusion.weld import Weld
 
 UNIT = 2.0**-23
 X = torch.randn(8, 16, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -24,8 +24,8 @@ _Way = Callable[[nn.Module, str, Any], Any]
 
 
 @functools.cache
-def _make(name: str, by: Any = None) -> nn.Module:
-    """A model without dropout, which tests only copy; fused by one of the ways."""
+def _make(name: str, fused: bool = False) -> nn.Module:
+    """A model without dropout, which tests only copy."""
     torch.manual_seed(0)
     model = MODELS[name]()
     for part in model.modules():
@@ -33,8 +33,8 @@ def _make(name: str, by: Any = None) -> nn.Module:
             part.p = 0.0
         if isinstance(part, nn.ReLU):
             part.inplace = False  # a call by itself would change the test's input
-    if by is not None:
-        torchweld.fuse(model, by=by)
+    if fused:
+        torchweld.fuse(model)
         assert any(isinstance(part, Weld) for part in model.modules())
     return model
 
@@ -181,7 +181,6 @@ def _run(model: nn.Module, part: str, way: _Way, call: Any) -> list[torch.Tensor
     return [y.detach() for y in results] + [empty if g is None else g for g in grads]
 
 
-@functools.lru_cache(maxsize=1)  # the tests of both ways to fuse follow each other
 def _expect(name: str, way: _Way) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """What the plain model computes with each part, and in float64."""
     plain = _make(name)
@@ -195,13 +194,13 @@ def _expect(name: str, way: _Way) -> list[tuple[list[torch.Tensor], list[torch.T
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # for inputs by name
 @pytest.mark.filterwarnings("ignore:fuse. .* has 8 graphs")  # each part with a hook is a kind
 @pytest.mark.parametrize(
-    ("name", "way", "by"),
-    combine(MODELS, WAYS, ["trial", "graph"]),
+    ("name", "way"),
+    combine(MODELS, WAYS),
     ids=lambda value: value if isinstance(value, str) else value.__name__.strip("_"),
 )
-def test_a_part_means_what_it_meant(name: str, way: _Way, by: str) -> None:
+def test_a_part_means_what_it_meant(name: str, way: _Way) -> None:
     """Results and gradients: no further from float64 than twice the original's, and some units."""
-    fused = _make(name, by)
+    fused = _make(name, fused=True)
     for (part, call), (expected, truth) in zip(
         _list_calls(name).items(), _expect(name, way), strict=True
     ):
@@ -214,13 +213,13 @@ def test_a_part_means_what_it_meant(name: str, way: _Way, by: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["fc1", "act1", "softmax", "drop"])
-@pytest.mark.parametrize("by", ["trial", "graph"])
-def test_a_second_method_and_threads(part: str, by: str) -> None:
+@pytest.mark.usefixtures("own_graphs")
+def test_a_second_method_and_threads(part: str) -> None:
     """A method that calls a layer of a pair, while other threads run the forward."""
     from concurrent.futures import ThreadPoolExecutor
 
     plain: Any = Parallel()
-    fused: Any = torchweld.fuse(copy.deepcopy(plain), by=by)
+    fused: Any = torchweld.fuse(copy.deepcopy(plain))
     expected = plain(X), plain.embed(X), plain.get_submodule(part)(X)
 
     def run(_: int) -> tuple[torch.Tensor, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,10 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import torchweld
 from torchweld import numerics
-from torchweld.fusion import Weld
+from torchweld.fusion.weld import Weld
 from torchweld.ops.gemm import product
 from torchweld.registry import processor
-from ways import is_by_graph, way  # noqa: F401
 
 WIDTH, HEADS = 64, 4
 X = torch.randn(2, 20, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -61,33 +59,6 @@ def _run(model: nn.Module, x: torch.Tensor, dtype: torch.dtype | None = None) ->
     return [y, *torch.autograd.grad(y.float().square().sum(), [x, *model.parameters()])]
 
 
-def _count_functions(module: nn.Module) -> int:
-    """The functions in Python that a warm call runs."""
-    module(X), module(X)
-    count = 0
-
-    def see(_: Any, event: str, __: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(see)
-    try:
-        module(X)
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-def test_a_layer_in_float32_costs_no_more_than_torchs() -> None:
-    """Welded for 16 bits only, it asked at each call for the dtype and for autocast.
-
-    A DiT with many small layers was slower fused, and the tests only looked at its numbers.
-    """
-    layer = nn.Linear(WIDTH, 8)
-    with torch.no_grad():
-        assert _count_functions(torchweld.fuse(copy.deepcopy(layer))) <= _count_functions(layer)
-
-
 def _list_products(function: Any) -> set[str]:
     """Torch's products of 16 bits in a call."""
     with torch.profiler.profile(record_shapes=True, acc_events=True) as profile:
@@ -95,28 +66,21 @@ def _list_products(function: Any) -> set[str]:
     return {event.name for event in profile.events()}
 
 
-def test_explained() -> None:
-    """Each is a weld with a name; on other processors and on a GPU they stay torch's."""
-    rows = {row.where: row.becomes for row in torchweld.explain_fusion(_make())}
-    assert rows == {
-        "0": "linear in 16 bits by float32 GEMMs",
-        "1": "attention in 16 bits by float32 GEMMs",
-        "1.qkv": "linear in 16 bits by float32 GEMMs",
-        "1.out": "linear in 16 bits by float32 GEMMs",
-        "2": "linear in 16 bits by float32 GEMMs",
-    }
-    meta = torchweld.fuse(_make().to("meta"))
-    assert not any(isinstance(part, Weld) for part in meta.modules())
-    assert not any(isinstance(part, Weld) for part in torchweld.fuse(_make().double()).modules())
+def _list_ops(model: nn.Module, x: torch.Tensor) -> list[str]:
+    return [row.becomes for row in torchweld.explain_fusion(model, x) if row.becomes]
 
 
-def test_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In other dtypes, elsewhere and on other processors they stay torch's."""
+    model, x = _make().bfloat16(), X.bfloat16()
+    assert sorted(_list_ops(model, x)) == [*["linear"] * 4, "scaled_dot_product_attention"]
+    assert not _list_ops(_make().double(), X.double())
+    assert not _list_ops(_make().bfloat16().to("meta"), x.to("meta"))
     monkeypatch.setattr(processor, "_find", lambda dtype: True)
-    model = torchweld.fuse(_make())
-    assert not any(isinstance(part, Weld) for part in model.modules())
+    assert not _list_ops(model, x)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_float32_stays_torchs() -> None:
     """Bit for bit, with torch's kernels only."""
     plain = _make()
@@ -128,11 +92,11 @@ def test_float32_stays_torchs() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("casts", [True, False], ids=["autocast", "whole"])
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_16_bits(dtype: torch.dtype, casts: bool) -> None:
     """No product is torch's, results have torch's dtypes, and errors are at most torch's.
 
-    By graph only layers with an activation were welded: all others were torch's plain loops.
+    Once only layers with an activation were welded: all others were torch's plain loops.
     """
     plain = _make() if casts else _make().to(dtype)
     fused = torchweld.fuse(copy.deepcopy(plain))
@@ -158,9 +122,9 @@ _HEADS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("how", _HEADS)
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_heads_in_16_bits(how: str) -> None:
-    """By graph torch's function is one node, whose products were torch's plain loops."""
+    """torch's function is one node of a graph, whose products were torch's plain loops."""
     torch.manual_seed(0)
     plain = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).bfloat16()
     fused, x = torchweld.fuse(copy.deepcopy(plain)), X.bfloat16()
@@ -186,6 +150,7 @@ def test_heads_in_16_bits(how: str) -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.usefixtures("own_graphs")
 def test_parameters_that_others_replace(bias: bool) -> None:
     """The layer reads them where torch keeps them, unless they are elsewhere."""
     plain = nn.Linear(WIDTH, 8, bias)
@@ -207,15 +172,16 @@ def test_parameters_that_others_replace(bias: bool) -> None:
     assert torch.equal(replica(X), nn.functional.linear(X, plain.weight * 2, plain.bias))
 
 
+@pytest.mark.usefixtures("own_graphs")
 def test_use_backend() -> None:
     """Eager by name is torch's."""
-    plain = _make().bfloat16()
-    fused, x = torchweld.fuse(copy.deepcopy(plain))[0], X.bfloat16()
+    plain, x = nn.Linear(WIDTH, 8).bfloat16(), X.bfloat16()
+    fused = torchweld.fuse(copy.deepcopy(plain))
     with torchweld.use_backend("eager"):
-        assert torch.equal(fused(x), plain[0](x))
+        assert torch.equal(fused(x), plain(x))
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_compiled() -> None:
     fused = torchweld.fuse(_make().bfloat16())
     compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
@@ -224,20 +190,20 @@ def test_compiled() -> None:
         torch.testing.assert_close(one, other, **numerics.BFLOAT16)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_copies_and_checkpoints() -> None:
     fused = torchweld.fuse(_make().bfloat16())
     x = X.bfloat16()
     assert fused.state_dict().keys() == _make().state_dict().keys()
     loaded = pickle.loads(pickle.dumps(fused))
     assert torch.equal(loaded(x), fused(x))
-    assert isinstance(loaded if is_by_graph() else loaded[1], Weld)
+    assert isinstance(loaded, Weld)
     torchweld.unfuse(fused)
     assert type(fused[0]) is nn.Linear
     assert type(fused[1]) is Attention
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_export() -> None:
     """A program has torch's ops, whose numbers are ours up to rounding; any batch fits it."""
     fused, x = torchweld.fuse(_make().bfloat16()), X.bfloat16()
@@ -252,7 +218,7 @@ def test_export() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_activation_checkpoints(reentrant: bool) -> None:
     """What is computed again has the same bits, and is by float32 GEMMs too."""
     fused = torchweld.fuse(_make())
@@ -271,16 +237,16 @@ def test_activation_checkpoints(reentrant: bool) -> None:
         found.append([y, x.grad, *(p.grad for p in fused.parameters())])
 
     step(True)
-    step(False)  # by graph it captures
+    step(False)  # captures
     del found[1:]
     assert not _list_products(lambda: step(False)) & {"aten::mm", "aten::addmm", "aten::bmm"}
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_compiled_attention_is_torchs() -> None:
     """docs/fuse.md says so: Dynamo follows no mode, and linear layers are a custom op."""
-    if is_by_graph() and torch.__version__ < "2.13":
+    if torch.__version__ < "2.13":
         pytest.skip("AOTAutograd of torch 2.10 does not say that it compiles: layers stay torch's")
     fused = torchweld.fuse(_make().bfloat16())
     ops: list[str] = []

@@ -1,4 +1,4 @@
-"""Which form of rotation an attention's function computes is found by its numbers."""
+"""Rotations as models write them, and what stands between them and their norms."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ import functools
 import importlib.util
 import itertools
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import torchweld
 from fusable import check_fused, run
 from torchweld import numerics
-from ways import by_graph, is_by_graph, way  # noqa: F401
 
 _NUMBERS = itertools.count()
 _HALVES = "first, second = x.chunk(2, -1); turned = torch.cat((-second, first), -1)"
@@ -130,72 +127,27 @@ def _run(model: Any, width: int, given: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_each_form_is_welded(name: str, tmp_path: Path) -> None:
     """Results and gradients match the model's code, in float64."""
     turn, rotate, width, given = FORMS[name]
     model = _make(tmp_path, turn, rotate, width, given).double()
     call = functools.partial(_run, model, width, given)
     ops = check_fused(model, call, **numerics.CHAINED64)
-    if is_by_graph():  # angles that are computed for each are not the same angles
-        is_apart = "repeat" in turn or given in ("last", "complex")
-        qk = ["rotary_embedding"] * 2 if is_apart else ["rotary_embedding_qk"]
-        assert ops == [*qk, "softmax_dropout"]
-    else:
-        assert ops == ["rotary_embedding_qk"]
+    # Angles that are computed for each are not the same angles.
+    is_apart = "repeat" in turn or given in ("last", "complex")
+    qk = ["rotary_embedding"] * 2 if is_apart else ["rotary_embedding_qk"]
+    assert ops == [*qk, "softmax_dropout"]
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.usefixtures("by_graph")
-def test_a_rotation_backwards_by_graph(name: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("own_graphs")
+def test_a_rotation_backwards(name: str, tmp_path: Path) -> None:
+    """Each form with the sine's sign changed."""
     turn, rotate, width, given = FORMS[name]
     back = "cos = cos.conj()" if given == "complex" else "sin = -sin"
     model = _make(tmp_path, f"{back}; {turn}", rotate, width, given).double()
     check_fused(model, functools.partial(_run, model, width, given), **numerics.CHAINED64)
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_a_rotation_backwards_is_left_alone(name: str, tmp_path: Path) -> None:
-    """Each form with the sine's sign changed: no form of ours computes it."""
-    turn, rotate, width, given = FORMS[name]
-    back = "cos = cos.conj()" if given == "complex" else "sin = -sin"
-    model = _make(tmp_path, f"{back}; {turn}", rotate, width, given)
-    (row,) = torchweld.explain_fusion(model)
-    assert not row.becomes
-    assert row.reason
-
-
-def test_threads_fuse_models_of_one_file(tmp_path: Path) -> None:
-    """Trials leave the file's function as it was, and torch.compile at work (in torch 2.10)."""
-    turn, rotate, width, given = FORMS["halves, as Llama"]
-    model = _make(tmp_path, turn, rotate, width, given)
-    names: Any = type(model[0]).forward.__globals__
-    function, models = names["apply_rotary_pos_emb"], [copy.deepcopy(model) for _ in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        fused = list(pool.map(torchweld.fuse, models))
-    assert names["apply_rotary_pos_emb"] is function
-    assert not is_in_torch_dispatch_mode()
-    assert all("rotary" in str(torchweld.explain_fusion(each)) for each in fused)
-
-
-# What no result of an attention of a few tokens shows.
-UNSEEN = {
-    "a long text": "q.shape[-2] > 4096",
-    "one token": "q.shape[-2] == 1",
-    "no gradient": "not torch.is_grad_enabled()",
-    "a table for all rows": "len(cos) < len(q)",
-    "large numbers": "q.abs().max() > 500",
-    "an argument that it looks up": 'more.get("twice")',
-}
-
-
-@pytest.mark.parametrize("name", UNSEEN)
-def test_a_rotation_that_depends_on_what_it_gets(name: str, tmp_path: Path) -> None:
-    turn, rotate, width, given = FORMS["halves, as Llama"]
-    model = _make(tmp_path, turn, f"q = 2 * q if {UNSEEN[name]} else q; {rotate}", width, given)
-    (row,) = torchweld.explain_fusion(model)
-    assert row.reason
-    assert not row.becomes
 
 
 # --- What happens between a norm and the rotation -------------------------------------------------
@@ -259,13 +211,12 @@ BETWEEN: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", BETWEEN)
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("own_graphs")
 def test_what_happens_between_norm_and_rotation(name: str, tmp_path: Path) -> None:
-    """After a change that no trial saw the results are the code's."""
+    """After a change the results are the code's."""
     norms, rotates, change = BETWEEN[name]
     model = _make_attention(tmp_path, _NORMED.format(norms=norms, rotates=rotates)).double()
     fused = torchweld.fuse(copy.deepcopy(model))
-    assert is_by_graph() or "rotary_embedding_qk" in getattr(fused, "weld_becomes", "")
     x, angles = (torch.randn(3, 6, n, dtype=torch.float64) for n in (32, 16))
     given: dict[str, Any] = {"position_embeddings": (angles.cos(), angles.sin())}
     for more in ({}, change):

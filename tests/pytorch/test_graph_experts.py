@@ -1,4 +1,4 @@
-"""fuse(by="graph") on mixtures of experts, and on forwards that look like one and are not."""
+"""fuse() on mixtures of experts, and on forwards that look like one and are not."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def _step(model: Any, rows: int, dtype: torch.dtype = torch.float32) -> list[tor
 def _compare(make: Callable[[], Mixture]) -> Any:
     torch.manual_seed(0)
     want = make()
-    got = torchweld.fuse(copy.deepcopy(want), by="graph")
+    got = torchweld.fuse(copy.deepcopy(want))
     for rows in (6, 9, 13, 6):
         for a, b in zip(_step(got, rows), _step(want, rows), strict=True):
             largest = b.abs().max().clamp(min=1)

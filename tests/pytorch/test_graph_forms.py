@@ -87,7 +87,7 @@ class Ending(Words):
         if self.way == "a slice":  # CPM-Ant: torch multiplies one matrix for each row of the batch
             x, ids = x[:, 3:], ids[:, 3:]
         elif self.way == "a product":  # NeoMME
-            x = x @ self.layers[0].up.weight.t() @ self.layers[0].down.weight.t()
+            x = x @ self.layers[0].up.weight.t() @ self.layers[0].down.weight.t()  # type: ignore[operator]
         elif self.way == "rows":
             x = x.view(-1, WIDTH)
         logits = self.head(x)

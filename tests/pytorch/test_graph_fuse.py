@@ -1,4 +1,4 @@
-"""fuse(by="graph") where training programs meet it: each cell next to the unfused model."""
+"""fuse() where training programs meet it: each cell next to the unfused model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import torch
 
 import torchweld
 from torchweld import numerics
-from torchweld.errors import ArgumentError
 from torchweld.fusion.graph import backend
 from torchweld.fusion.graph.regions import Region
-from torchweld.fusion.patterns.logits import Logits
+from torchweld.fusion.logits import Logits
 from words import (
     WIDTH,
     WORDS,
@@ -52,12 +51,12 @@ def test_modules_and_parameters_stay_the_same_objects() -> None:
     model = make_words()
     modules, parameters = list(model.modules()), list(model.parameters())
     names = list(model.state_dict())
-    assert torchweld.fuse(model, by="graph") is model
+    assert torchweld.fuse(model) is model
     assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert list(model.state_dict()) == names
     classes = [type(part) for part in model.modules()]
-    assert torchweld.fuse(model, by="graph") is model
+    assert torchweld.fuse(model) is model
     assert [type(part) for part in model.modules()] == classes
     assert model._get_name() == type(model).__name__ == "Words"
     torchweld.unfuse(model)
@@ -67,7 +66,7 @@ def test_modules_and_parameters_stay_the_same_objects() -> None:
 
 def test_copies_and_pickles_stay_fused() -> None:
     """torch drops a module's compiled call from its copies."""
-    model = torchweld.fuse(make_words(), by="graph")
+    model = torchweld.fuse(make_words())
     want = step(model, make_ids())
     saved = io.BytesIO()
     torch.save(model, saved)
@@ -86,7 +85,7 @@ def test_copies_and_pickles_stay_fused() -> None:
 
 def test_layers_of_a_model_share_one_graph() -> None:
     model = make_words(layers=6)
-    torchweld.fuse(model, by="graph")
+    torchweld.fuse(model)
     kinds = {type(layer) for layer in model.layers}
     assert len(kinds) == 1
     x = torch.randn(2, 5, WIDTH, requires_grad=True)
@@ -98,23 +97,24 @@ def test_layers_of_a_model_share_one_graph() -> None:
 
 
 def test_a_filter_and_a_changed_filter() -> None:
-    """What a filter leaves out is not welded, also when the model is fused again by another one."""
+    """What a filter leaves out is not welded, also when the model is fused again by another one.
+
+    Before the first call `explain_fusion` of a fused model forgot its filter.
+    """
     model = make_words()
-    torchweld.fuse(model, lambda module, name: name != "layers.1.norm", by="graph")
+    torchweld.fuse(model, lambda module, name: name != "layers.1.norm")
+    rows = [r for r in torchweld.explain_fusion(model, make_ids()) if r.where == "layers.1.norm"]
+    assert rows
+    assert all("the filter leaves it out" in row.reason for row in rows)
     step(model, make_ids())
     assert list_ops(model).count("dropout_add_rms_norm") == 2
-    torchweld.fuse(model, lambda module, name: not isinstance(module, Norm), by="graph")
+    torchweld.fuse(model, lambda module, name: not isinstance(module, Norm))
     want = step(torchweld.unfuse(copy.deepcopy(model)), make_ids())
     compare(step(model, make_ids()), want)
     assert not any("norm" in op for op in list_ops(model))
-    torchweld.fuse(model, by="graph")
+    torchweld.fuse(model)
     step(model, make_ids())
     assert list_ops(model).count("dropout_add_rms_norm") == 3
-
-
-def test_an_unknown_way() -> None:
-    with pytest.raises(ArgumentError, match="by is 'guess'; accepted: 'trial' or 'graph'"):
-        torchweld.fuse(make_words(), by="guess")
 
 
 # --- Training programs ----------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_a_captured_checkpoint_saves_no_inner_tensors() -> None:
     saved: dict[bool, int] = {}
     for checkpointing in (None, False):
         model.checkpointing = checkpointing
-        fused = torchweld.fuse(copy.deepcopy(model), by="graph")
+        fused = torchweld.fuse(copy.deepcopy(model))
         for layer in fused.layers:
             layer.p = 0.5
         sizes: list[int] = []
@@ -169,7 +169,7 @@ def test_dropout_of_a_checkpoint_is_drawn_again(checkpointing: bool | None) -> N
     model.checkpointing = checkpointing
     for layer in model.layers:
         layer.p = 0.5
-    torchweld.fuse(model, by="graph")
+    torchweld.fuse(model)
     ids = make_ids()
     grads = step(model, ids)
     weight = model.layers[1].up.weight
@@ -370,7 +370,7 @@ def test_symbolic_traces_exports_and_compiles() -> None:
 def test_a_model_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = Words()
-    torchweld.fuse(model, by="graph")
+    torchweld.fuse(model)
     loss, _ = model(make_ids().to("meta"))
     assert loss.is_meta
     model.to_empty(device="cpu").load_state_dict(make_words().state_dict())

@@ -1,4 +1,4 @@
-"""Operations that once hid a whole graph from fuse(by="graph"), or ended its capture."""
+"""Operations that once hid a whole graph from fuse(), or ended its capture."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _split_by_numbers(x: torch.Tensor) -> torch.Tensor:
 def test_a_norm_is_welded(before: Callable[[torch.Tensor], torch.Tensor]) -> None:
     torch.manual_seed(0)
     want = Part(before)
-    got = torchweld.fuse(copy.deepcopy(want), by="graph")
+    got = torchweld.fuse(copy.deepcopy(want))
     for seed in (0, 1):
         x = torch.randn(3, 4, WIDTH, generator=torch.Generator().manual_seed(seed))
         results = []

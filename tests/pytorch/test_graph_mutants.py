@@ -1,6 +1,6 @@
-"""Forwards that look like an op, and changes after the first call: fuse(by="graph") sees them all.
+"""Forwards that look like an op, and changes after the first call: fuse() sees them all.
 
-Each mutant computes with fuse() what it computes without. Before `by="graph"`, trials of `fuse` on
+Each mutant computes with fuse() what it computes without. Before, trials of `fuse` on
 copies took many of these for the op: a trial sees no branch that it does not take.
 """
 
@@ -94,7 +94,7 @@ def _compare(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("name", FORWARDS)
 def test_a_forward_that_is_not_the_op(name: str) -> None:
     want = _make(FORWARDS[name])
-    got = torchweld.fuse(copy.deepcopy(want), by="graph")
+    got = torchweld.fuse(copy.deepcopy(want))
     for rows, length in ((2, 8), (3, 24), (3, 11), (2, 8)):
         _compare(_step(got, _values(rows, length)), _step(want, _values(rows, length)))
     want.eval(), got.eval()
@@ -119,7 +119,7 @@ def test_the_forwards_that_mutants_are_made_of_are_welded() -> None:
         Head: "linear_cross_entropy",
     }
     for kind, op in ops.items():
-        model = torchweld.fuse(_make(kind), by="graph")
+        model = torchweld.fuse(_make(kind))
         _step(model, _values(2, 8))
         assert op in _list_ops(model), kind
 
@@ -329,7 +329,7 @@ def test_a_change_after_the_first_call(
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     case = CHANGES[name]
     want = _make(case.make)
-    got = torchweld.fuse(copy.deepcopy(want), by="graph")
+    got = torchweld.fuse(copy.deepcopy(want))
     x = _values(2, 8)
     _compare(_step(got, x), _step(want, x))
     for model in (want, got):

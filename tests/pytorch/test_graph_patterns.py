@@ -88,6 +88,7 @@ _HOW = experts.How(
     transposed=False,
     limit=None,
     up_offset=0.0,
+    wide=False,
 )
 _HOWS = {
     "": _HOW,
@@ -186,7 +187,7 @@ CASES: dict[str, Case] = {
         )
         for kind in ("plain", "wide")
     },
-    "layer norm by hand": Case(layer_norm._by_hand, layer_norm._run_by_hand, (_X, _W, _W), (1e-5,)),
+    "layer norm by hand": Case(layer_norm.by_hand, layer_norm._run_by_hand, (_X, _W, _W), (1e-5,)),
     "layer norm by hand without bias": Case(
         layer_norm._without_bias, layer_norm._run_without_bias, (_X, _W), (1e-5,)
     ),

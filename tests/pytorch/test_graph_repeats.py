@@ -75,7 +75,7 @@ def make(kind: Callable[[], nn.Module] = Full, cls: type[Words] = Words) -> Any:
 
 def check(want: Any, change: Callable[[Any], Any] | None = None) -> Any:
     """Compare steps of a model and of its fused copy; `change` comes after the first one."""
-    got = torchweld.fuse(copy.deepcopy(want), by="graph")
+    got = torchweld.fuse(copy.deepcopy(want))
     compare(step(got, make_ids()), step(want, make_ids()))
     if change is not None:
         for model in (got, want):
@@ -327,7 +327,7 @@ def test_what_the_model_writes_between_its_layers(copies: list[Any]) -> None:
 def test_a_layer_that_writes_to_a_global_list(copies: list[Any]) -> None:
     """A list that Dynamo sees for the first time in a layer is none that the layer made."""
     want = make(Appending)
-    got = torchweld.fuse(copy.deepcopy(want), by="graph")
+    got = torchweld.fuse(copy.deepcopy(want))
     SEEN.clear()
     one = step(got, make_ids())
     assert len(SEEN) == LAYERS
@@ -339,9 +339,7 @@ def test_a_layer_that_writes_to_a_global_list(copies: list[Any]) -> None:
 
 def test_a_filter_leaves_out_a_copied_layer(copies: list[Any]) -> None:
     want = make()
-    got = torchweld.fuse(
-        copy.deepcopy(want), lambda part, name: name != f"layers.{CHANGED}", by="graph"
-    )
+    got = torchweld.fuse(copy.deepcopy(want), lambda part, name: name != f"layers.{CHANGED}")
     compare(step(got, make_ids()), step(want, make_ids()))
     assert list_ops(got).count("gated_act") == LAYERS - 1
     assert copies

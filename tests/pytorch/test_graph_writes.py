@@ -1,4 +1,4 @@
-"""fuse(by="graph") where a forward writes to a tensor in place."""
+"""fuse() where a forward writes to a tensor in place."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_write(call: Callable[..., torch.Tensor]) -> None:
     """A value is that of its time. FlauBERT multiplies results of norms in place, and lost them."""
     torch.manual_seed(0)
     want = Part(call)
-    got = torchweld.fuse(copy.deepcopy(want), by="graph")
+    got = torchweld.fuse(copy.deepcopy(want))
     for rows in (4, 5, 7):
         for a, b in zip(_run(got, rows), _run(want, rows), strict=True):
             largest = b.abs().max()
@@ -94,7 +94,7 @@ def test_torchs_rms_norm() -> None:
     """On the CPU it adds eps in place to a mean that it made, so that none was known."""
     torch.manual_seed(0)
     want = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH, 1e-3, False))
-    got = torchweld.fuse(copy.deepcopy(want), by="graph")
+    got = torchweld.fuse(copy.deepcopy(want))
     for a, b in zip(_run(got, 4), _run(want, 4), strict=True):
         largest = b.abs().max()
         torch.testing.assert_close(a / largest, b / largest, **numerics.SUMMED)

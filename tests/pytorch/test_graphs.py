@@ -27,7 +27,7 @@ from model_with_head import WORDS, LanguageModel
 from selection import GPU
 from torchweld import graphs, numerics
 from torchweld.errors import ArgumentError
-from torchweld.fusion.patterns.logits import Logits
+from torchweld.fusion.logits import Logits
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not GPU, reason="no GPU"))]
 WIDTH = 32

@@ -82,7 +82,7 @@ def test_a_region_keeps_its_kernels() -> None:
             return torch.nn.functional.layer_norm(self.norm(x), (16,), _W, _W)
 
     torch.compiler.reset()
-    model = torchweld.fuse(Normed(), by="graph")
+    model = torchweld.fuse(Normed())
     with torch.no_grad():
         model(_X)
         with torch.profiler.profile(acc_events=True) as profile:

@@ -89,11 +89,11 @@ WALKS: dict[str, tuple[Callable[[], Any], int, int]] = {
     "AdamW.step, clipped": (_make_step(max_grad_norm=1.0), 20, 4),
     "fuse, two layers": (
         lambda: torchweld.fuse(nn.Sequential(nn.Linear(64, 64), nn.RMSNorm(64))),
-        *(145, 11),
+        *(35, 4),
     ),
     "fuse, an encoder": (
         lambda: torchweld.fuse(nn.TransformerEncoder(ENCODER_LAYER, 2)),
-        *(795, 14),
+        *(135, 4),
     ),
     "linear_cross_entropy": (_train(lambda *x: _LOSS(*x, CLASSES), X, _HEAD), 14, 5),
     "linear_cross_entropy, bfloat16": (_train(lambda *x: _LOSS(*x, CLASSES), *_NARROW), 23, 6),

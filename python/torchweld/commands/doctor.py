@@ -18,7 +18,6 @@ from torchweld.commands import sdpa
 from torchweld.dispatch import choice, native, proof, store
 from torchweld.dispatch.store import describe
 from torchweld.dispatch.warm import leaf
-from torchweld.fusion import peer
 from torchweld.registry import BACKENDS, EAGER, OPS, Op
 from torchweld.registry.processor import has_units
 from torchweld.table import Table
@@ -32,7 +31,7 @@ Facts = list[tuple[str, str]]
 # Packages whose doors torchweld uses, or that change models.
 OTHERS = (
     *("accelerate", "deepspeed", "kernels", "liger-kernel", "lightning", "peft"),
-    *("torchao", "torchtitan", "trl", "verl"),
+    *("torchao", "torchtitan", "transformers", "trl", "verl"),
 )
 # docs/stability.md says what each means.
 VARIABLES = (
@@ -91,7 +90,6 @@ def _versions() -> Facts:
         ("torchweld", str(numbers["torchweld"])),
         ("torch", f"{numbers['torch']}, {cuda}"),
         ("triton", numbers["triton"] or "not installed; CUDA builds of torch bring it"),
-        ("transformers", peer.warn_of_newer() or peer.read_version() or "not installed"),
         ("with it", ", ".join(filter(None, map(_read_version, OTHERS))) or "none of them"),
         ("python", str(numbers["python"])),
         ("platform", f"{platform.platform(terse=True)}, {platform.machine()}"),

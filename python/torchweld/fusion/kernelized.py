@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 # The attribute with functions that `kernels` made modules of: parts of a file, not of a model.
-KERNEL_FUNCTIONS = "_kernel_funcs"
+_FUNCTIONS = "_kernel_funcs"
 
 
 class Kernelized(NamedTuple):
@@ -29,8 +29,8 @@ def list_kernelized(model: torch.nn.Module) -> Iterator[Kernelized]:
         cls: Any = type(module)
         if hasattr(cls, "kernel_layer_name") and _is_of_a_class(vars(module).get("forward")):
             yield Kernelized(name, cls.__name__, **_explain(module))
-        for function in vars(module).get(KERNEL_FUNCTIONS, {}).values():
-            if "forward" not in vars(function) or hasattr(module, "weld_rotate"):
+        for function in vars(module).get(_FUNCTIONS, {}).values():
+            if "forward" not in vars(function):
                 continue
             what = f"{type(function).kernel_layer_name} of {cls.__name__}"
             own_file = vars(sys.modules.get(cls.__module__, torch))

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.fusion.patterns.experts import find_form, run_experts
+from torchweld.fusion.experts import find_form, run_experts
 
 NAME = "torchweld"
-# The attribute that holds a module's form once it was tried.
+# The attribute that holds a module's form once it is proven.
 _FORM = "torchweld_form"
 
 
@@ -19,16 +19,20 @@ def experts(
 ) -> torch.Tensor:
     """The experts of a model of transformers by experts_mlp.
 
-    The first call of a module tries it, which a graph cannot hold: make one before torch.compile.
+    The first call of a module proves its form. A graph that is captured before that has
+    transformers' grouped products, which `fuse` welds in it.
     """
     form = vars(module).get(_FORM)
     if form is None:
-        form = _try(module)
+        if torch.compiler.is_compiling():
+            from transformers.integrations.moe import grouped_mm_experts_forward as run
+
+            return run(module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+        form = _find(module)
     return run_experts(module, form, hidden_states, top_k_index, top_k_weights)
 
 
-@torch.compiler.disable
-def _try(module: Any) -> Any:
+def _find(module: Any) -> Any:
     form = find_form(module)
     if isinstance(form, str):
         accepted = f"another one for {type(module).__name__}: {form}"

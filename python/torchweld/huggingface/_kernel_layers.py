@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 
 from torchweld import functional
-from torchweld.fusion import probe
-from torchweld.fusion.weld import Kind, is_of_kind, name_hooks
-from torchweld.numerics import have_equal_formulas
+from torchweld.fusion.graph.alone import HOOKS, Alone, CannotRecordError
+from torchweld.fusion.graph.patterns import rotary
 
 
 class RMSNorm(torch.nn.Module):
@@ -31,7 +32,7 @@ class RMSNormZeroCentered(torch.nn.Module):
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight if self.weight.dtype == torch.float64 else self.weight.float()
-        return functional.rms_norm(x, weight.shape, weight + 1.0, _read_epsilon(self))
+        return functional.rms_norm(x, weight.shape, weight + 1.0, read_epsilon(self))
 
 
 class RMSNormGated(torch.nn.Module):
@@ -59,7 +60,7 @@ class LayerNorm(torch.nn.Module):
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         shape = getattr(self, "normalized_shape", None) or self.weight.shape
         bias = getattr(self, "bias", None)
-        return functional.layer_norm(input, shape, self.weight, bias, _read_epsilon(self))
+        return functional.layer_norm(input, shape, self.weight, bias, read_epsilon(self))
 
 
 class SwiGLUMLP(torch.nn.Module):
@@ -78,7 +79,7 @@ class GeGLUMLP(torch.nn.Module):
     can_torch_compile = has_backward = True
 
     def forward(self: Any, x: torch.Tensor) -> Any:
-        how: Any = "none" if _is_by_erf(getattr(self, "act_fn", None)) else "tanh"
+        how: Any = "none" if is_by_erf(getattr(self, "act_fn", None)) else "tanh"
         gate, up = self.gate_proj(x), self.up_proj(x)
         return self.down_proj(functional.gated_act(gate, up, activation="gelu", approximate=how))
 
@@ -131,7 +132,7 @@ class QuickGELU(torch.nn.Module):
 class RotaryPosEmb(torch.nn.Module):
     """apply_rotary_pos_emb of transformers, with the transpose as its gradient.
 
-    The same name stands for functions that pair columns in two ways, so that each is tried once.
+    The same name stands for functions that pair columns in two ways, so that each is read once.
     A function that does neither runs itself.
     """
 
@@ -216,17 +217,34 @@ for _layer, _becomes in {
 def _normalize(module: Any, x: torch.Tensor) -> torch.Tensor:
     weight = getattr(module, "weight", None)
     shape = getattr(module, "normalized_shape", None) or x.shape[-1:]
-    return functional.rms_norm(x, shape, weight, _read_epsilon(module))
+    return functional.rms_norm(x, shape, weight, read_epsilon(module))
 
 
-def _read_epsilon(module: Any) -> Any:
+def read_epsilon(module: Any) -> Any:
     return module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
 
 
-def _is_by_erf(act_fn: Any) -> bool:
+def is_by_erf(act_fn: Any) -> bool:
     """Whether a module is torch's GELU by erf, or transformers'."""
     function = getattr(act_fn, "act", None)
     return getattr(act_fn, "approximate", "") == "none" or function is torch.nn.functional.gelu
+
+
+_PLAIN = (bool, int, float, str, type(None), FunctionType, BuiltinFunctionType)
+
+
+class Kind(NamedTuple):
+    """What a part was when its layer was named."""
+
+    was: type
+    forward: Any
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(cls, part: Any) -> Kind:
+        own = vars(part).items()
+        settings = {n: v for n, v in own if type(v) in _PLAIN and n not in ("training", "forward")}
+        return cls(type(part), type(part).forward, settings)
 
 
 class Parts(NamedTuple):
@@ -262,7 +280,8 @@ def _is_as_named(part: Any, kind: Kind) -> bool:
     """Whether a part has no hook, and no forward but its own and ours."""
     forward = vars(part).get("forward")
     is_own = forward is None or hasattr(forward, "torchweld_becomes")
-    return is_own and is_of_kind(part, kind) and not name_hooks(part, besides=None)
+    has_hooks = any(vars(part)[name] for name in HOOKS)
+    return is_own and not has_hooks and Kind.of(part) == kind
 
 
 # How functions pair columns, by their class and whether they take an angle for each column.
@@ -278,27 +297,36 @@ def find_rotary_form(own: Any, by_column: bool) -> str:
         by_column: whether cos and sin have an angle for each column, rather than for each pair.
     """
     if (own, by_column) not in _FORMS:
-        with probe.isolate({torch.device("cpu")}), torch.no_grad(), torch.device("cpu"):
-            _FORMS[own, by_column] = _try_rotation(own, by_column)
+        _FORMS[own, by_column] = _prove_rotation(own, by_column)
     return _FORMS[own, by_column]
 
 
-def _try_rotation(own: Any, by_column: bool) -> str:
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (2, 1))
-    angles = torch.randn(1, 3, 4, generator=generator)
+def _prove_rotation(own: Any, by_column: bool) -> str:
+    sizes = (2, 4, 5, 8), (2, 3, 5, 8), *2 * [(2, 5, 8 if by_column else 4)]
+    inputs = [torch.empty(size, device="cpu") for size in sizes]
+    try:
+        alone = Alone(torch.nn.Module(), lambda _, *given: own.forward(None, *given), inputs)
+    except CannotRecordError:  # it takes angles of the other kind, among others
+        return ""
+    rotate = _rotate_by_column if by_column else _rotate_by_pair
     for form in ("halves", "pairs"):
-        cos, sin = angles.cos(), 1.5 * angles.sin()
-        if by_column and form == "halves":
-            cos, sin = (torch.cat((each, each), -1) for each in (cos, sin))
-        elif by_column:
-            cos, sin = (each.repeat_interleave(2, -1) for each in (cos, sin))
-        try:
-            expected = own.forward(None, q, k, cos, sin)
-        except RuntimeError:  # of shapes: it takes angles of the other kind
-            return ""
-        how: Any = {"interleaved": form == "pairs"}
-        found = functional.rotary_embedding_qk(q, k, cos[:, None], sin[:, None], **how)
-        if have_equal_formulas(found, expected):
+        if not alone.why_not(partial(_rotate_both, rotate, form == "pairs")):
             return form
     return ""
+
+
+def _rotate_both(
+    rotate: Any, interleaved: bool, _: Any, q: Any, k: Any, cos: Any, sin: Any
+) -> tuple[Any, Any]:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)
+
+
+def _rotate_by_column(x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+    return rotary.rotate(x, cos, sin, rotary.Form(interleaved))
+
+
+def _rotate_by_pair(x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else torch.chunk(x, 2, dim=-1)
+    both = first * cos - second * sin, second * cos + first * sin
+    return torch.stack(both, dim=-1).flatten(-2) if interleaved else torch.cat(both, dim=-1)

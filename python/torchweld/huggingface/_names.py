@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.fusion.patterns.activation import in_words
-from torchweld.fusion.patterns.gated_mlp import GatedMLP, find_gated_mlp
-from torchweld.fusion.patterns.norm import LayerNorm, Norm, RMSNorm, find_norm
-from torchweld.fusion.plan import decide
-from torchweld.fusion.view import View
-from torchweld.fusion.weld import Change, Proposal, Tried, kind_of, propose
-from torchweld.huggingface._kernel_layers import Parts, run_parts
+from torchweld.fusion.graph.alone import Alone, CannotRecordError, Known
+from torchweld.fusion.graph.mlp import GatedMLP
+from torchweld.fusion.graph.patterns import layer_norm, rms_norm
+from torchweld.fusion.graph.patterns.activation import Activation, compute
+from torchweld.fusion.weld import why_not_change
+from torchweld.huggingface import _kernel_layers as layers
+from torchweld.huggingface._kernel_layers import Parts
 from torchweld.huggingface._kernel_mapping import check_installed
 
 _NAMED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+# What each module has to compute as a name's layer does.
+_DTYPES = (torch.float32, torch.bfloat16)
+_Reference = Callable[..., Any]
 
 
 def name_layers(model: torch.nn.Module) -> list[str]:
     """Name the layers of a model that `kernels` has no name for, so that `kernelize` finds them.
 
     transformers names its RMSNorms, activations and rotations. This names norms of other classes,
-    MLPs, linear layers with their activation, and the loss of a language model. The trials of
-    `fuse` decide what a module computes. A name is a class's; `kernelize` takes only the modules
-    that were tried.
+    MLPs, linear layers with their activation, and the loss of a language model. A module gets a
+    name if its forward is proven to compute what the name's layer does, of the attributes that the
+    layer reads. A name is a class's; `kernelize` takes only the modules that were proven.
 
     Args:
         model: a model whose forwards nothing has replaced yet.
@@ -41,19 +45,20 @@ def name_layers(model: torch.nn.Module) -> list[str]:
         raise ArgumentError("name_layers", "model", f"a {type(model).__name__}", accepted)
     from kernels import replace_kernel_forward_from_hub
 
-    patterns = find_gated_mlp, find_linear_act, find_norm
-    accepted, _ = decide(model, None, True, measure=False, patterns=patterns)
-    named, names = [], {id(module): name for name, module in model.named_modules()}
-    for change in (change for each in accepted for change in each.proposal.changes):
-        name, cls = _find_name(change), type(change.module)
-        if not hasattr(cls, "kernel_layer_name") and name is not None:
+    named, known = [], Known()
+    for path, module in model.named_modules():
+        cls: Any = type(module)
+        has_name = hasattr(cls, "kernel_layer_name")
+        if (has_name and cls.kernel_condition is not _was_named) or why_not_change(module):
+            continue
+        name, parts = known.find(_find_name, module)
+        if name is not None and not has_name:
             replace_kernel_forward_from_hub(cls, name, _was_named)
-        was_named = getattr(cls, "kernel_condition", None) is _was_named
-        if was_named and cls.kernel_layer_name == name:  # type: ignore[attr-defined]
-            _NAMED.add(change.module)
-            if change.weld is LinearAct:
-                change.module.torchweld_parts = change.settings["parts"]
-            named.append(names[id(change.module)])
+        if name is not None and cls.kernel_layer_name == name:
+            _NAMED.add(module)
+            if parts is not None:
+                module.torchweld_parts = parts
+            named.append(path)
     return [*named, *_name_loss(model)]
 
 
@@ -61,54 +66,155 @@ def _was_named(module: torch.nn.Module) -> bool:
     return module in _NAMED
 
 
-class LinearAct(Tried):
-    """What `_kernel_layers.LinearAct` will compute, for its trial."""
-
-    weld_parts: Parts
-
-    def weld_run(self, x: torch.Tensor) -> Any:
-        return run_parts(self, self.weld_parts, x)
-
-
-def find_linear_act(module: torch.nn.Module, view: View) -> Iterator[Proposal]:
-    """A module of a linear layer and its activation, perhaps with a second layer and a dropout."""
+def _find_name(module: Any) -> tuple[str | None, Parts | None]:
+    """The name of a layer that computes what a module does, from the same attributes."""
     children = dict(module.named_children())
-    linear = {name: form for name, child in children.items() if (form := view.linear(child))}
-    acts = {name: kind for name, child in children.items() if (kind := view.activation(child))}
+    if not children:
+        return _name_norm(module), None
+    if children.keys() >= {"gate_proj", "up_proj", "down_proj"}:
+        return _name_mlp(module), None
+    parts = _read_linear(module, children)
+    return (None if parts is None else "LinearAct"), parts
+
+
+def _prove(
+    module: Any,
+    inputs: list[torch.Tensor],
+    list_references: Callable[[Alone], Iterator[tuple[Any, _Reference]]],
+) -> Any:
+    """What comes with the first reference that the forward is proven to be; None without one.
+
+    It is the same in float32 and in bfloat16, in training and in evaluation.
+    """
+    found = []
+    for dtype in _DTYPES:
+        for training in (True, False):
+            try:
+                alone = Alone(module, type(module).forward, inputs, dtype, training)
+            except CannotRecordError:
+                return None
+            references = list_references(alone)
+            found.append(next((w for w, ref in references if not alone.why_not(ref)), None))
+    return found[0] if all(each == found[0] for each in found) else None
+
+
+# --- Norms ----------------------------------------------------------------------------------------
+
+
+def _name_norm(module: Any) -> str | None:
+    weight = getattr(module, "weight", None)
+    shape = getattr(module, "normalized_shape", None)
+    if not (hasattr(module, "variance_epsilon") or hasattr(module, "eps")):
+        return None
+    if shape is None and not isinstance(weight, torch.Tensor):
+        return None
+    device = None if weight is None else weight.device
+    x = torch.empty(
+        3, 5, *(getattr(weight, "shape", ()) if shape is None else shape), device=device
+    )
+    if hasattr(module, "activation"):
+        return _prove(module, [x, torch.empty_like(x)], _list_gated_norms)  # type: ignore[no-any-return]
+    return _prove(module, [x], _list_norms)  # type: ignore[no-any-return]
+
+
+def _list_norms(alone: Alone) -> Iterator[tuple[str, _Reference]]:
+    yield "LayerNorm", _layer_norm
+    yield "LayerNorm", _layer_norm_by_hand
+    yield "RMSNorm", _rms_norm_of_torch
+    for kind in ("rounded", "wide", "promoted", "torch"):
+        yield "RMSNorm", partial(_rms_norm, kind=kind)
+    yield "RMSNormZeroCentered", partial(_rms_norm, kind="plus_one")
+
+
+def _rms_norm(module: Any, x: Any, kind: str) -> Any:
+    weight = getattr(module, "weight", None)
+    return rms_norm.compute(x, weight, layers.read_epsilon(module), kind)
+
+
+def _rms_norm_of_torch(module: Any, x: Any) -> Any:
+    return torch.nn.functional.rms_norm(x, module.normalized_shape, module.weight, module.eps)
+
+
+def _layer_norm(module: Any, x: Any) -> Any:
+    shape = getattr(module, "normalized_shape", None) or module.weight.shape
+    bias, eps = getattr(module, "bias", None), layers.read_epsilon(module)
+    return torch.nn.functional.layer_norm(x, shape, module.weight, bias, eps)
+
+
+def _layer_norm_by_hand(module: Any, x: Any) -> Any:
+    bias = getattr(module, "bias", None)
+    return layer_norm.by_hand(x, module.weight, bias, layers.read_epsilon(module))
+
+
+def _list_gated_norms(alone: Alone) -> Iterator[tuple[str, _Reference]]:
+    for norm in ("rounded", "wide", "promoted", "torch"):
+        for kind in alone.list_kinds():
+            yield "RMSNormGated", partial(_gated_norm, norm=norm, kind=kind)
+
+
+def _gated_norm(module: Any, x: Any, gate: Any, norm: str, kind: Activation) -> Any:
+    if kind.name != ("silu" if module.activation == "swish" else module.activation):
+        raise ValueError("another activation")
+    return (_rms_norm(module, x, norm) * compute(gate.float(), kind)).to(x.dtype)
+
+
+# --- MLPs -----------------------------------------------------------------------------------------
+
+
+def _name_mlp(module: Any) -> str | None:
+    weight = getattr(module.gate_proj, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+        return None
+    x = torch.empty(3, 5, weight.shape[1], device=weight.device)
+    return _prove(module, [x], partial(_list_mlps, module))  # type: ignore[no-any-return]
+
+
+def _list_mlps(module: Any, alone: Alone) -> Iterator[tuple[str, _Reference]]:
+    by_erf = layers.is_by_erf(getattr(module, "act_fn", None))
+    names = {("silu", "none"): "SwiGLUMLP", ("gelu", "none" if by_erf else "tanh"): "GeGLUMLP"}
+    mlp = GatedMLP("gate_proj", "up_proj", "down_proj")
+    for kind in alone.list_kinds():
+        if name := names.get((kind.name, kind.approximate)):
+            yield name, partial(mlp.compute, kind=kind)
+
+
+def _read_linear(module: Any, children: dict[str, Any]) -> Parts | None:
+    """A module of a linear layer and its activation, perhaps with a second layer and a dropout."""
+    linear = [n for n, c in children.items() if getattr(getattr(c, "weight", 0), "ndim", 0) == 2]
     drops = [name for name, child in children.items() if isinstance(child, torch.nn.Dropout)]
-    is_whole = len(linear) + len(acts) + len(drops) == len(children)
-    if not (is_whole and len(acts) == 1 and 1 <= len(linear) <= 2 and len(drops) <= 1):
-        return
-    (first, *second), ((act, kind),) = linear, acts.items()
-    inner = first, act
-    kinds = kind_of(children[first]), kind_of(children[act])
-    parts = Parts(*inner, (*second, *drops), *kind, linear[first] == "transposed", kinds)
-    becomes, skipped = f"linear_act ({in_words(kind)})", tuple(children[name] for name in inner)
-    yield propose(module, LinearAct, becomes, {"parts": parts}, inner=skipped)
+    acts = [name for name in children if name not in (*linear, *drops)]
+    if len(acts) != 1 or not 1 <= len(linear) <= 2 or len(drops) > 1:
+        return None
+    (first, *second), (act,) = linear, acts
+    weight = children[first].weight
+    for is_transposed in (False, True):
+        x = torch.empty(3, 5, weight.shape[0 if is_transposed else 1], device=weight.device)
+
+        def list_references(alone: Alone, by: bool = is_transposed) -> Iterator[Any]:
+            for kind in alone.list_kinds():
+                how = kind.name, kind.approximate, by
+                yield how, partial(_linear_act, first, (*second, *drops), kind, by)
+
+        if (how := _prove(module, [x], list_references)) is not None:
+            kinds = layers.Kind.of(children[first]), layers.Kind.of(children[act])
+            name, approximate, by = how
+            return Parts(first, act, (*second, *drops), name, approximate, by, kinds)
+    return None
 
 
-def _find_name(change: Change) -> str | None:
-    """The name of a layer that computes what a weld does, from the same attributes."""
-    weld, of = change.weld, change.settings
-    if weld in (LayerNorm, RMSNorm):  # torch's
-        return weld.__name__
-    if weld is Norm:
-        reads = of["eps"] in ("eps", "variance_epsilon"), of["weight_name"] in ("weight", None)
-        if not all(reads) or (of["centered"] and of["offset"]):
-            return None
-        if of["gate"]:
-            is_last = of["gate"] == "last" and not (of["centered"] or of["offset"])
-            return "RMSNormGated" if is_last and hasattr(change.module, "activation") else None
-        if of["centered"]:
-            own = of["weight_name"] and of["bias_name"] in ("bias", None)
-            return "LayerNorm" if own else None
-        return "RMSNormZeroCentered" if of.get("offset") else "RMSNorm"
-    if weld is GatedMLP:
-        layers_of = of["gate"], of["up"], of["down"], of["dropout"], of["after"]
-        if layers_of != ("gate_proj", "up_proj", "down_proj", None, None):
-            return None
-        return {"silu": "SwiGLUMLP", "gelu": "GeGLUMLP"}.get(of["activation"])
-    return "LinearAct" if weld is LinearAct else None
+def _linear_act(
+    first: str, after: tuple[str, ...], kind: Activation, by: bool, module: Any, x: Any
+) -> Any:
+    layer = getattr(module, first)
+    if by:
+        y = torch.addmm(layer.bias, x.view(-1, x.size(-1)), layer.weight)
+        y = y.view(*x.size()[:-1], layer.weight.shape[1])
+    else:
+        y = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    y = compute(y, kind)
+    for name in after:
+        y = getattr(module, name)(y)
+    return y
 
 
 def _name_loss(model: Any) -> list[str]:

@@ -21,11 +21,11 @@ from torchweld.fusion.weld import find_original, find_welds
 def patch(model: Any, kind: Any = AutoModelForCausalLM) -> Iterator[dict[str, type]]:
     """Build models with fused modules in `from_pretrained` and `from_config`, inside this context.
 
-    `fuse` decides on a model without weights what each class becomes, and transformers puts those
-    classes in place of its own while it builds a model. Parameters have the same names, so that any
-    checkpoint loads, and files of such a model load without torchweld. Welds of the model as a
-    whole, such as its loss, and classes that modules share in different forms are left to
-    `torchweld.fuse(model)`, which may follow.
+    `fuse` decides on a model without weights what the classes of its layers become, and
+    transformers puts those classes in place of its own while it builds a model. Parameters have the
+    same names, so that any checkpoint loads, and files of such a model load without torchweld. What
+    is outside of its layers, such as its loss, is left to `torchweld.fuse(model)`, which may
+    follow.
 
     Args:
         model: a config, or what `AutoConfig.from_pretrained` takes: a name or a path.
@@ -77,21 +77,17 @@ def _find_patching() -> Any:
 
 
 def _find_classes(empty: torch.nn.Module) -> dict[str, type]:
-    """What the classes of a model become, if all of a class's modules become the same."""
+    """The classes that a model's repeated layers become.
+
+    Layers of one class share the class that the first of them gets: its graphs tell them apart.
+    """
     fuse(empty)
-    welds = {module: type(module) for _, module in find_welds(empty)}
-    # Inside a weld, such as a norm that a rotation takes along, one more weld does no harm.
-    inner = {module.get_submodule(name) for module in welds for name in module.weld_inner}
-    found: dict[str, set[type]] = {}
-    for module in empty.modules():
-        if module in welds or module not in inner:
-            found.setdefault(type(module).__name__, set()).add(type(module))
-    classes = {name: next(iter(kinds)) for name, kinds in found.items() if len(kinds) == 1}
-    return {
-        name: cls
-        for name, cls in classes.items()
-        if cls in welds.values() and cls is not type(empty) and _is_in_its_file(cls)
-    }
+    found: dict[str, type] = {}
+    for _, module in find_welds(empty):
+        cls = type(module)
+        if module is not empty and _is_in_its_file(cls):
+            found.setdefault(cls.__name__, cls)
+    return found
 
 
 def _is_in_its_file(cls: type) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from torchweld.distributed.tensor.styles import Style, check_divides
+from torchweld.fusion.experts import run_experts
+from torchweld.ops.experts.grouped import Form
 
 
 class ExpertsParallel(Style):
@@ -21,11 +24,13 @@ class ExpertsParallel(Style):
 
     Args:
         placement: placement of the stream.
+        form: of experts of transformers, whose own forward takes no shards; None: the module's
+            forward does.
     """
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, form: Form | None = None) -> None:
         super().__init__()
-        self.placement = placement
+        self.placement, self.form = placement, form
 
     def check(self, name: str, module: torch.nn.Module, count: int) -> None:
         for parameter in module.parameters(recurse=False):
@@ -38,8 +43,15 @@ class ExpertsParallel(Style):
         # Each row is a token of its own, so shards of the sequence count as shards of rows.
         placed = self.place_rows(self.placement)
         rows = tuple(Shard(0) if of.is_shard() else of for of in placed)
-        module.forward = partial(_run, module.forward, device_mesh, rows)  # type: ignore[method-assign]
+        forward = module.forward if self.form is None else partial(_run_form, module, self.form)
+        module.forward = partial(_run, forward, device_mesh, rows)  # type: ignore[method-assign]
         return module
+
+
+def _run_form(module: Any, form: Form, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if kwargs:
+        args = signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
+    return run_experts(module, form, *args)
 
 
 def _run(

@@ -37,7 +37,10 @@ from torchweld.distributed.tensor.styles import (
 from torchweld.distributed.tensor.sums import Sums
 from torchweld.distributed.tensor.trial import try_plan
 from torchweld.errors import ArgumentError
-from torchweld.fusion.patterns.experts import Experts
+from torchweld.fusion.experts import find_form, looks_stacked
+from torchweld.fusion.graph.alone import Known
+from torchweld.fusion.graph.mlp import GatedMLP, read_gated_mlp
+from torchweld.ops.experts.grouped import Form
 
 Plan = dict[str, ParallelStyle]
 _Styles = dict[str, Style]
@@ -56,12 +59,12 @@ _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False, *, ring: bool = False) -> Plan:
     """Make a tensor-parallel plan for `torch.distributed.tensor.parallel.parallelize_module`.
 
-    The names of layers identify transformers made of torchweld.nn's modules, and after
-    `torchweld.fuse` GPT-2, Llama, BERT, OPT, T5, Phi3, ViT and StableLM of transformers. Each block
+    The names of layers identify transformers made of torchweld.nn's modules, and GPT-2, Llama,
+    BERT, OPT, T5, Phi3, ViT and StableLM of transformers, also after `torchweld.fuse`. Each block
     has two all-reduces in the forward and two in the backward pass; `sequence_parallel` replaces
-    each by an all-gather and a reduce-scatter. Stacked experts, of `nn.ExpertsMLP` and of mixtures
-    after `fuse`, are shared among devices. Other modules have whole parameters on each device;
-    these become DTensors too.
+    each by an all-gather and a reduce-scatter. Stacked experts, of `nn.ExpertsMLP` and of
+    transformers' mixtures, are shared among devices. Other modules have whole parameters on each
+    device; these become DTensors too.
 
     Args:
         model: a whole model, or a stage of a pipeline. Its blocks are in a ModuleList or
@@ -89,8 +92,9 @@ def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False, *, ring: bo
     _check_attention(modules)
     _check_mixing("tp_plan", {n: m for n, m in modules.items() if n.startswith(inside)}, heads)
     styles: _Styles = {}
+    known = Known()
     for block in blocks:
-        for inner, style in _plan_block(modules[block], stream):
+        for inner, style in _plan_block(modules[block], stream, known):
             styles.setdefault(f"{block}.{inner}".strip("."), style)
     within = tuple(f"{name}." for name in blocks)
     for name, style in _plan_outside_blocks(model).items():
@@ -321,17 +325,18 @@ def _find_projections(module: torch.nn.Module) -> tuple[str, ...]:
 _Recipe = Iterator[tuple[str, Style]]
 
 
-def _plan_block(block: torch.nn.Module, stream: Placement) -> _Recipe:
+def _plan_block(block: torch.nn.Module, stream: Placement, known: Known) -> _Recipe:
     modules = dict(block.named_modules())
     heads = tuple(f"{name}." for name, module in modules.items() if _find_projections(module))
     for name, module in modules.items():
         if name.startswith(heads):
             continue
-        recipes = [_plan_attention, _plan_bert_layer, _plan_experts]
+        recipes: list[Callable[..., _Recipe]] = [_plan_attention, _plan_bert_layer]
+        recipes.append(partial(_plan_experts, known))
         # A mixture's experts that are modules of their own are left whole: devices would have
         # different rows.
         if _is_only_one(modules, name):
-            recipes.append(_plan_mlp)
+            recipes.append(partial(_plan_mlp, known))
         if "." not in name or isinstance(module, _ON_ROWS[2:]):
             recipes.append(_plan_norm)
         for recipe in recipes:
@@ -382,30 +387,35 @@ def _make_packed_heads(module: Any, stream: Placement) -> Style:
     return PackedHeadsParallel(stream, "qkv_proj", parts)
 
 
-def _plan_mlp(module: torch.nn.Module, stream: Placement) -> _Recipe:
-    gated = ("gate_proj", "up_proj", "down_proj")
-    welded: Any = module if hasattr(module, "weld_up") else None
-    is_packed = welded is not None and welded.weld_up is None
-    if welded is not None and not is_packed:
-        gated = (welded.weld_gate, welded.weld_up, welded.weld_down)
-    if is_packed and _is_mlp(module, (welded.weld_gate, welded.weld_down)):
-        features = getattr(module, welded.weld_gate).weight.shape[0] // 2
-        yield "", PackedColwiseParallel(stream, welded.weld_gate, [features, features])
-        yield welded.weld_down, FusedRowwiseParallel(output_layouts=stream)
-    elif _is_mlp(module, gated):
+def _plan_mlp(known: Known, module: torch.nn.Module, stream: Placement) -> _Recipe:
+    gated = known.find(_find_gated, module)
+    if gated is None:
+        pass
+    elif gated.up is None and _is_mlp(module, (gated.gate, gated.down)):
+        features = getattr(module, gated.gate).weight.shape[0] // 2
+        yield "", PackedColwiseParallel(stream, gated.gate, [features, features])
+        yield gated.down, FusedRowwiseParallel(output_layouts=stream)
+    elif gated.up is not None and _is_mlp(module, (gated.gate, gated.up, gated.down)):
         yield "", GatherInput(stream, "x")
-        yield from ((name, FusedColwiseParallel()) for name in gated[:2])
-        yield gated[2], FusedRowwiseParallel(output_layouts=stream)
-    else:
-        welded = None
-    if welded is not None and welded.weld_dropout is not None:
-        yield welded.weld_dropout, DropoutParallel(-1)  # drops hidden features
+        yield from ((name, FusedColwiseParallel()) for name in (gated.gate, gated.up))
+        yield gated.down, FusedRowwiseParallel(output_layouts=stream)
+        if gated.dropout is not None:
+            yield gated.dropout, DropoutParallel(-1)  # drops hidden features
     for first, second in (("fc1", "fc2"), ("c_fc", "c_proj"), ("wi", "wo")):
         if _is_mlp(module, (first, second)):
             yield first, FusedColwiseParallel(input_layouts=stream)
             yield second, FusedRowwiseParallel(output_layouts=stream)
             if first == "wi" and "dropout" in _get_children(module):  # T5 drops hidden features
                 yield "dropout", DropoutParallel(-1)
+
+
+def _find_gated(module: torch.nn.Module) -> GatedMLP | None:
+    """The parts of a gated MLP: by their usual names, else by what the module computes."""
+    usual = GatedMLP("gate_proj", "up_proj", "down_proj")
+    if _get_children(module).keys() >= {usual.gate, usual.up, usual.down}:
+        return usual
+    found = read_gated_mlp(module)
+    return None if found is None else found[0]
 
 
 def _is_mlp(module: torch.nn.Module, names: tuple[str, ...]) -> bool:
@@ -423,9 +433,11 @@ def _is_mlp(module: torch.nn.Module, names: tuple[str, ...]) -> bool:
     return not sizes & {1, hidden} if attention else not others
 
 
-def _plan_experts(module: torch.nn.Module, stream: Placement) -> _Recipe:
-    if isinstance(module, (nn.ExpertsMLP, Experts)):
+def _plan_experts(known: Known, module: torch.nn.Module, stream: Placement) -> _Recipe:
+    if isinstance(module, nn.ExpertsMLP):
         yield "", ExpertsParallel(stream)
+    elif looks_stacked(module) and isinstance(form := known.find(find_form, module), Form):
+        yield "", ExpertsParallel(stream, form)
 
 
 def _plan_bert_layer(module: torch.nn.Module, stream: Placement) -> _Recipe:

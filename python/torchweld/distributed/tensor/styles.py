@@ -204,6 +204,9 @@ class DropoutParallel(Style):
     def _drop(self, module: torch.nn.Dropout, mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
         if not module.training or module.p == 0:
             return x
+        if isinstance(x, DTensor):
+            y = self._drop(module, mesh, x.to_local())
+            return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False)
         sizes, place = mesh.shape[: self.along], 0
         for size, at in zip(sizes, mesh.get_coordinate() or (), strict=False):
             place = place * size + at
@@ -344,8 +347,9 @@ class ResidualNormParallel(Style):
 
 
 def get_norm_name(module: torch.nn.Module) -> str:
-    """Return the name of the norm at the end of a welded post-norm block."""
-    return getattr(module, "weld_norm", "LayerNorm")
+    """Return the name of the norm at the end of a post-norm block."""
+    norms = (n for n, child in module.named_children() if isinstance(child, torch.nn.LayerNorm))
+    return next(norms, "LayerNorm")
 
 
 def _replace_argument(args: Any, kwargs: Any, name: str, change: Any) -> Any:

@@ -31,7 +31,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from torchweld import state
 from torchweld.dispatch.warm import generate
-from torchweld.fusion import probe
+from torchweld.fusion import refusals
 from torchweld.fusion.graph import repeat, shortcuts
 from torchweld.fusion.graph.record import Record, recording
 
@@ -155,7 +155,7 @@ def _decide(tx: Any, value: Any) -> Any:
     try:
         number = _read(tx, proxy.node)
     except Exception as error:  # e.g. on the meta device
-        probe.read_refusal(error)
+        refusals.raise_others(error)
         return None
     if number is None:
         return None
@@ -317,6 +317,20 @@ def _item(method: Callable[..., Any]) -> Callable[..., Any]:
     return read_or_decide
 
 
+def _attribute(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo does not guard on what made a tensor: a leaf's graph would serve results of others."""
+
+    def read_or_refuse(variable: Any, tx: Any, name: str) -> Any:
+        if name in _OF_AUTOGRAD and getattr(_now, "answers", None) is not None:
+            raise Unsupported(f"a forward reads {name} of a tensor, which no guard compares")
+        return read(variable, tx, name)
+
+    return read_or_refuse
+
+
+_OF_AUTOGRAD = ("grad_fn", "is_leaf", "retains_grad", "output_nr")
+
+
 def _widen(find_sizes: Callable[..., Any]) -> Callable[..., Any]:
     """torch's own sizes of grouped products refuse dtypes that its kernels take."""
 
@@ -387,6 +401,7 @@ def _install() -> None:
             _meta_registrations._meta_grouped_mm_common
         )
         TensorVariable.method_item = _item(TensorVariable.method_item)  # type: ignore[method-assign]
+        TensorVariable.var_getattr = _attribute(TensorVariable.var_getattr)  # type: ignore[method-assign]
         UnspecializedNNModuleVariable.call_function = _call_layer(  # type: ignore[method-assign]
             UnspecializedNNModuleVariable.call_function
         )

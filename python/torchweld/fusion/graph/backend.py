@@ -12,7 +12,7 @@ from torchweld.errors import ArgumentError
 from torchweld.fusion.graph.patterns import FINDERS, list_for_inductor
 from torchweld.fusion.graph.rewrite import Lazy, Rewritten, rewrite
 from torchweld.fusion.graph.trace import checkpoint
-from torchweld.fusion.patterns.logits import Deferred
+from torchweld.fusion.logits import Deferred, LastLayer
 
 _COMPILERS = ("eager", "inductor")
 
@@ -47,16 +47,6 @@ def run_eagerly(module: torch.fx.GraphModule, rewritten: Rewritten) -> Callable[
     return with_lazy(module.forward, rewritten.lazy)
 
 
-class _LastLayer:
-    """A linear layer of a weight and a bias, for lazy logits."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(x, self.weight, self.bias)
-
-
 def with_lazy(run: Callable[..., Any], lazy: list[Lazy]) -> Callable[..., Any]:
     """Make the results lazy that a rewritten graph leaves out."""
     if not lazy:
@@ -66,7 +56,7 @@ def with_lazy(run: Callable[..., Any], lazy: list[Lazy]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         results = list(run(*args))
         for each in lazy:
-            head = _LastLayer(args[each.weight], None if each.bias is None else args[each.bias])
+            head = LastLayer(args[each.weight], None if each.bias is None else args[each.bias])
             steps = each.steps
             if each.row is not None:
                 row = args[each.row]

@@ -25,7 +25,7 @@ from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.fx import _symbolic_trace
 
 from torchweld import state
-from torchweld.fusion import probe
+from torchweld.fusion import refusals
 from torchweld.fusion.graph.answers import Answers, take_out
 
 
@@ -126,20 +126,20 @@ class _Patched:
                     with self._answers.serve():
                         return self._compile_frame(*args, **kwargs)
                 except Exception as error:  # Dynamo's own errors have many types
-                    _read_refusal(error)
+                    _raise_others(error)
                     if not self._answers.learn(error):
                         raise CannotCaptureError(str(error)) from error
 
 
-def _read_refusal(error: Exception) -> None:
+def _raise_others(error: Exception) -> None:
     """Raise an error that is none of the model's, as it was before Dynamo wrapped it."""
     inner = getattr(error, "inner_exception", None)  # of a backend, which has asked already
     if isinstance(inner, Exception):
-        probe.read_refusal(inner)
+        refusals.raise_others(inner)
     before = error.__context__
-    if isinstance(before, Exception) and probe.was_raised_by_handler(error):
+    if isinstance(before, Exception) and refusals.was_raised_by_handler(error):
         raise before
-    probe.read_refusal(error)
+    refusals.raise_others(error)
 
 
 def _list_logging() -> set[Any]:

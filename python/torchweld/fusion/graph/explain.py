@@ -1,4 +1,4 @@
-"""What fuse(by="graph") welds in a model, told before it trains."""
+"""What fuse() welds in a model, told before it trains."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.fusion import peer
 from torchweld.fusion.graph import capture
 from torchweld.fusion.graph.patterns import FINDERS
 from torchweld.fusion.graph.regions import Region, list_layers
 from torchweld.fusion.graph.rewrite import Placed, leaving_out, rewrite
 from torchweld.fusion.kernelized import list_kernelized
-from torchweld.fusion.plan import Filter, Weldable
+from torchweld.fusion.report import Filter, Weldable
 
 _TOKENS = (2, 16)  # of an example that nobody gave
 
@@ -49,17 +48,25 @@ def _explain_call(
         if (captured := _list_captured(model)) is not None:
             return captured
         kwargs = _make_example(model)
-    left_out = {
-        key
-        for name, part in model.named_modules()
-        if filter_fn and not filter_fn(part, name)
-        for key in (name, str(id(part)))
-    }
+    left_out = _list_left_out(model, filter_fn)
     placed, broken = _capture(model, args, kwargs, left_out)
     if broken:
         rows = [Weldable("", _name(model), reason=f"it is captured in parts: {broken}")]
         return [*rows, *_explain_layers(model, args, kwargs, left_out)]
     return list(_make_rows(model, "", placed))
+
+
+def _list_left_out(model: torch.nn.Module, filter_fn: Filter | None) -> set[str]:
+    """Names and ids of modules that this filter leaves out, or the one that the model has."""
+    names = {
+        name for name, part in model.named_modules() if filter_fn and not filter_fn(part, name)
+    }
+    if filter_fn is None:
+        for start, part in model.named_modules():
+            inner = part.weld_left_out if isinstance(part, Region) else ()
+            names |= {".".join(filter(None, (start, name))) for name in inner}
+    parts = dict(model.named_modules())
+    return names | {str(id(parts[name])) for name in names if name in parts}
 
 
 def _list_captured(model: torch.nn.Module) -> list[Weldable] | None:
@@ -167,7 +174,8 @@ def _name(module: Any) -> str:
 def _make_example(model: Any) -> dict[str, Any]:
     """Tokens and labels for a language model of transformers."""
     words = getattr(getattr(model, "config", None), "vocab_size", None)
-    if not peer.is_from_transformers(model) or not isinstance(words, int):
+    modules = {type(part).__module__.partition(".")[0] for part in model.modules()}
+    if "transformers" not in modules or not isinstance(words, int):
         accepted = "the arguments of a call of the model"
         raise ArgumentError("explain_fusion", "example", "empty", accepted)
     device = next(model.parameters()).device

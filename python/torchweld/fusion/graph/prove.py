@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchweld import state
-from torchweld.fusion import probe
+from torchweld.fusion import refusals
 from torchweld.fusion.graph.normal import COMMUTE
 from torchweld.fusion.graph.record import (
     Number,
@@ -106,7 +106,7 @@ class Prover:
                 with autocast_as(casts):
                     self._references[key] = self._record_new(proposal, values)
             except Exception as error:  # sizes that do not fit: no match
-                probe.read_refusal(error)
+                refusals.raise_others(error)
                 self._references[key] = f"{type(error).__name__}: {str(error)[:200]}"
         return self._references[key]
 

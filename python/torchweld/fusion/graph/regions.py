@@ -48,10 +48,6 @@ class Region(Weld):
             cls.weld_captures = Captures(cls.welded_from.__name__, set(cls.weld_left_out))
             cls.forward = _make_forward(cls)  # type: ignore[attr-defined]
 
-    def _get_name(self) -> str:
-        """The model's own: transformers' Trainer asks by it whether labels are to be shifted."""
-        return type(self).__name__
-
 
 def _make_forward(cls: Any) -> Callable[..., Any]:
     @functools.wraps(cls.welded_from.forward)
@@ -129,6 +125,7 @@ class Captures:
                 self._call_by(other, module, run, args, kwargs) if other else run(*args, **kwargs)
             )
         if isinstance(module, Root) and not slot.reason:
+            divide_at_hooks(module)
             slot.split(failed)
             return self._call_by(slot, module, run, args, kwargs)
         slot.stop(failed)
@@ -309,7 +306,7 @@ def _make_region(
         for each in left_out
         if each == name or each.startswith(start)
     )
-    settings = {"becomes": "", "structure": structure, "left_out": tuple(inside)}
+    settings = {"structure": structure, "left_out": tuple(inside)}
     cls = make_class(kind, was, tuple(settings.items()))
     if type(module) is cls:
         return False
@@ -328,6 +325,23 @@ def _describe(module: torch.nn.Module) -> str:
 def _name_class(cls: Any) -> tuple[str, str]:
     cls = getattr(cls, "welded_from", cls)
     return cls.__module__, cls.__qualname__
+
+
+def divide_at_hooks(root: Any) -> None:
+    """Make regions of single layers with hooks, as FSDP's: Dynamo leaves torch's own out there."""
+    left_out, key = set(type(root).weld_left_out), _read_key(root)
+    inside: tuple[str, ...] = ()
+    for name, part in root.named_modules():
+        if name.startswith(inside) or part is root:
+            continue
+        if isinstance(part, Region):
+            inside += (f"{name}.",)
+        elif part._parameters and not part._modules and _has_hooks(part):
+            _make_region(part, Region, name, f"{key} {_describe(part)}", left_out)
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def divide(module: Any) -> None:

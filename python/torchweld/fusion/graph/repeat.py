@@ -40,7 +40,7 @@ from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Guard, Source
 
-from torchweld.fusion import probe
+from torchweld.fusion import refusals
 from torchweld.fusion.graph.record import find_storage, read_casts
 
 CHECKS = getattr(dynamo_guards, "GUARD_VALUE_DISPATCH", {})  # how torch compares a guard's values
@@ -536,7 +536,7 @@ class _Evaluated:
                     first = find(guard.originating_source)
                     is_same = check.eval_fn(value, wanted) and _is_like(value, first)
             except Exception as error:  # e.g. an attribute that this layer lacks
-                probe.read_refusal(error)
+                refusals.raise_others(error)
                 return None
             if not is_same:
                 return None
@@ -551,7 +551,8 @@ class _Evaluated:
         try:
             return self._repeat(tx, given, found)
         except Exception as error:
-            raise CannotRepeatError(probe.read_refusal(error)) from error
+            refusals.raise_others(error)
+            raise CannotRepeatError(str(error)) from error
 
     def _repeat(self, tx: Any, given: _Values, found: _Found) -> Any:
         tracer = tx.output.current_tracer

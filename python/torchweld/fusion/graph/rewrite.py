@@ -7,11 +7,12 @@ import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchweld.fusion import probe
+from torchweld.fusion import refusals
 from torchweld.fusion.graph.prove import Difference, Late, Proposal, Prover, autocast_as
 from torchweld.fusion.graph.record import Ref, Step, find_storage, list_refs
 from torchweld.fusion.graph.trace import CannotTraceError, Trace, list_bodies
@@ -69,7 +70,7 @@ def rewrite(
     try:
         trace = Trace.of(module)
     except Exception as error:
-        probe.read_refusal(error)
+        refusals.raise_others(error)
         what = str(error).split("\n")[0]
         if not isinstance(error, CannotTraceError):
             what = f"{type(error).__name__}: {what}"
@@ -282,7 +283,7 @@ class _Writing:
             with torch.no_grad(), autocast_as(self.trace.casts[step.epoch]):
                 made = proposal.run(*given, *proposal.constants)
         except Exception as error:
-            probe.read_refusal(error)
+            refusals.raise_others(error)
             return f"torchweld refuses it: {type(error).__name__}: {str(error)[:160]}"
         results = list(made) if isinstance(made, tuple) else [made]
         memory = {find_storage(x) for x in given}
@@ -370,7 +371,7 @@ class _Writing:
         try:
             got = Trace.of(self.module).describe_results()
         except Exception as error:
-            probe.read_refusal(error)
+            refusals.raise_others(error)
             return False
         lazy = {each.at for each in self.lazy}
         pairs = enumerate(zip(got, wanted, strict=True))
@@ -423,8 +424,11 @@ def _list_modules(node: torch.fx.Node) -> Iterator[str]:
 
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in ')
+_OURS = str(Path(__file__).parent)
 
 
 def _read_line(node: torch.fx.Node) -> str:
+    """The file and line of the model's code that a node is of."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = [frame for frame in frames if not frame[0].startswith(_OURS)]
     return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -34,6 +35,13 @@ class How(NamedTuple):
     transposed: bool
     limit: float | None
     up_offset: float
+    wide: bool  # gate and product in float32
+
+    def read_form(self) -> Form:
+        """In the words of experts_mlp."""
+        name, approximate = self.kind.name, self.kind.approximate
+        layout = self.gated, self.interleaved, self.transposed
+        return Form(name, approximate, *layout, False, self.limit, self.up_offset)
 
 
 # --- In plain torch, as transformers writes it ----------------------------------------------------
@@ -84,11 +92,13 @@ def _activate(z: Any, how: How) -> Any:
     if not how.gated:
         return compute(z, how.kind)
     gate, up = (z[..., ::2], z[..., 1::2]) if how.interleaved else z.chunk(2, dim=-1)
+    if how.wide:
+        gate, up = gate.float(), up.float()
     if how.limit is not None:
         gate, up = gate.clamp(max=how.limit), up.clamp(min=-how.limit, max=how.limit)
     if how.up_offset:
         up = up + how.up_offset
-    return compute(gate, how.kind) * up
+    return (compute(gate, how.kind) * up).to(z.dtype)
 
 
 # --- By torchweld ---------------------------------------------------------------------------------
@@ -96,10 +106,7 @@ def _activate(z: Any, how: How) -> Any:
 
 def _run(x: Any, gate_up: Any, down: Any, indices: Any, weights: Any, *more: Any) -> torch.Tensor:
     *biases, how = more
-    form = Form(
-        *(how.kind.name, how.kind.approximate, how.gated, how.interleaved, how.transposed),
-        *(False, how.limit, how.up_offset),
-    )
+    form = how.read_form()
     device = x.device.type
     if device not in ("cpu", "meta"):
         inputs = (x, gate_up, down, indices, weights, *(biases or (None, None)), *form, False)
@@ -153,9 +160,11 @@ def _read(
     limits = [as_float(step.args[2]) for step in between if step.func is aten.clamp.default]
     sums = [step.args[1] for step in between if step.func is aten.add.Tensor]
     offsets = [number for each in sums if (number := as_float(each))]
+    casts = any(step.func is _CAST for step in between)  # or autocast's
     for kind in kinds[:1]:
-        for offset in (*offsets, 0.0):  # the activation may have a sum, too
-            rest = (*limits, None)[0], offset
+        # The activation may have a sum, too.
+        for offset, wide in itertools.product((*offsets, 0.0), (False, True)[: 1 + casts]):
+            rest = (*limits, None)[0], offset, wide
             how = How(is_grouped, bool(given), kind, bool(slices), in_turn, transposed, *rest)
             yield how, first, given
 

@@ -65,7 +65,7 @@ def _run_sum_and_norm(x: Any, residual: Any, weight: Any, *more: Any) -> Any:
     return z, y
 
 
-def _by_hand(x: Any, weight: Any, bias: Any, eps: float) -> Any:
+def by_hand(x: Any, weight: Any, bias: Any, eps: float) -> Any:
     """As DeBERTa writes it, with a root and a bias, or without a bias as Cohere does, or plain."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = wide.mean(-1, keepdim=True)
@@ -77,11 +77,11 @@ def _by_hand(x: Any, weight: Any, bias: Any, eps: float) -> Any:
 
 
 def _without_bias(x: Any, weight: Any, eps: float) -> Any:
-    return _by_hand(x, weight, None, eps)
+    return by_hand(x, weight, None, eps)
 
 
 def _plain(x: Any, eps: float) -> Any:
-    return _by_hand(x, None, None, eps)
+    return by_hand(x, None, None, eps)
 
 
 def _run_plain(x: Any, eps: float) -> Any:
@@ -118,7 +118,7 @@ def find_layer_norm_by_hand(record: Record, at: int) -> Iterator[Proposal]:
                     bias = shifted.args[1]
                     if isinstance(bias, Ref):
                         inputs, out = [x.at, weight.at, bias.at], [shifted.outs[0]]
-                        yield Proposal("layer_norm", inputs, out, _by_hand, _run_by_hand, (eps,))
+                        yield Proposal("layer_norm", inputs, out, by_hand, _run_by_hand, (eps,))
                 for end in (*_list_casts(record, scaled.outs[0]), scaled.outs[0]):
                     inputs, run = [x.at, weight.at], _run_without_bias
                     yield Proposal("layer_norm", inputs, [end], _without_bias, run, (eps,))

@@ -14,7 +14,7 @@ from torchweld import functional
 from torchweld.fusion.graph.normal import aten
 from torchweld.fusion.graph.prove import Late, Proposal
 from torchweld.fusion.graph.record import Record, Ref, Step, as_float
-from torchweld.fusion.patterns.logits import Deferred
+from torchweld.fusion.logits import Deferred
 from torchweld.names import Reduction
 
 # Bytes of logits from which the loss is welded in a graph that Inductor compiles.

@@ -44,7 +44,7 @@ def _turn(x: Any, form: Form) -> Any:
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
-def _rotate(x: Any, cos: Any, sin: Any, form: Form) -> Any:
+def rotate(x: Any, cos: Any, sin: Any, form: Form) -> Any:
     width = cos.shape[-1]
     given = x[..., :width] if form.rest else x
     plain = given.float() if form.wide else given
@@ -57,7 +57,7 @@ def _rotate(x: Any, cos: Any, sin: Any, form: Form) -> Any:
 
 
 def _both(q: Any, k: Any, cos: Any, sin: Any, seq_dim: int, form: Form) -> Any:
-    return _rotate(q, cos, sin, form), _rotate(k, cos, sin, form)
+    return rotate(q, cos, sin, form), rotate(k, cos, sin, form)
 
 
 def _run_both(q: Any, k: Any, cos: Any, sin: Any, seq_dim: int, form: Form) -> Any:
@@ -67,7 +67,7 @@ def _run_both(q: Any, k: Any, cos: Any, sin: Any, seq_dim: int, form: Form) -> A
 
 
 def _one(x: Any, cos: Any, sin: Any, seq_dim: int, form: Form) -> Any:
-    return _rotate(x, cos, sin, form)
+    return rotate(x, cos, sin, form)
 
 
 def _run_one(x: Any, cos: Any, sin: Any, seq_dim: int, form: Form) -> Any:
@@ -135,7 +135,7 @@ def _normed(
     )
     if norms.is_turned:
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-    return _rotate(q, cos, sin, form), _rotate(k, cos, sin, form)
+    return rotate(q, cos, sin, form), rotate(k, cos, sin, form)
 
 
 def _run_normed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -24,6 +24,13 @@ _STALE = (
 )
 
 
+class LastLayer(NamedTuple):
+    """The weight and bias of a language model's head."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
 class Deferred:
     """Logits that are not computed: the head's input, and what the model does with the logits."""
 
@@ -38,19 +45,8 @@ class Deferred:
     def shape(self) -> torch.Size:
         return torch.Size((*self.x.shape[:-1], self.classes))
 
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def view(self, *sizes: Any) -> Deferred:
-        """A row for each token; models need no other view for their loss."""
-        if sizes not in ((-1, self.classes), ((-1, self.classes),)):
-            raise RuntimeError(_ADVICE)
-        return Deferred(self.x.reshape(-1, self.x.shape[-1]), self.classes, self.steps)
-
-    reshape = view
-
     def read_options(self) -> dict[str, Any]:
-        """The logit scale and the soft cap of the loss's function, and the row added to the bias.
+        """The logit scale and the soft cap of the loss's function.
 
         The logits are `after * tanh(scale * z)`, or `after * scale * z` without the tanh.
         """
@@ -63,12 +59,7 @@ class Deferred:
                 scale *= factor
                 cap = None if cap is None else cap * factor
         scale = round(scale) if abs(scale - round(scale)) < 1e-12 else scale  # (1 / 30) * 30
-        return {"logit_scale": None if scale == 1 else scale, "softcap": cap, "row": self._row}
-
-    @property
-    def _row(self) -> torch.Tensor | None:
-        rows = [given[0].flatten() for function, *given in self.steps if function is operator.add]
-        return rows[0] if rows else None
+        return {"logit_scale": None if scale == 1 else scale, "softcap": cap}
 
     def compute(self, head: Callable[[torch.Tensor], Any]) -> torch.Tensor:
         """The logits."""
@@ -77,7 +68,7 @@ class Deferred:
             z = function(z, *given)
         return z  # type: ignore[no-any-return]
 
-    def make_tensor(self, head: Any) -> Any:
+    def make_tensor(self, head: LastLayer) -> Any:
         """The logits for the caller of the model: a tensor, if a later call can compute them."""
         compiling = state.is_compiling() or state.is_transforming()
         if compiling or is_dtensor(self.x) or is_dtensor(head.weight):
@@ -90,58 +81,10 @@ class Deferred:
         """The logits of another input of the head."""
         return Deferred(x, self.classes, self.steps)
 
-    def float(self) -> Deferred:
-        return self._then(torch.Tensor.float)
-
-    def tanh(self) -> Deferred:
-        if any(function is torch.tanh for function, *_ in self.steps):
-            raise RuntimeError(_ADVICE)
-        return self._then(torch.tanh)
-
-    def contiguous(self) -> Deferred:
-        return self
-
-    def __mul__(self, factor: Any) -> Deferred:
-        return self._scale(operator.mul, factor)
-
-    def __truediv__(self, divisor: Any) -> Deferred:
-        return self._scale(operator.truediv, divisor)
-
-    def __add__(self, row: Any) -> Deferred:
-        """The layer's result and a row of constants, as BART's final_logits_bias."""
-        is_row = isinstance(row, torch.Tensor) and row.numel() == row.shape[-1] == self.classes
-        if self.steps or not is_row or row.requires_grad or row.dim() > self.x.dim():
-            raise RuntimeError(_ADVICE)
-        return self._then(operator.add, row)
-
-    def __getitem__(self, index: Any) -> Deferred:
-        """Some tokens: by slices or a mask, which leave the last dimension whole."""
-        parts = index if isinstance(index, tuple) else (index,)
-        has_dots = bool(parts) and parts[0] is ...
-        rows = list(parts[has_dots:])
-        if has_dots or sum(getattr(part, "ndim", 1) for part in rows) == self.x.dim():
-            *rows, last = rows
-            if not isinstance(last, slice) or last != slice(None):
-                raise RuntimeError(_ADVICE)
-        for part in rows:
-            if not isinstance(part, slice) and getattr(part, "dtype", None) is not torch.bool:
-                raise RuntimeError(_ADVICE)
-        return self.with_input(self.x[index])
-
-    def _scale(self, function: Any, number: Any) -> Deferred:
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not number:
-            raise RuntimeError(_ADVICE)
-        return self._then(function, number)
-
-    def _then(self, *step: Any) -> Deferred:
-        return Deferred(self.x, self.classes, (*self.steps, step))
-
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function is torch.tanh and args and isinstance(args[0], Deferred):
-            return args[0].tanh()
         raise RuntimeError(_ADVICE)
 
     def __getattr__(self, name: str) -> Any:
@@ -150,8 +93,10 @@ class Deferred:
     def _refuse(self, *given: Any) -> Any:
         raise RuntimeError(_ADVICE)
 
-    __len__ = __iter__ = __neg__ = __bool__ = __float__ = _refuse
-    __radd__ = __sub__ = __rsub__ = __rmul__ = __rtruediv__ = __pow__ = _refuse
+    __len__ = __iter__ = __getitem__ = __neg__ = __bool__ = __float__ = _refuse
+    __add__ = __mul__ = __truediv__ = __radd__ = __sub__ = __rsub__ = __rmul__ = __rtruediv__ = (
+        __pow__
+    ) = _refuse
     __matmul__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
 
@@ -167,7 +112,7 @@ class Logits(torch.Tensor):
     _source: Any
     _made: torch.Tensor
     # What they are made of, a Deferred and its head; None of a view or a copy.
-    recipe: tuple[Deferred, Any] | None = None
+    recipe: tuple[Deferred, LastLayer] | None = None
 
     @staticmethod
     def make(like: Any, dtype: torch.dtype, source: Callable[[], torch.Tensor] | Logits) -> Logits:
