@@ -147,6 +147,8 @@ def test_an_explanation_says_where_a_capture_breaks() -> None:
     reasons = {row.where: row.reason for row in report if row.reason}
     assert "captured in parts" in reasons[""]
     assert "test_graph_captures.py:" in reasons["layers.1"]
+    # Its parts were not told of, which capture by themselves.
+    assert ("layers.1.norm", "rms_norm") in {(row.where, row.becomes) for row in report}
     assert {row.becomes for row in report if row.where.startswith("layers.0")} >= {"gated_act"}
 
 
