@@ -248,22 +248,6 @@ def _graphs(own_graphs: None) -> None:
 TESTED = pytest.mark.skipif(not IS_TESTED_RELEASE, reason="another release has other mixtures")
 # Sizes in addition to models.py: every layer has experts.
 MORE = {"first_k_dense_replace": 0, "num_dense_layers": 0, "num_key_value_heads": 4}
-_LATENT = {"head_dim": 8, "n_group": 2, "topk_group": 1}
-_LAYERS = {"layer_types": ["linear_attention", "full_attention"]}
-OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("axk1", "deepseek_v3", "deepseek_v32"), _LATENT),
-    **dict.fromkeys(("kimi_linear", "qwen3_5_moe_text", "qwen3_next"), _LAYERS),
-    "bailing_hybrid": _LAYERS | {"n_group": 2, "topk_group": 1},
-    "dots1": {"n_shared_experts": 1},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "jamba": {
-        **{"attn_layer_period": 2, "attn_layer_offset": 1},
-        **{"expert_layer_period": 1, "expert_layer_offset": 0},
-    },
-    "longcat_flash": {"head_dim": 8},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "zaya": {"num_experts_per_tok": 1},
-}
 # Text models of families that have no class for language only.
 PARTS = {
     "mistral4": "Mistral4ForCausalLM",
@@ -312,7 +296,7 @@ def _build_kind(kind: str) -> Any:
         config_class = cls.config_class
     else:
         cls, config_class = getattr(transformers, models.list_names()[kind]), CONFIG_MAPPING[kind]
-    return _make_gates_matter(models.make_class(cls, config_class, MORE | OWN.get(kind, {})))
+    return _make_gates_matter(models.make_class(cls, config_class, MORE | models.OWN.get(kind, {})))
 
 
 @TESTED
