@@ -15,7 +15,6 @@ from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import torchweld
 from oracle import Pool
 from torchweld import functional, numerics, optim
 from torchweld.dispatch.warm import cache
@@ -298,14 +297,8 @@ def _list_calls(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     hidden = torch.randn(2, 64, 96, dtype=dtype).requires_grad_()
     columns = [torch.zeros(96), torch.ones(96), None, None]
     q, k, v = (torch.randn(1, 2, 64, 16, dtype=dtype).requires_grad_() for _ in range(3))
-    heads = torchweld.fuse(torch.nn.MultiheadAttention(48, 4, batch_first=True).to(dtype))
-    made = torchweld.fuse(
-        torch.nn.TransformerEncoderLayer(48, 4, 96, batch_first=True, activation="gelu").to(dtype)
-    )
-    batch = torch.randn(2, 32, 48, dtype=dtype)
     del hidden
     classes: dict[str, Any] = {"linear_bias": bias}
-    mask = torch.zeros(32, 32, dtype=dtype)
     return {
         "linear_act": lambda: functional.linear_act(x, up, bias, activation="gelu"),
         "identity": lambda: functional.linear_act(x, up, bias, activation="identity"),
@@ -323,13 +316,6 @@ def _list_calls(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
         "losses": lambda: functional.linear_cross_entropy(x, up, target, reduction="none"),
         "logprobs": lambda: functional.linear_logprobs(x, up, target),
         "attention": lambda: functional.block_sparse_attention(q, k, v, DENSE.of(q, k)),
-        "heads": lambda: heads(batch, batch, batch, need_weights=False)[0],
-        "heads with weights": lambda: heads(batch, batch, batch)[0],
-        "heads with a mask": lambda: heads(batch, batch, batch, need_weights=False, attn_mask=mask)[
-            0
-        ],
-        "encoder": lambda: made(batch),
-        "in evaluation": lambda: made.eval()(batch),
     }
 
 

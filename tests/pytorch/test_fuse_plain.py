@@ -149,6 +149,54 @@ def test_heads_in_16_bits(how: str) -> None:
     assert not names & {"aten::mm", "aten::addmm", "aten::bmm"}
 
 
+@pytest.mark.parametrize(("trains", "casts"), [(True, True), (True, False), (False, False)])
+@pytest.mark.usefixtures("own_graphs")
+def test_an_encoder_layer(trains: bool, casts: bool) -> None:
+    """In evaluation without gradients torch's layer is one operation, in float32 under autocast."""
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 96, batch_first=True, activation="gelu")
+    dtype = torch.float32 if casts else torch.bfloat16
+    fused, x = torchweld.fuse(layer.to(dtype).train(trains)), X.to(dtype)
+
+    def step() -> None:
+        on = torch.autocast("cpu", torch.bfloat16, enabled=casts)
+        with on, torch.set_grad_enabled(trains):
+            y = fused(x)
+        if trains:
+            y.float().square().sum().backward()
+
+    step()  # captures
+    names = _list_products(step)
+    assert "torchweld::product" in names
+    assert not names & {"aten::mm", "aten::addmm", "aten::bmm"}
+
+
+_MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "padded": {"src_key_padding_mask": torch.arange(40).view(2, 20) > 36},
+    "causal": {"src_mask": torch.ones(20, 20).tril() == 0},
+    "both": {
+        "src_mask": torch.ones(20, 20).tril() == 0,
+        "src_key_padding_mask": torch.arange(40).view(2, 20) > 36,
+    },
+}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["norms first", "norms last"])
+@pytest.mark.parametrize("mask", _MASKS)
+@pytest.mark.usefixtures("own_graphs")
+def test_an_encoder_layer_in_evaluation(mask: str, first: bool) -> None:
+    """Errors are at most torch's."""
+    torch.manual_seed(0)
+    plain = nn.TransformerEncoderLayer(WIDTH, HEADS, 96, batch_first=True, norm_first=first)
+    plain = plain.bfloat16().eval()
+    fused, x = torchweld.fuse(copy.deepcopy(plain)), X.bfloat16()
+    with torch.no_grad():
+        exact = copy.deepcopy(plain).double()(x.double(), **_MASKS[mask])
+        ours, torchs = ((model(x, **_MASKS[mask]) - exact).norm() for model in (fused, plain))
+    assert ours <= 1.1 * torchs
+    assert [row.becomes for row in torchweld.explain_fusion(fused)] == ["encoder_layer"]
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.usefixtures("own_graphs")
 def test_parameters_that_others_replace(bias: bool) -> None:

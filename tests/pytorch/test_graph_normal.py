@@ -36,6 +36,8 @@ CALLS: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = [
     (normal.dimension, aten.mean.dim, ([-1], True), {}),
     (normal.dimension, aten._softmax.default, (-1, False), {}),
     (normal.dimension, aten.unsqueeze.default, (-1,), {}),
+    (normal.dimension, aten.cat.default, (-1,), {}),
+    (normal.dimension, aten.stack.default, (-2,), {}),
     (normal.dimension, aten.slice.Tensor, (-2, 3, 9), {}),
     (normal.part, aten.slice.Tensor, (1, 3), {}),
     (normal.part, aten.slice.Tensor, (0, -9, 2**63 - 1, 2), {}),
@@ -45,6 +47,8 @@ CALLS: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = [
     (normal.turn, aten.permute.default, ([-1, 0],), {}),
     (normal.turn, aten.transpose.int, (-1, 0), {}),
     (normal.view, aten._unsafe_view.default, ([-1],), {}),
+    (normal.view, aten._unsafe_view.default, ([32, 128],), {}),
+    (normal.view, aten.view.default, ([8, -1, 16],), {}),
     (normal.cast, aten._to_copy.default, (), {"dtype": torch.float64, "device": "cpu"}),
     (normal.cast, aten._to_copy.default, (), {"dtype": torch.half, "layout": torch.strided}),
 ]
@@ -54,7 +58,8 @@ CALLS: list[tuple[Any, Any, tuple[Any, ...], dict[str, Any]]] = [
 @pytest.mark.parametrize("at", range(len(CALLS)), ids=lambda at: CALLS[at][0].__name__)
 def test_a_rule_keeps_the_bits(at: int, dtype: torch.dtype) -> None:
     rule, func, args, kwargs = CALLS[at]
-    x = _numbers(dtype)
+    x: Any = _numbers(dtype)
+    x = [x, x.flip(0)] if func in (aten.cat.default, aten.stack.default) else x
     if "device" in kwargs:
         kwargs = {**kwargs, "device": x.device}
     made = rule(func, (x, *args), kwargs)

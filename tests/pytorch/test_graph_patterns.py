@@ -115,6 +115,14 @@ def _list_shapes(how: experts.How) -> list[Any]:
     return [(12, 16), *shapes, Routes(12, 2, 3), (12, 2), *biases]
 
 
+class Excluded(NamedTuple):
+    """What a mask leaves out of square scores, but of the diagonal."""
+
+    batch: int
+    heads: int
+    length: int
+
+
 class Turns(NamedTuple):
     """Complex numbers of absolute value one."""
 
@@ -253,16 +261,19 @@ CASES: dict[str, Case] = {
             rotary_forms._both,
             rotary_forms._run_both,
             ((2, 4, 6, 8), (2, *rows, 8), Turns(*angles)),
-            (seq_dim,),
+            (seq_dim, ""),
         )
         for seq_dim, rows, angles in ((-2, (2, 6), (1, 1, 6, 4)), (-3, (4, 2), (2, 4, 1, 4)))
     },
-    "rotation half by half": Case(
-        rotary_forms._both,
-        rotary_forms._run_both,
-        ((2, 4, 6, 8), (2, 2, 6, 8), (1, 1, 6, 4), (1, 1, 6, 4)),
-        (-2,),
-    ),
+    **{
+        f"rotation half by half {back}": Case(
+            rotary_forms._both,
+            rotary_forms._run_both,
+            ((2, 4, 6, 8), (2, 2, 6, 8), (1, 1, 6, 4), (1, 1, 6, 4)),
+            (-2, back),
+        )
+        for back in ("", "minus", "negative")
+    },
     **{
         f"attention {name}": Case(
             attention._reference,
@@ -282,6 +293,15 @@ CASES: dict[str, Case] = {
         (-2, rotary.Form()),
     ),
     "softmax": Case(softmax._plain, softmax._run_plain, ((2, 4, 6, 6),), (0.25, 0.0)),
+    **{
+        f"softmax of some scores, scaled by {scale}": Case(
+            softmax._filled,
+            softmax._run_filled,
+            ((2, 4, 6, 6), Excluded(2, 1, 6)),
+            (scale, 0.0),
+        )
+        for scale in (0.25, 1)
+    },
     "masked softmax": Case(
         softmax._masked, softmax._run_masked, ((2, 4, 6, 6), (2, 1, 6, 6)), (0.25, 0.0)
     ),
@@ -325,6 +345,9 @@ def _make(shapes: tuple[Any, ...], dtype: torch.dtype) -> list[torch.Tensor]:
             angles = torch.rand(shape, generator=generator, dtype=torch.float64)
             turns = torch.polar(torch.ones_like(angles), angles)
             made.append(turns if dtype == torch.float64 else turns.to(torch.complex64))
+        elif isinstance(shape, Excluded):
+            mask = torch.rand(*shape, shape.length, generator=generator) > 0.5
+            made.append(mask & ~torch.eye(shape.length, dtype=torch.bool))
         elif isinstance(shape, int):  # classes of rows
             target = torch.randint(0, 30, (shape,), generator=generator)
             target[2], target[5] = -100, 7

@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional
 
 import torchweld
-from torchweld.fusion.graph import repeat
+from torchweld.fusion.graph import evaluated
 from words import WORDS, Layer, Words, compare, list_ops, make_ids, step
 
 LAYERS, CHANGED = 6, 4
 pytestmark = [
-    pytest.mark.skipif(not repeat.IS_KNOWN, reason="torch 2.10 evaluates each layer"),
+    pytest.mark.skipif(not evaluated.IS_KNOWN, reason="torch 2.10 evaluates each layer"),
     pytest.mark.usefixtures("own_graphs"),
 ]
 
@@ -26,13 +26,13 @@ pytestmark = [
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The layers that were copied."""
     made: list[Any] = []
-    finish = repeat._Evaluated.repeat
+    finish = evaluated.Evaluated.repeat
 
     def note(layer: Any, *args: Any) -> Any:
         made.append(layer)
         return finish(layer, *args)
 
-    monkeypatch.setattr(repeat._Evaluated, "repeat", note)
+    monkeypatch.setattr(evaluated.Evaluated, "repeat", note)
     return made
 
 
@@ -416,7 +416,7 @@ def test_a_copy_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> Any:
         raise AssertionError("planted")
 
-    monkeypatch.setattr(repeat._Evaluated, "_repeat", fail)
+    monkeypatch.setattr(evaluated.Evaluated, "_repeat", fail)
     got = check(make())
     assert list_ops(got).count("gated_act") == LAYERS
     (slot,) = type(got).weld_captures.slots.values()

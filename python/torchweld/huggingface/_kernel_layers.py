@@ -233,7 +233,7 @@ def is_by_erf(act_fn: Any) -> bool:
 _PLAIN = (bool, int, float, str, type(None), FunctionType, BuiltinFunctionType)
 
 
-class Kind(NamedTuple):
+class PartKind(NamedTuple):
     """What a part was when its layer was named."""
 
     was: type
@@ -241,7 +241,7 @@ class Kind(NamedTuple):
     settings: dict[str, Any]
 
     @classmethod
-    def of(cls, part: Any) -> Kind:
+    def of(cls, part: Any) -> PartKind:
         own = vars(part).items()
         settings = {n: v for n, v in own if type(v) in _PLAIN and n not in ("training", "forward")}
         return cls(type(part), type(part).forward, settings)
@@ -259,7 +259,7 @@ class Parts(NamedTuple):
     activation: Any
     approximate: Any
     is_transposed: bool  # the layer's weight, as Conv1D's
-    kinds: tuple[Kind, Kind]  # of the layer and its activation
+    kinds: tuple[PartKind, PartKind]  # of the layer and its activation
 
 
 def run_parts(module: Any, parts: Parts, x: torch.Tensor) -> Any:
@@ -276,12 +276,12 @@ def run_parts(module: Any, parts: Parts, x: torch.Tensor) -> Any:
     return x
 
 
-def _is_as_named(part: Any, kind: Kind) -> bool:
+def _is_as_named(part: Any, kind: PartKind) -> bool:
     """Whether a part has no hook, and no forward but its own and ours."""
     forward = vars(part).get("forward")
     is_own = forward is None or hasattr(forward, "torchweld_becomes")
     has_hooks = any(vars(part)[name] for name in HOOKS)
-    return is_own and not has_hooks and Kind.of(part) == kind
+    return is_own and not has_hooks and PartKind.of(part) == kind
 
 
 # How functions pair columns, by their class and whether they take an angle for each column.

@@ -196,7 +196,7 @@ def _read_linear(module: Any, children: dict[str, Any]) -> Parts | None:
                 yield how, partial(_linear_act, first, (*second, *drops), kind, by)
 
         if (how := _prove(module, [x], list_references)) is not None:
-            kinds = layers.Kind.of(children[first]), layers.Kind.of(children[act])
+            kinds = layers.PartKind.of(children[first]), layers.PartKind.of(children[act])
             name, approximate, by = how
             return Parts(first, act, (*second, *drops), name, approximate, by, kinds)
     return None

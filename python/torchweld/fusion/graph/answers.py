@@ -32,7 +32,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torchweld import state
 from torchweld.dispatch.warm import generate
 from torchweld.fusion import refusals
-from torchweld.fusion.graph import repeat, shortcuts
+from torchweld.fusion.graph import evaluated, repeat, shortcuts
 from torchweld.fusion.graph.record import Record, recording
 
 LARGEST = 64  # operations between a graph's inputs and a number that decides a branch
@@ -66,7 +66,7 @@ class Answers:
 
     def __init__(self, decides: bool) -> None:
         self.decides = decides
-        self.repeats = repeat.Repeats() if decides and repeat.IS_KNOWN else None
+        self.repeats = repeat.Repeats() if decides and evaluated.IS_KNOWN else None
         self._denied: list[list[Any]] = []  # the frames that were told no, from the outermost one
 
     @contextlib.contextmanager

@@ -23,7 +23,7 @@ COMMUTE = {aten.add.Tensor, aten.mul.Tensor}
 
 _ARITHMETIC = {aten.add.Tensor, aten.mul.Tensor, aten.sub.Tensor, aten.div.Tensor}
 _DIMS = ("dim", "dim0", "dim1", "dims")
-_EXTRA = {aten.unsqueeze.default: 1}  # the result has one dimension more
+_EXTRA = {aten.unsqueeze.default: 1, aten.stack.default: 1}  # the result has one dimension more
 
 
 def square(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
@@ -63,9 +63,11 @@ def power_of_two(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
 
 def dimension(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """Dimensions count from the first."""
-    if not args or not isinstance(args[0], torch.Tensor):
+    first = args[0] if args else None
+    first = first[0] if isinstance(first, (list, tuple)) and first else first  # of cat
+    if not isinstance(first, torch.Tensor):
         return None
-    rank = args[0].dim() + _EXTRA.get(func, 0)
+    rank = first.dim() + _EXTRA.get(func, 0)
     made = list(args)
     for at, argument in enumerate(func._schema.arguments[: len(args)]):
         if argument.name in _DIMS:
@@ -94,8 +96,18 @@ def turn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | Non
 
 
 def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """_unsafe_view is a view of a result that nobody else has."""
-    return (aten.view.default, args, kwargs) if func is aten._unsafe_view.default else None
+    """_unsafe_view is a view of a result that nobody else has. A view names all its sizes."""
+    if func not in (aten.view.default, aten._unsafe_view.default):
+        return None
+    sizes, rest = args[1], math.prod(each for each in args[1] if not _is_open(each))
+    if rest or _is_symbol(rest):
+        sizes = [args[0].numel() // rest if _is_open(each) else each for each in sizes]
+    is_new = func is aten._unsafe_view.default or any(map(_is_open, args[1]))
+    return (aten.view.default, (args[0], sizes), kwargs) if is_new else None
+
+
+def _is_open(size: Any) -> bool:
+    return type(size) is int and size == -1
 
 
 def cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:

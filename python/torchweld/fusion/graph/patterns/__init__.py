@@ -15,6 +15,7 @@ from torchweld.fusion.graph.patterns.activation import find_act
 from torchweld.fusion.graph.patterns.attention import find_attention
 from torchweld.fusion.graph.patterns.batch_norm import find_batch_norm_act
 from torchweld.fusion.graph.patterns.dropout_add import find_dropout_add
+from torchweld.fusion.graph.patterns.encoder_layer import find_encoder_layer
 from torchweld.fusion.graph.patterns.experts import find_experts
 from torchweld.fusion.graph.patterns.gated_act import find_gated_act
 from torchweld.fusion.graph.patterns.heads import find_heads
@@ -44,6 +45,7 @@ FINDERS: list[Callable[[Record, int], Iterable[Proposal]]] = [
     find_experts,
     find_attention,
     find_heads,
+    find_encoder_layer,
     find_modulated_norm,
     find_gated_residual,
     find_normed_rotary,

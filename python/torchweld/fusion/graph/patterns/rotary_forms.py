@@ -20,31 +20,36 @@ class _RotationForm(NamedTuple):
     x: int
     angles: tuple[Ref, ...]
     outs: list[int]  # the ends that it may have, the one after a cast first
+    back: str = ""  # how one turns the other way: "minus" a product, or by "negative" sines
 
 
-def _rotate(x: Any, angles: tuple[Any, ...]) -> Any:
+def _rotate(x: Any, angles: tuple[Any, ...], back: str) -> Any:
     if len(angles) == 1:  # complex numbers
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         z = torch.view_as_complex(wide.reshape(*x.shape[:-1], -1, 2))
         return torch.view_as_real(z * angles[0]).flatten(3).type_as(x)
     cos, sin = angles
     first, second = torch.chunk(x, 2, dim=-1)
+    if back:
+        turned = first * -sin + second * cos if back == "negative" else second * cos - first * sin
+        return torch.cat((first * cos + second * sin, turned), dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def _both(q: Any, k: Any, *given: Any) -> Any:
-    *angles, _ = given
-    return _rotate(q, tuple(angles)), _rotate(k, tuple(angles))
+    *angles, _, back = given
+    return _rotate(q, tuple(angles), back), _rotate(k, tuple(angles), back)
 
 
 def _read_angles(x: Any, *given: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:
     """Angles and options of the ops for x."""
-    *angles, seq_dim = given
+    *angles, seq_dim, back = given
     interleaved = len(angles) == 1
     if interleaved:
         cos, sin = (x.repeat_interleave(2, -1) for x in (angles[0].real, angles[0].imag))
     else:
         cos, sin = (torch.cat((x, x), -1) for x in angles)
+        sin = -sin if back else sin
     return fit_angles(x, cos, sin), {"seq_dim": seq_dim, "interleaved": interleaved}
 
 
@@ -54,8 +59,8 @@ def _run_both(q: Any, k: Any, *given: Any) -> Any:
 
 
 def _one(x: Any, *given: Any) -> Any:
-    *angles, _ = given
-    return _rotate(x, tuple(angles))
+    *angles, _, back = given
+    return _rotate(x, tuple(angles), back)
 
 
 def _run_one(x: Any, *given: Any) -> Any:
@@ -67,19 +72,21 @@ def find_rotary_forms(record: Record, at: int) -> Iterator[Proposal]:
     """Two rotations with the same angles, where this step belongs to the first one; or one."""
     for first in _read(record, record.steps[at]):
         own = _find_seq_dim(record, first.x, first.angles[0])
+        constants = own, first.back
         for product in record.readers(first.angles[0].at, _MUL):
             for second in _read(record, product):
-                if second.angles != first.angles or second.outs[0] <= first.outs[0]:
+                is_like = (second.angles, second.back) == (first.angles, first.back)
+                if not is_like or second.outs[0] <= first.outs[0]:
                     continue
                 if own is None or _find_seq_dim(record, second.x, first.angles[0]) != own:
                     continue
                 for outs in zip(first.outs, second.outs, strict=False):
                     inputs = [first.x, second.x, *(angles.at for angles in first.angles)]
                     name = "rotary_embedding_qk"
-                    yield Proposal(name, inputs, list(outs), _both, _run_both, (own,))
+                    yield Proposal(name, inputs, list(outs), _both, _run_both, constants)
         for out in first.outs if own is not None else ():
             inputs = [first.x, *(angles.at for angles in first.angles)]
-            yield Proposal("rotary_embedding", inputs, [out], _one, _run_one, (own,))
+            yield Proposal("rotary_embedding", inputs, [out], _one, _run_one, constants)
 
 
 def _read(record: Record, step: Step) -> Iterator[_RotationForm]:
@@ -104,6 +111,13 @@ def _read(record: Record, step: Step) -> Iterator[_RotationForm]:
         if turned is not None and isinstance(turned.args[1], Ref) and len(minus.args) == 2:
             for end in _follow(record, [minus.outs[0]], aten.cat.default):
                 yield _RotationForm(split.args[0].at, (cos, turned.args[1]), [end])
+    for plus in record.readers(out, aten.add.Tensor):
+        turned = record.maker(plus.args[1], _MUL)
+        if turned is not None and isinstance(turned.args[1], Ref) and len(plus.args) == 2:
+            for end in _follow(record, [plus.outs[0]], aten.cat.default):
+                for back in ("minus", "negative"):
+                    angles = cos, turned.args[1]
+                    yield _RotationForm(split.args[0].at, angles, [end], back)
 
 
 def _follow(record: Record, numbers: list[int], *funcs: Any) -> list[int]:

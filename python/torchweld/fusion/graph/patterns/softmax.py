@@ -10,7 +10,7 @@ import torch
 from torchweld import functional
 from torchweld.fusion.graph.normal import aten
 from torchweld.fusion.graph.prove import Proposal
-from torchweld.fusion.graph.record import Record, Ref, as_float
+from torchweld.fusion.graph.record import Number, Record, Ref, as_float
 
 
 def _masked(x: Any, mask: Any, scale: float, p: float) -> Any:
@@ -20,6 +20,16 @@ def _masked(x: Any, mask: Any, scale: float, p: float) -> Any:
 
 def _run_masked(x: Any, mask: Any, scale: float, p: float) -> Any:
     return functional.softmax_dropout(x, mask, scale=scale, p=p)
+
+
+def _filled(x: Any, excluded: Any, scale: float, p: float) -> Any:
+    z = (x * scale if scale != 1 else x).masked_fill(excluded, -torch.inf)
+    y = torch.nn.functional.softmax(z, dim=-1)
+    return torch.nn.functional.dropout(y, p, True) if p else y
+
+
+def _run_filled(x: Any, excluded: Any, scale: float, p: float) -> Any:
+    return functional.softmax_dropout(x, ~excluded, scale=scale, p=p)
 
 
 def _plain(x: Any, scale: float, p: float) -> Any:
@@ -49,6 +59,11 @@ def find_softmax(record: Record, at: int) -> Iterator[Proposal]:
             yield Proposal(
                 "softmax_dropout", [x.at, mask.at], [out], _masked, _run_masked, (scale, p)
             )
+        filled = record.maker(z, aten.masked_fill.Scalar)
+        if filled is not None and filled.args[2:] == (Number("-inf"),):
+            x, scale = _read_scale(record, filled.args[0])
+            numbers = [x.at, filled.args[1].at]
+            yield Proposal("softmax_dropout", numbers, [out], _filled, _run_filled, (scale, p))
         x, scale = _read_scale(record, z)
         if p or scale != 1:  # a softmax by itself is one pass of torch's
             yield Proposal("softmax_dropout", [x.at], [out], _plain, _run_plain, (scale, p))
