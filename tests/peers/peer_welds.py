@@ -6,6 +6,7 @@ architectures that it is given.
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections import Counter
@@ -67,6 +68,41 @@ def test_no_weld_is_lost(kind: str, cell: str) -> None:
     assert expected
     found = _count(kind)
     assert {name: found[name] for name in expected if found[name] < expected[name]} == {}
+
+
+# What has no float64, or no gradients in eager torch: casts to float32 within, writes that autograd
+# refuses, NaN.
+_WITHOUT_A_TRUTH = ("fsmt", "inkling2_loop_text", "inkling2_text", "mra", "rwkv", "xglm")
+_WITHOUT_NUMBERS = ("led", "longformer")
+
+
+@pytest.mark.filterwarnings("ignore")  # of the models
+@pytest.mark.parametrize("kind", [kind for kind, _ in _list_known()])
+def test_gradients_are_as_exact_as_eagers(kind: str) -> None:
+    """In evaluation, since a weld drops other elements. Of 175 architectures the median of the
+    errors' ratio was 1.00, and the largest 1.24."""
+    if kind in (*_WITHOUT_A_TRUTH, *_WITHOUT_NUMBERS):
+        pytest.skip("eager torch has no gradients to compare with in float64")
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    plain = models.make_kind(kind).eval().float()
+    exact, fused = copy.deepcopy(plain).double(), torchweld.fuse(copy.deepcopy(plain))
+    if hasattr(exact, "set_experts_implementation"):
+        exact.set_experts_implementation("eager")  # torch's grouped products have no float64
+    with torchweld.use_backend("cpu", "eager"):
+        truth, expected, found = map(_list_gradients, (exact, plain, fused))
+    assert truth.keys() == expected.keys() == found.keys()
+    errors = [
+        sum(float((each[name] - truth[name]).square().sum()) for name in truth)
+        for each in (found, expected)
+    ]
+    assert errors[0] <= 3**2 * errors[1]
+
+
+def _list_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    words = torch.arange(32).view(2, 16) % 100 + 3
+    model(input_ids=words, labels=words).loss.backward()
+    return {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def _write(kinds: list[str]) -> None:

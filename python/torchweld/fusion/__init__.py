@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 from inspect import isfunction
 from typing import Any, TypeVar
 
@@ -35,8 +36,12 @@ def fuse(model: _Model, filter_fn: Filter | None = None) -> _Model:
         The model.
     """
     _check("fuse", model, filter_fn)
-    from torchweld.fusion.graph import regions  # imports Dynamo
-
+    try:
+        from torchweld.fusion.graph import regions  # imports Dynamo
+    except (ImportError, AttributeError) as error:
+        version = f"torch {torch.__version__} has another Dynamo than the tested releases"
+        warnings.warn(f"fuse: {version} ({error}): the model runs as it is", stacklevel=2)
+        return model
     if regions.weld(model, filter_fn):
         _forget_compiled()
     return model

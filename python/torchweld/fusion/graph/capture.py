@@ -55,12 +55,22 @@ def make(name: str, backend: Callable[..., Any], whole: bool) -> Callable[..., A
         return ready if compare is None else _in_turn(compare, ready)
 
     compile_graph.is_torchwelds = True  # type: ignore[attr-defined]
-    context = torch._dynamo.optimize(  # type: ignore[no-untyped-call]
-        compile_graph, nopython=whole
-    )
-    if isinstance(context, OptimizeContext):  # not with TORCHDYNAMO_DISABLE=1
-        context.callback = _Patched(context.callback, Answers(decides=whole))
-    return context(own)  # type: ignore[no-any-return]
+    try:
+        context = torch._dynamo.optimize(  # type: ignore[no-untyped-call]
+            compile_graph, nopython=whole
+        )
+        if isinstance(context, OptimizeContext):  # not with TORCHDYNAMO_DISABLE=1
+            context.callback = _Patched(context.callback, Answers(decides=whole))
+        return context(own)  # type: ignore[no-any-return]
+    except (AttributeError, TypeError) as error:  # of a release with another Dynamo
+        return _failing(f"torch {torch.__version__} has another Dynamo: {error}")
+
+
+def _failing(reason: str) -> Callable[..., Any]:
+    def call(*_: Any) -> Any:
+        raise CannotCaptureError(reason)
+
+    return call
 
 
 def _in_turn(compare: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:

@@ -116,8 +116,9 @@ class _Writing:
         self._steps: dict[torch.fx.Node, list[int]] = {}
         self._oldest: dict[int, int] = {}  # the first step that makes a tensor in this memory
         for number, x in enumerate(self.record.values):
-            at, memory = self.record.made_by.get(number, -1), find_storage(x)
-            self._oldest[memory] = min(at, self._oldest.get(memory, at))
+            if number in self.record.made_by or number in trace.maker:  # not within one step
+                at, memory = self.record.made_by.get(number, -1), find_storage(x)
+                self._oldest[memory] = min(at, self._oldest.get(memory, at))
         for at, step in enumerate(self.record.steps):
             self._steps.setdefault(trace.nodes[step.node], []).append(at)
 
