@@ -29,6 +29,10 @@ RANDOM = "tests/contract/test_random.py"
 GRADIENTS = "tests/contract/test_gradients.py"
 OPTIM = "tests/optim"
 SHARDS = "tests/distributed"
+PROOFS = " ".join(
+    f"tests/pytorch/test_{name}.py"
+    for name in ("graph_mutants", "graph_writes", "graph_answers", "graph_fuse", "fuse_mutants")
+)
 PLANS = "tests/tools/test_plans.py tests/tools/test_bound_plans.py"
 
 
@@ -224,6 +228,36 @@ _FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("python/torchweld/dispatch/dtensor.py", f"{SHARDS}/test_shards.py {RANDOM}"): [
         ("offsets[dim] = int(here[0])", "offsets[dim] = 0")
+    ],
+    # --- fuse() ---
+    ("python/torchweld/fusion/graph/prove.py", PROOFS): [
+        ("return type(a) is type(b) and a == b", "return True"),
+        ("and self._match(one.kwargs, two.kwargs)", "and True"),
+        ("if one.is_random and not isinstance(one.func, str):", "if False:"),
+        ("if bool(one.writes) != bool(two.writes) or not", "if not"),
+        ("if one.outs.index(theirs) != two.outs.index(ours):", "if False:"),
+        ("if self.same[theirs] == ours:", "if True:"),
+        ("if one.func in COMMUTE and len(two.args) == 2:", "if len(two.args) == 2:"),
+        ("with autocast_as(casts):", "if True:"),
+    ],
+    ("python/torchweld/fusion/graph/rewrite.py", PROOFS): [
+        ("if len({step.epoch for step in steps}) > 1:", "if False:"),
+        ("if any(map(self.leaves_out, nodes)):", "if False:"),
+        ("if self._is_written(proposal, region, anchor):", "if False:"),
+    ],
+    ("python/torchweld/fusion/graph/regions.py", PROOFS): [
+        ("if not all(map(operator.is_, now, self._functions)):", "if False:"),
+        ("if has_global_hooks() or capture.is_impossible():", "if False:"),
+        ("            module.training,\n", "            True,\n"),
+        ("            torch.is_grad_enabled(),\n", "            True,\n"),
+    ],
+    ("python/torchweld/fusion/graph/capture.py", PROOFS): [
+        ("skip_nnmodule_hook_guards=False", "skip_nnmodule_hook_guards=True"),
+        ("specialize_float=True", "specialize_float=False"),
+    ],
+    ("python/torchweld/fusion/graph/answers.py", PROOFS): [
+        ('_OF_AUTOGRAD = ("grad_fn", "is_leaf", "retains_grad", "output_nr")', "_OF_AUTOGRAD = ()"),
+        ("if any((each.f_code, each.lineno) in self.told_yes for each in frames):", "if True:"),
     ],
     # --- Optimizers ---
     ("python/torchweld/ops/optimizer/rule.py", f"{OPTIM}/test_optim_gradients.py"): [

@@ -148,10 +148,10 @@ LEFT = {
     "Inkling2Experts": "computes something else",
     "Inkling2LoopExperts": "computes something else",
     "InklingSharedExperts": "does not take its gate_proj",
-    "Llama4TextExperts": "leaves no choice of an implementation",
+    "Llama4TextExperts": "leaves no choice",
     "LongcatFlashExperts": "different numbers of experts",
     "MuseSparkExperts": "pass a norm",
-    "Step3p7Experts": "leaves no choice of an implementation",
+    "Step3p7Experts": "leaves no choice",
 }
 # Its constructor takes more than a configuration; its experts are no blocks of their own.
 NOT_BUILT = {"JetMoeParallelExperts"}
@@ -189,7 +189,7 @@ def _build_experts(cls: Any, configs: list[Any]) -> Any:
 
 
 def test_every_class() -> None:
-    """Each is served or left with a known reason."""
+    """Each is served by a form that is proven, or left with a known reason."""
     served, not_built, left = [], set(), {}
     for cls, configs in _list_classes():
         experts = _build_experts(cls, configs)
@@ -305,7 +305,7 @@ def _build_kind(kind: str) -> Any:
 def test_a_mixture(kind: str) -> None:
     model = _build_kind(kind)
     ours = copy.deepcopy(model)
-    if kind not in NONE:
+    if kind not in LEFT_MODELS | NONE:
         ours.set_experts_implementation("grouped_mm")  # whose products a graph can hold
     _assert_near(torchweld.fuse(ours), model, kind in GENERATING)
     assert ("experts_mlp" in list_welds(ours)) == (kind not in LEFT_MODELS | NONE)

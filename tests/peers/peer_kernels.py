@@ -445,7 +445,7 @@ def test_a_deep_copy_keeps_functions_that_nothing_calls() -> None:
     assert "the model is a deep copy" in reasons["rotary_pos_emb of LlamaAttention"]
 
 
-def test_only_modules_that_were_tried_have_a_name() -> None:
+def test_only_modules_that_were_proven_have_a_name() -> None:
     """A name is a class's: another model's modules of the class are not taken."""
     first, other = build("Llama"), build("Llama")
     huggingface.name_layers(first)

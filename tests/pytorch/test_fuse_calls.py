@@ -146,11 +146,11 @@ class Argued(nn.Linear):
 
 @pytest.mark.usefixtures("own_graphs")
 @pytest.mark.parametrize(
-    ("layers", "op"),
+    ("layers", "becomes"),
     [((Argued(64, 64), nn.GELU()), "linear_act"), ((nn.Linear(64, 64), Act()), "gated_act")],
 )
 def test_a_layer_of_a_pair_takes_its_other_arguments(
-    layers: tuple[nn.Module, nn.Module], op: str
+    layers: tuple[nn.Module, nn.Module], becomes: str
 ) -> None:
     """A layer that is called by itself, with a factor, is no part of the pair."""
     model = nn.Sequential(*layers)
@@ -158,7 +158,7 @@ def test_a_layer_of_a_pair_takes_its_other_arguments(
         (m, (X, 2.0)) for m in layers if type(m) in (Argued, Act)
     ]
     ran = [lambda m=m, args=args: [m(*args)] for m, args in [*calls, (model, (X,))]]
-    assert check_fused(model, *ran, **numerics.CHAINED_SMALL) == [op]
+    assert check_fused(model, *ran, **numerics.CHAINED_SMALL) == [becomes]
 
 
 # --- One call does not stand for all --------------------------------------------------------------

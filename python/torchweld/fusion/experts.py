@@ -14,13 +14,16 @@ from typing import Any
 import torch
 
 from torchweld import functional
-from torchweld.fusion.graph.alone import Alone, CannotRecordError
+from torchweld.fusion.graph.alone import STATES, Alone, CannotRecordError, State
 from torchweld.fusion.graph.patterns.experts import find_experts
 from torchweld.fusion.weld import why_not_change
 from torchweld.ops.experts.grouped import Form
 
 _FIRST, _LAST = ("gate_up_proj", "up_proj"), "down_proj"
 _DECLARED = ("has_gate", "has_bias", "is_transposed")
+# In inference mode torch's compound operations are steps of their own, which patterns do not read,
+# and autocast changes batched products, but no grouped ones.
+_STATES = [state for state in STATES if not (state.casts or state.inference)]
 # Sizes of a recorded call: tokens, and experts for each.
 _TOKENS, _TOP = 5, 2
 
@@ -67,12 +70,12 @@ def find_form(module: Any) -> Form | str:
         return forward
     width = parameters[first].shape[1 if module.is_transposed else 2]
     forms = {
-        _prove(module, forward, [name for name in names if name in parameters], width, dtype)
-        for dtype in (torch.float32, torch.bfloat16)
+        _prove(module, forward, [name for name in names if name in parameters], width, state)
+        for state in _STATES
     }
     reasons = [form for form in forms if isinstance(form, str)]
     if not reasons and len(forms) > 1:
-        return "it computes one thing in float32 and another one in bfloat16"
+        return "it computes another thing in another dtype, or without gradients"
     return reasons[0] if reasons else forms.pop()
 
 
@@ -89,7 +92,7 @@ def _find_batched(module: Any) -> Callable[..., Any] | str:
 
 
 def _prove(
-    module: Any, forward: Callable[..., Any], names: list[str], width: int, dtype: torch.dtype
+    module: Any, forward: Callable[..., Any], names: list[str], width: int, state: State
 ) -> Form | str:
     device = module.down_proj.device
     given = (
@@ -98,7 +101,7 @@ def _prove(
         torch.empty(_TOKENS, _TOP, device=device),
     )
     try:
-        alone = Alone(module, forward, given, dtype)
+        alone = Alone(module, forward, given, state)
     except CannotRecordError as error:
         return str(error)
     wanted = [".0", *names[:2], ".1", ".2", *names[2:]]

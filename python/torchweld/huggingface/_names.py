@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchweld.errors import ArgumentError
-from torchweld.fusion.graph.alone import Alone, CannotRecordError, Known
+from torchweld.fusion.graph.alone import STATES, Alone, CannotRecordError, Known
 from torchweld.fusion.graph.mlp import GatedMLP
 from torchweld.fusion.graph.patterns import layer_norm, rms_norm
 from torchweld.fusion.graph.patterns.activation import Activation, compute
@@ -20,8 +20,6 @@ from torchweld.huggingface._kernel_layers import Parts
 from torchweld.huggingface._kernel_mapping import check_installed
 
 _NAMED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-# What each module has to compute as a name's layer does.
-_DTYPES = (torch.float32, torch.bfloat16)
 _Reference = Callable[..., Any]
 
 
@@ -82,36 +80,38 @@ def _prove(
     inputs: list[torch.Tensor],
     list_references: Callable[[Alone], Iterator[tuple[Any, _Reference]]],
 ) -> Any:
-    """What comes with the first reference that the forward is proven to be; None without one.
+    """What comes with the first reference that the forward is proven to be in every state.
 
-    It is the same in float32 and in bfloat16, in training and in evaluation.
+    None without one.
     """
     found = []
-    for dtype in _DTYPES:
-        for training in (True, False):
-            try:
-                alone = Alone(module, type(module).forward, inputs, dtype, training)
-            except CannotRecordError:
-                return None
-            references = list_references(alone)
-            found.append(next((w for w, ref in references if not alone.why_not(ref)), None))
-    return found[0] if all(each == found[0] for each in found) else None
+    for state in STATES:
+        try:
+            alone = Alone(module, type(module).forward, inputs, state)
+        except CannotRecordError:
+            if state.transposed:  # as GPT-2's Conv1D raises an error then
+                continue
+            return None
+        references = list_references(alone)
+        found.append(next((what for what, ref in references if not alone.why_not(ref)), None))
+        if found[-1] is None or found[-1] != found[0]:
+            return None
+    return found[0]
 
 
 # --- Norms ----------------------------------------------------------------------------------------
 
 
 def _name_norm(module: Any) -> str | None:
-    weight = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", None)
     shape = getattr(module, "normalized_shape", None)
     if not (hasattr(module, "variance_epsilon") or hasattr(module, "eps")):
         return None
-    if shape is None and not isinstance(weight, torch.Tensor):
+    is_weighted = isinstance(weight, torch.Tensor)
+    sizes = shape or (weight.shape if is_weighted else None)
+    if sizes is None:
         return None
-    device = None if weight is None else weight.device
-    x = torch.empty(
-        3, 5, *(getattr(weight, "shape", ()) if shape is None else shape), device=device
-    )
+    x = torch.empty(3, 5, *sizes, device=weight.device if is_weighted else None)
     if hasattr(module, "activation"):
         return _prove(module, [x, torch.empty_like(x)], _list_gated_norms)  # type: ignore[no-any-return]
     return _prove(module, [x], _list_norms)  # type: ignore[no-any-return]
@@ -197,8 +197,9 @@ def _read_linear(module: Any, children: dict[str, Any]) -> Parts | None:
 
         if (how := _prove(module, [x], list_references)) is not None:
             kinds = layers.PartKind.of(children[first]), layers.PartKind.of(children[act])
-            name, approximate, by = how
-            return Parts(first, act, (*second, *drops), name, approximate, by, kinds)
+            activation, approximate, _ = how
+            after = (*second, *drops)
+            return Parts(first, act, after, activation, approximate, is_transposed, kinds)
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,9 +17,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from torchweld import isolate
 from torchweld.fusion import refusals
+from torchweld.fusion.graph.normal import aten
 from torchweld.fusion.graph.patterns.activation import Activation, list_acts
 from torchweld.fusion.graph.prove import Proposal, Prover, autocast_as
-from torchweld.fusion.graph.record import Record, list_devices, recording
+from torchweld.fusion.graph.record import Record, Step, list_devices, list_refs, recording
 
 Forward = Callable[..., Any]  # of a module and its inputs
 _Found = TypeVar("_Found")
@@ -29,6 +30,46 @@ _LOG = logging.getLogger("torch._subclasses.fake_tensor")  # tells of each refus
 
 class CannotRecordError(Exception):
     """Why a forward is not recorded."""
+
+
+class State(NamedTuple):
+    """What a forward may ask for.
+
+    Attributes:
+        dtype: of all floating tensors; None: their own.
+        training: of the module and its parts; None: their own.
+        grads: whether gradients are on.
+        inference: whether inference mode is.
+        casts: whether autocast is.
+        transposed: whether the first two dimensions of inputs have each other's strides.
+    """
+
+    dtype: torch.dtype | None = None
+    training: bool | None = None
+    grads: bool = True
+    inference: bool = False
+    casts: bool = False
+    transposed: bool = False
+
+    @contextlib.contextmanager
+    def within(self, device: str) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.casts:
+                cast = torch.autocast(device, torch.bfloat16, cache_enabled=False)
+                stack.enter_context(cast)
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grads))
+            yield
+
+
+# A forward that is the same in all of them takes no other branch.
+STATES = (
+    State(torch.float32, True),
+    State(torch.bfloat16, True),
+    State(torch.float32, False, grads=False, transposed=True),
+    State(torch.float32, False, grads=False, inference=True),
+    State(torch.float32, True, casts=True),
+)
 
 
 class Alone:
@@ -46,8 +87,7 @@ class Alone:
         module: torch.nn.Module,
         forward: Forward,
         inputs: Sequence[torch.Tensor],
-        dtype: torch.dtype | None = None,
-        training: bool | None = None,
+        state: State | None = None,
     ) -> None:
         """Record a call.
 
@@ -55,18 +95,19 @@ class Alone:
             module: a module.
             forward: a function of the module and its inputs.
             inputs: tensors with the inputs' sizes, dtypes and devices.
-            dtype: the dtype of all floating tensors; None: their own.
-            training: whether the module and its parts train; None: as they do.
+            state: what the forward may ask for; None: gradients are on.
         """
-        self._module, self._training, self.record = module, training, Record()
+        state = state or State()
+        self._module, self._state, self.record = module, state, Record()
+        self._device = inputs[0].device.type
         own = [*module.named_parameters(), *module.named_buffers()]
         self._own = [id(t) for _, t in own]
         with _apart():
             environment = ShapeEnv()
             self.mode = FakeTensorMode(shape_env=environment)
             with self.mode:
-                fakes = [_make_fake(t, dtype) for _, t in own]
-            given = [_make_symbolic(self.mode, x, dtype) for x in inputs]
+                fakes = [_make_fake(t, state) for _, t in own]
+            given = [_make_symbolic(self.mode, x, state) for x in inputs]
             names = [*(name for name, _ in own), *(f".{at}" for at in range(len(given)))]
             self.names = {
                 self.record.number(x): name for name, x in zip(names, [*fakes, *given], strict=True)
@@ -74,6 +115,7 @@ class Alone:
             out = self._run(forward, [*fakes, *given])
         if environment.guards:
             raise CannotRecordError("its forward decides by the sizes of its input")
+        self._check_grads()
         self._is_tuple = isinstance(out, tuple)
         results = out if isinstance(out, tuple) else (out,)
         if not all(isinstance(x, torch.Tensor) for x in results):
@@ -84,7 +126,7 @@ class Alone:
         twin, given = self._place(tensors)
         before = _list_attributes(twin)
         try:
-            with self.mode, recording(self.record):
+            with self.mode, recording(self.record), self._state.within(self._device):
                 out = forward(twin, *given)
         except Exception as error:
             refusals.raise_others(error)
@@ -95,11 +137,29 @@ class Alone:
             raise CannotRecordError("its forward changes its attributes")
         return out
 
+    def _check_grads(self) -> None:
+        """Refuse a forward that computes a part without gradients, or changes one by a hook."""
+        values = self.record.values
+        if any(x._backward_hooks for x in values):
+            raise CannotRecordError("its forward registers a hook")
+        for step in self.record.steps if self._state.grads else ():
+            if isinstance(step.func, str) or self._is_saved(step):
+                continue
+            given = [values[at] for at in list_refs((step.args, step.kwargs))]
+            made = [x for at in step.outs if (x := values[at]).is_floating_point()]
+            needs = made and any(x.requires_grad for x in given)
+            if needs and not any(x.requires_grad for x in made):  # a norm's statistics need none
+                raise CannotRecordError("its forward computes a part without gradients")
+
+    def _is_saved(self, step: Step) -> bool:
+        """Whether a step is autograd's, which saves a result."""
+        return step.func is aten.detach.default and not self.record.users[step.outs[0]]
+
     def _place(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Sequence[torch.Tensor]]:
         """The module with other tensors, and the inputs."""
         twin = _copy(self._module, dict(zip(self._own, tensors, strict=False)))
-        if self._training is not None:
-            twin.train(self._training)
+        if self._state.training is not None:
+            twin.train(self._state.training)
         return twin, tensors[len(self._own) :]
 
     def why_not(self, reference: Forward) -> str:
@@ -128,7 +188,7 @@ class Alone:
         return list({kind: None for at in steps for _, _, kind in list_acts(self.record, at)})
 
     def _prove(self, proposal: Proposal) -> str:
-        with _apart():
+        with _apart(), self._state.within(self._device):
             found = Prover(self.record, self.mode).prove(proposal)
         if not isinstance(found, set):
             return found.text
@@ -166,8 +226,10 @@ class Known:
         try:
             hash(value)
         except TypeError:
-            if not value and isinstance(value, (list, dict, set)):
-                return ()
+            if isinstance(value, dict):
+                return tuple((name, type(x), self._name(x)) for name, x in value.items())
+            if isinstance(value, (list, tuple, set)):
+                return tuple((type(x), self._name(x)) for x in value)
             self._kept.append(value)
             return id(value)
         return value
@@ -185,16 +247,23 @@ def _apart() -> Iterator[None]:
         _LOG.disabled = was_disabled
 
 
-def _make_fake(t: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    dtype = dtype if dtype and t.is_floating_point() else t.dtype
-    return torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=t.device)
+def _make_fake(t: torch.Tensor, state: State) -> torch.Tensor:
+    is_float = t.is_floating_point()
+    dtype = state.dtype if state.dtype and is_float else t.dtype
+    made = torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=t.device)
+    return made.requires_grad_(is_float and isinstance(t, torch.nn.Parameter) and state.grads)
 
 
-def _make_symbolic(mode: Any, x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    x = x.to(dtype) if dtype and x.is_floating_point() else x
+def _make_symbolic(mode: Any, x: torch.Tensor, state: State) -> torch.Tensor:
+    is_float = x.is_floating_point()
+    x = x.to(state.dtype) if state.dtype and is_float else x
+    if state.transposed and x.dim() > 2:
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
     sizes = [DimDynamic.DUCK] * (x.dim() - 1) + [DimDynamic.STATIC]
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
-    return mode.from_tensor(x, symbolic_context=context)  # type: ignore[no-any-return]
+    made = mode.from_tensor(x, symbolic_context=context)
+    # torch's linear layer multiplies in another way where gradients are needed.
+    return made.requires_grad_(is_float and state.grads)  # type: ignore[no-any-return]
 
 
 def _copy(module: Any, tensors: dict[int, torch.Tensor]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweld.fusion.graph.alone import Alone, CannotRecordError
+from torchweld.fusion.graph.alone import Alone, CannotRecordError, State
 from torchweld.fusion.graph.patterns.activation import Activation, compute
 from torchweld.fusion.weld import why_not_change
 
@@ -40,7 +40,9 @@ class GatedMLP(NamedTuple):
         if self.dropout is not None:
             hidden = getattr(module, self.dropout)(hidden)
         down = getattr(module, self.down)
-        y = down(hidden.to(down.weight.dtype))  # T5 keeps the last layer in float32
+        if not torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(down.weight.dtype)  # T5 keeps the last layer in float32
+        y = down(hidden)
         return y if self.after is None else getattr(module, self.after)(y)
 
 
@@ -55,7 +57,7 @@ def read_gated_mlp(module: Any) -> tuple[GatedMLP, Activation] | None:
     width, weight = layers[ways[0].gate][0], children[ways[0].gate].weight
     x = torch.empty(3, 5, width, dtype=weight.dtype, device=weight.device)
     try:
-        alone = Alone(module, type(module).forward, [x], training=True)
+        alone = Alone(module, type(module).forward, [x], State(training=True))
     except CannotRecordError:
         return None
     places = itertools.permutations([*dropouts, None, None], 2)

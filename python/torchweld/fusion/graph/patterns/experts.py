@@ -35,7 +35,7 @@ class How(NamedTuple):
     transposed: bool
     limit: float | None
     up_offset: float
-    wide: bool  # gate and product in float32
+    wide: bool = False  # gate and product in float32
 
     def read_form(self) -> Form:
         """In the words of experts_mlp."""
