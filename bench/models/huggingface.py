@@ -247,7 +247,8 @@ def _describe(row: Row) -> str:
     fused: dict[str, int] = {}
     left: dict[str, int] = {}
     for entry in row.report:
-        key = f"{entry.what}: {entry.reason}" if entry.reason else entry.becomes
+        reason = re.sub(r"\(/\S*/", "(", entry.reason)  # of the file its name only
+        key = f"{entry.what}: {reason}" if reason else entry.becomes
         into = left if entry.reason else fused
         into[key] = into.get(key, 0) + 1
     parts = [

@@ -234,7 +234,7 @@ _FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("return type(a) is type(b) and a == b", "return True"),
         ("and self._match(one.kwargs, two.kwargs)", "and True"),
         ("if one.is_random and not isinstance(one.func, str):", "if False:"),
-        ("if bool(one.writes) != bool(two.writes) or not", "if not"),
+        ("if not self._outside.isdisjoint(writes):", "if False:"),
         ("if one.outs.index(theirs) != two.outs.index(ours):", "if False:"),
         ("if self.same[theirs] == ours:", "if True:"),
         ("if one.func in COMMUTE and len(two.args) == 2:", "if len(two.args) == 2:"),

@@ -39,6 +39,23 @@ _NAMES: dict[int, str] = {
 SIZES = {name: size for size, names in _NAMES.items() for name in names.split()}
 SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LARGEST = 30e6
+# Sizes and kinds of layers of single architectures, in addition.
+_SPLIT = {"head_dim": 8, "n_group": 2, "topk_group": 1}
+_LAYERS = {"layer_types": ["linear_attention", "full_attention"]}
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("axk1", "deepseek_v3", "deepseek_v32"), _SPLIT),
+    **dict.fromkeys(("kimi_linear", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _LAYERS),
+    "bailing_hybrid": _LAYERS | {"n_group": 2, "topk_group": 1},
+    "dots1": {"n_shared_experts": 1},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "jamba": {
+        **{"attn_layer_period": 2, "attn_layer_offset": 1},
+        **{"expert_layer_period": 1, "expert_layer_offset": 0},
+    },
+    "longcat_flash": {"head_dim": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "zaya": {"num_experts_per_tok": 1},
+}
 
 
 def make_config(config_class: Any, **more: Any) -> Any:
@@ -103,7 +120,8 @@ def list_names() -> dict[str, str]:
 
 def make_kind(kind: str, **more: Any) -> torch.nn.Module:
     """A small model of this architecture."""
-    return make_class(getattr(transformers, list_names()[kind]), CONFIG_MAPPING[kind], more)
+    cls = getattr(transformers, list_names()[kind])
+    return make_class(cls, CONFIG_MAPPING[kind], OWN.get(kind, {}) | more)
 
 
 def make_class(model_class: Any, config_class: Any, more: dict[str, Any]) -> torch.nn.Module:

@@ -206,11 +206,13 @@ def test_other_forms(name: str) -> None:
         grads = torch.autograd.grad(y.square().mean(), parameters, allow_unused=True)
         flat = [grad.flatten() for grad in grads if grad is not None]
         results.append((y, torch.cat(flat)))
-    assert list_welds(exact)["rotary_embedding_qk"] == 2 or not IS_TESTED_RELEASE
     for mine, theirs in zip(*results, strict=True):
         assert (mine - theirs).abs().max() <= 1e-6 * theirs.abs().max()
     if not images:
         assert torch.equal(_generate(fused), _generate(model))
+    found = list_welds(exact) | list_welds(fused)  # complex numbers of float64 are left
+    rotated = 2 * found["rotary_embedding_qk"] + found["rotary_embedding"]
+    assert rotated == 4 or not IS_TESTED_RELEASE
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma3"])

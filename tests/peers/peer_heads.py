@@ -21,7 +21,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import torchweld
-from torchweld.graphs import Logits
+from torchweld.fusion.logits import Logits
 
 PAGE = Path(__file__).parents[2] / "docs" / "welds.md"
 _MAPPINGS = (

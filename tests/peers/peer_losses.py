@@ -13,7 +13,7 @@ from models import build, list_welds, make, tokens
 from transformers.trainer_pt_utils import LabelSmoother
 
 import torchweld
-from torchweld.graphs import Logits
+from torchweld.fusion.logits import Logits
 
 WORDS = 32000
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}

@@ -130,6 +130,21 @@ def test_an_explanation_is_the_same_before_and_after() -> None:
     assert sorted(placed.op for placed in slot.placed) == sorted(row.becomes for row in after)
 
 
+class Clamped(Layer):
+    """A gate with a clamp between its factors."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.down(functional.silu(self.gate(y)).clamp(max=7.0) * self.up(y)) * scale
+
+
+def test_an_explanation_names_a_clamp_in_a_gate() -> None:
+    """Three readers of the code asked for this line, and the explanation had none."""
+    report = torchweld.explain_fusion(Clamped(), torch.randn(2, 3, WIDTH))
+    (reason,) = [row.reason for row in report if "gated_act" in row.reason]
+    assert reason.startswith("no gated_act: clamp by 7.0 stands where ")
+
+
 def test_an_explanation_names_the_operation_that_differs() -> None:
     report = torchweld.explain_fusion(Scaled(), torch.randn(2, 3, WIDTH))
     reasons = [row.reason for row in report if row.reason]
@@ -147,6 +162,8 @@ def test_an_explanation_says_where_a_capture_breaks() -> None:
     reasons = {row.where: row.reason for row in report if row.reason}
     assert "captured in parts" in reasons[""]
     assert "test_graph_captures.py:" in reasons["layers.1"]
+    # Its parts were not told of, which capture by themselves.
+    assert ("layers.1.norm", "rms_norm") in {(row.where, row.becomes) for row in report}
     assert {row.becomes for row in report if row.where.startswith("layers.0")} >= {"gated_act"}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,9 @@ from torch import nn
 
 import torchweld
 from torchweld import numerics
+from torchweld.fusion.graph import regions
+from torchweld.fusion.graph.prove import Proposal
+from torchweld.fusion.graph.record import Record, Ref
 from words import list_ops
 
 pytestmark = pytest.mark.usefixtures("own_graphs")
@@ -99,3 +102,29 @@ def test_torchs_rms_norm() -> None:
         largest = b.abs().max()
         torch.testing.assert_close(a / largest, b / largest, **numerics.SUMMED)
     assert list_ops(got) == ["rms_norm", "rms_norm"]
+
+
+class Noisy(nn.Module):
+    """A sum with noise."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+
+def _add_noise(x: Any) -> Any:
+    return x + torch.rand_like(x)
+
+
+def _find_noise(record: Record, at: int) -> Iterator[Proposal]:
+    step = record.steps[at]
+    if step.func is torch.ops.aten.add.Tensor and isinstance(step.args[0], Ref):
+        yield Proposal("noise", [step.args[0].at], [step.outs[0]], _add_noise, torch.zeros_like)
+
+
+def test_a_pattern_of_a_users_that_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its definition is what the model runs, but another function would draw other numbers."""
+    monkeypatch.setattr(regions, "FINDERS", [_find_noise])
+    model, x = torchweld.fuse(Noisy()), torch.ones(3)
+    assert model(x).min() > 0
+    (row,) = torchweld.explain_fusion(model)
+    assert "draws random numbers" in row.reason

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from torchweld.errors import ArgumentError
 from torchweld.fusion.graph import capture
 from torchweld.fusion.graph.patterns import FINDERS
-from torchweld.fusion.graph.regions import Region, list_layers
+from torchweld.fusion.graph.regions import Region, list_layers, list_parts
 from torchweld.fusion.graph.rewrite import Placed, leaving_out, rewrite
 from torchweld.fusion.kernelized import list_kernelized
 from torchweld.fusion.report import Filter, Weldable
@@ -120,30 +121,39 @@ def _is_enough(error: BaseException | None) -> bool:
 def _explain_layers(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], left_out: set[str]
 ) -> list[Weldable]:
-    """Explain the first layer of each kind, with the arguments that the model calls it with."""
-    layers: dict[str, Any] = {}
-    for name, part, structure in list_layers(model):
-        layers.setdefault(structure, (name, part))
+    """Explain the first layer of each kind, and the parts of one that does not capture.
+
+    The model calls them with their arguments.
+    """
     rows: list[Weldable] = []
-    waiting = set(layers)
+    known: set[str] = set()
+    waiting: set[str] = set()
     handles = []
-    for structure, (name, layer) in layers.items():
 
-        def tell(
-            module: Any, given: Any, named: Any, structure: str = structure, name: str = name
-        ) -> None:
-            placed, broken = _capture(module, given, named, left_out)
-            rows.extend(_make_rows(module, name, placed))
-            if broken:
-                rows.append(Weldable(name, _name(module), reason=f"no graph: {broken}"))
-            waiting.discard(structure)
-            if not waiting:
-                raise _EnoughError
+    def watch(parts: Iterable[tuple[str, Any, str]]) -> None:
+        for name, part, structure in parts:
+            if structure not in known:
+                known.add(structure)
+                waiting.add(structure)
+                hook = functools.partial(tell, name, structure)
+                handles.append(part.register_forward_pre_hook(hook, with_kwargs=True))
 
-        handles.append(layer.register_forward_pre_hook(tell, with_kwargs=True))
+    def tell(name: str, structure: str, module: Any, given: Any, named: Any) -> None:
+        if structure not in waiting:  # only at its first call
+            return
+        placed, broken = _capture(module, given, named, left_out)
+        rows.extend(_make_rows(module, name, placed))
+        if broken:
+            rows.append(Weldable(name, _name(module), reason=f"no graph: {broken}"))
+            watch((f"{name}.{path}", part, kind) for path, part, kind in list_parts(module))
+        waiting.discard(structure)
+        if not waiting:
+            raise _EnoughError
+
+    watch(list_layers(model))
     try:
         with torch.random.fork_rng():
-            if layers:
+            if waiting:
                 model(*args, **kwargs)
     except _EnoughError:
         pass

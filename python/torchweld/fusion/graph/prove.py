@@ -179,7 +179,7 @@ class _Comparing:
             return self._differ(two, _tell(two, one))
         # What is recorded whole writes what its op writes.
         writes = () if isinstance(two.func, str) else two.writes
-        if bool(one.writes) != bool(two.writes) or not self._outside.isdisjoint(writes):
+        if not self._outside.isdisjoint(writes):
             return self._differ(two, f"{two.name} writes in place")
         if one.outs.index(theirs) != two.outs.index(ours):
             return self._differ(two, _tell(two, one))

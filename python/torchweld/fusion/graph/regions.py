@@ -347,11 +347,16 @@ def _has_hooks(module: torch.nn.Module) -> bool:
 def divide(module: Any) -> None:
     """Make regions of the parts of a region that does not capture."""
     left_out, key = set(type(module).weld_left_out), _read_key(module)
+    for path, part, structure in list_parts(module):
+        _make_region(part, Region, path, f"{key} {structure}", left_out)
+
+
+def list_parts(module: torch.nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """The parts of a module that are regions if it is not, and a text for their structure."""
     for name, part in module.named_children():
+        pairs = [(name, part)]
         if isinstance(part, _CONTAINERS):
             pairs = [(f"{name}.{key}", each) for key, each in part.named_children()]
-        else:
-            pairs = [(name, part)]
         for path, each in pairs:
             if each._modules or not type(each).__module__.startswith("torch.nn."):
-                _make_region(each, Region, path, f"{key} {_describe(each)}", left_out)
+                yield path, each, _describe(each)
