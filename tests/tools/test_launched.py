@@ -90,3 +90,32 @@ def test_codes_are_kept_by_sources(tmp_path: Any) -> None:
         "norm\ta\t4x8 fwd\t3.6.0\tx",
         "norm\ta\t4x8 fwd\t3.7.1\ty",
     ]
+
+
+def test_what_will_be_measured_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launch once, each tile of a tiled one, and none of rows that are known.
+
+    Nothing ran this: a faulty way would have been found in the minutes that a GPU is there.
+    """
+    compiled: list[str] = []
+
+    def see(kernel: Any, signature: Any, options: Any) -> None:
+        compiled.append(f"{kernel.fn.__name__} {signature} {options}")
+
+    monkeypatch.setattr(launched, "compile_launch", see)
+    monkeypatch.setattr(launched, "sign", lambda made: ({}, made.grid, ()))  # interpreted here
+    name, rows = "block_sparse_attention", dict[str, set[str]]()
+    for given in CASES[name].benchmarks_on_gpu:
+        case = Case(OPS[name], given, torch.bfloat16, "cuda")
+        about = {"shape": case.shape, "variant": case.variant, "dtype": "bfloat16"}
+        for direction in ("fwd", "full"):
+            made = launched.list_launches(case, direction)
+            kernels = {each.kernel.fn.__name__ for each, _ in made}
+            rows[evidence.name_row(about | {"direction": direction})] = kernels
+    first = next(iter(rows))
+    count = launched.compile_ahead([name], lambda op, backend: [r for r in rows if r != first])
+    assert count == len(compiled) == len({*compiled})
+    assert {each.partition(" ")[0] for each in compiled} >= rows[first]
+    assert count > len(rows[first])  # its tiles
+    assert launched.compile_ahead([name], lambda op, backend: [*rows]) == 0
+    assert launched.compile_ahead([name], lambda op, backend: []) > count
