@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -221,7 +222,10 @@ def test_a_welded_layer_compiles_and_comes_back(name: str) -> None:
     layer = torchweld.fuse(model).model.layers[0]
     generator = torch.Generator().manual_seed(0)
     x, angles = (torch.randn(2, 8, width, generator=generator) for width in (64, 16))
-    given: Any = {"position_embeddings": (angles, angles), "attention_mask": None}
+    names = ["position_embeddings"]
+    if "position_embeddings_local" in inspect.signature(layer.forward).parameters:  # 4.56's
+        names = ["position_embeddings_global", "position_embeddings_local"]
+    given: Any = {**dict.fromkeys(names, (angles, angles)), "attention_mask": None}
     expected = layer(x, **given)
     assert list_welds(layer)["rotary_embedding_qk"] == 1
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

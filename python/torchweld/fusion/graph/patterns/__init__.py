@@ -46,11 +46,11 @@ FINDERS: list[Callable[[Record, int], Iterable[Proposal]]] = [
     find_attention,
     find_heads,
     find_encoder_layer,
+    find_normed_rotary,
+    find_rotary,  # before norms and gates, which would take its sum for a residual
+    find_rotary_forms,
     find_modulated_norm,
     find_gated_residual,
-    find_normed_rotary,
-    find_rotary,  # before norms, which would take its sum for a residual
-    find_rotary_forms,
     find_layer_norm_by_hand,
     find_add_rms_norm,
     find_rms_norm,
