@@ -298,7 +298,6 @@ NOISES = {
     "in training": "y = y + {k} * torch.randn_like(y) if self.training else y",
     "times zero": "y = y + 0 * torch.randn_like(y)",
 }
-AMPLITUDES = (1.0, 0.1, 1e-3)
 
 
 class Cast(NamedTuple):

@@ -21,8 +21,8 @@ from torchweld.ops.experts.grouped import Form
 
 _FIRST, _LAST = ("gate_up_proj", "up_proj"), "down_proj"
 _DECLARED = ("has_gate", "has_bias", "is_transposed")
-# In inference mode torch's compound operations are steps of their own, which patterns do not read,
-# and autocast changes batched products, but no grouped ones.
+# Patterns do not read torch's compound operations, which inference mode records whole. Autocast
+# changes batched products and leaves grouped ones.
 _STATES = [state for state in STATES if not (state.casts or state.inference)]
 # Sizes of a recorded call: tokens, and experts for each.
 _TOKENS, _TOP = 5, 2

@@ -6,39 +6,32 @@ import os
 import sys
 from collections.abc import Iterator
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+
+from torchweld.fusion.report import Weldable
 
 # The attribute with functions that `kernels` made modules of: parts of a file, not of a model.
 _FUNCTIONS = "_kernel_funcs"
 
 
-class Kernelized(NamedTuple):
-    """A module, or a function that it calls, with what `kernelize` did."""
-
-    where: str
-    what: str
-    becomes: str = ""  # our function that runs; "" if another runs
-    reason: str = ""
-
-
-def list_kernelized(model: torch.nn.Module) -> Iterator[Kernelized]:
+def list_kernelized(model: torch.nn.Module) -> Iterator[Weldable]:
     """List what `kernelize` looked at in a model."""
     for name, module in model.named_modules():
         cls: Any = type(module)
         if hasattr(cls, "kernel_layer_name") and _is_of_a_class(vars(module).get("forward")):
-            yield Kernelized(name, cls.__name__, **_explain(module))
+            yield Weldable(name, cls.__name__, **_explain(module))
         for function in vars(module).get(_FUNCTIONS, {}).values():
             if "forward" not in vars(function):
                 continue
             what = f"{type(function).kernel_layer_name} of {cls.__name__}"
             own_file = vars(sys.modules.get(cls.__module__, torch))
             if any(value is function for value in own_file.values()):
-                yield Kernelized(name, what, **_explain(function))
+                yield Weldable(name, what, **_explain(function))
             else:
                 reason = "kernelize changed a copy of the function, which nothing calls: the model"
-                yield Kernelized(name, what, reason=f"{reason} is a deep copy")
+                yield Weldable(name, what, reason=f"{reason} is a deep copy")
 
 
 def _is_of_a_class(forward: Any) -> bool:
@@ -47,7 +40,7 @@ def _is_of_a_class(forward: Any) -> bool:
     return bool(owner) and not owner.endswith("<locals>")
 
 
-def _explain(module: Any) -> dict[str, str]:
+def _explain(module: Any) -> dict[str, Any]:
     forward, layer = vars(module)["forward"], type(module).kernel_layer_name
     function: Any = getattr(forward, "__func__", forward)
     if isinstance(forward, MethodType) and function is type(module).forward:
@@ -57,6 +50,6 @@ def _explain(module: Any) -> dict[str, str]:
         return {"reason": f"kernelize kept its own forward: the mapping then in force had {lacks}"}
     becomes = getattr(function, "torchweld_becomes", None)
     if becomes is not None:
-        return {"becomes": f"{becomes}, by kernelize"}
+        return {"becomes": f"{becomes}, by kernelize", "welded": True}
     name = f"{function.__module__}.{function.__qualname__.removesuffix('.forward')}"
     return {"reason": f"kernelize put {name} in its place"}

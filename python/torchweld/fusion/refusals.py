@@ -15,7 +15,7 @@ _REFUSALS = (
 
 
 def raise_others(error: Exception) -> None:
-    """Raise an error again that no refusal is: of a signal's handler, or a lack of memory."""
+    """Raise an error again that is no refusal, such as a handler's or a lack of memory."""
     refuses = isinstance(error, _REFUSALS) or type(error) is Exception
     if not refuses or is_out_of_memory(error) or was_raised_by_handler(error):
         raise error

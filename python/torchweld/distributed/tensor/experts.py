@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from torchweld.distributed.tensor.styles import Style, check_divides
+from torchweld.errors import ArgumentError
 from torchweld.fusion.experts import run_experts
 from torchweld.ops.experts.grouped import Form
 
@@ -50,7 +51,11 @@ class ExpertsParallel(Style):
 
 def _run_form(module: Any, form: Form, *args: Any, **kwargs: Any) -> torch.Tensor:
     if kwargs:
-        args = signature(type(module).forward).bind(module, *args, **kwargs).args[1:]
+        bound = signature(type(module).forward).bind(module, *args, **kwargs)
+        for name in bound.kwargs:  # what the module's own forward takes by name only
+            accepted = "tokens, their experts and their weights"
+            raise ArgumentError("ExpertsParallel", name, "given", accepted)
+        args = bound.args[1:]
     return run_experts(module, form, *args)
 
 

@@ -198,7 +198,7 @@ class Alone:
 
 
 class Known:
-    """Answers about modules, which those share whose class, sizes and attributes are equal."""
+    """Caches answers about modules. Modules of equal class, sizes and attributes share one."""
 
     def __init__(self) -> None:
         self._found: dict[Any, Any] = {}

@@ -35,11 +35,8 @@ def explain(
     """
     rows = _explain_call(model, args, kwargs, filter_fn)
     welds = {(row.where, row.what) for row in rows if row.becomes}
-    return rows + [
-        Weldable(each.where, each.what, each.becomes, bool(each.becomes), reason=each.reason)
-        for each in list_kernelized(model)
-        if (each.where, each.what) not in welds
-    ]
+    others = (row for row in list_kernelized(model) if (row.where, row.what) not in welds)
+    return [*rows, *others]
 
 
 def _explain_call(
