@@ -1,6 +1,6 @@
 """What torch is doing now. Callers name the states that matter to them; only this file asks torch.
 
-Dynamo traces these functions, so none may hide what it knows: `is_compiling` is torch's own.
+Dynamo traces these functions, so none may hide what it knows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Of torch's dispatch modes, two that record a call or compute only its sizes.
@@ -22,6 +22,17 @@ _RECORDS, _FAKES = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatch
 count_dispatch_modes = torch._C._len_torch_dispatch_stack
 count_function_modes = torch._C._len_torch_function_stack
 is_transforming = torch._C._are_functorch_transforms_active
+
+
+def is_compiling() -> bool:
+    """Whether torch compiles or exports in this thread.
+
+    torch's own flag is up in all threads while one compiles: a forward that saw it, and a backward
+    that did not, would not agree. Where this thread traces, Dynamo does or a mode records.
+    """
+    return is_dynamo_compiling() or (
+        torch.compiler._is_compiling_flag and bool(count_dispatch_modes())
+    )
 
 
 def is_exporting() -> bool:

@@ -316,14 +316,16 @@ def missed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
 each = pytest.mark.parametrize("form", FORMS, ids=str)
 
 
-def _run(form: Form, given: Given) -> list[torch.Tensor]:
+def _run(form: Form, given: Given, flags: tuple[bool, bool] = (False, False)) -> list[torch.Tensor]:
     """The results, and the gradients of the leaves."""
     torch.manual_seed(5)
+    torch.compiler._is_compiling_flag = flags[0]
     results = list(as_tuple(getattr(fused, form.op)(**given)))
     wanted = [y for y in results if y.requires_grad]
     leaves = {id(t): t for t in given.values() if isinstance(t, torch.Tensor) and t.requires_grad}
     generator = torch.Generator().manual_seed(6)
     grads = [torch.randn(y.shape, generator=generator).to(y.dtype) for y in wanted]
+    torch.compiler._is_compiling_flag = flags[1]
     if wanted:
         results += torch.autograd.grad(wanted, [*leaves.values()], grads, allow_unused=True)
     return [y for y in results if y is not None]
@@ -363,6 +365,23 @@ def test_later_sizes_are_warm_and_have_the_bits_of_cold_calls(
         for one, other in zip(results, cold, strict=True):
             assert one.dtype is other.dtype
             assert one.stride() == other.stride()
+            assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+
+
+@each
+def test_another_thread_that_compiles_changes_nothing(
+    form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's flag of a compiler that traces is up in all threads. A loss whose forward saw it, and
+    whose backward pass did not, failed."""
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", False)  # and sets it back
+    for flags in ((True, False), (False, True), (True, True)):
+        results = []
+        for each_flags in ((False, False), flags):
+            torch.manual_seed(1)
+            results.append(_run(form, form.make(24), each_flags))
+            cache.forget()
+        for one, other in zip(*results, strict=True):
             assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
 
 

@@ -64,7 +64,7 @@ BELOW: dict[str, set[str]] = {
     "graphs": {"state", "fusion", "dispatch", "warmup", "errors"},
     "explanation": {"functional", "dispatch", "registry", "errors"},
     "nn": {"functional", "ops", "sparse", "dispatch", "checks", "errors", "names"},
-    "huggingface": {"numerics", "fusion", "functional", "ops", "sparse", "errors"},
+    "huggingface": {"state", "numerics", "fusion", "functional", "ops", "sparse", "errors"},
     "compat": {"functional", "sparse", "errors", "names"},
     "titan": {"functional", "optim", "errors"},
     "collectives": {"ops", "dispatch", "checks", "errors"},

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 
 from torchweld import state
 from torchweld.dispatch.warm.generate import compile_function
@@ -143,7 +142,7 @@ def _write_node(node: str, op: Differentiable, returned: Sequence[str], ready: b
         f"if {' and '.join(f'{name} is None' for name in incoming)}:",
         f"    return (None,) * {len(first) + len(passed)}",
         f"_grads = {_tuple(incoming)}",
-        "_is_eager, _needs = not is_compiling(), _ctx.needs_input_grad",
+        "_is_eager, _needs = not state.is_compiling(), _ctx.needs_input_grad",
         "if _is_eager and _has_tangents(_grads):",
         f"    return carry_tangents(_ctx._forward_cls.backward, _ctx, {', '.join(incoming)})",
         f"{_tuple(saved)} = _ctx.saved_tensors" if saved else "",  # raises if one has changed
@@ -249,7 +248,7 @@ def carrying_tangents(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
-        if _has_tangents(grads) and not is_compiling():
+        if _has_tangents(grads) and not state.is_compiling():
             return carry_tangents(backward, ctx, *grads)
         return backward(ctx, *grads)
 
@@ -300,7 +299,7 @@ _NOTHING = _LeftOver({}, (), ())
 
 def is_one_of_several(ctx: Any) -> bool:
     """Whether the running backward pass of a node, which has `late`, is not its only one."""
-    return not is_compiling() and (ctx.late is not None or _keeps_the_graph())
+    return not state.is_compiling() and (ctx.late is not None or _keeps_the_graph())
 
 
 def list_wanted(ctx: Any) -> Sequence[bool]:
@@ -348,7 +347,7 @@ def _list_versions(grads: tuple[Any, ...]) -> tuple[int, ...] | None:
 
 def list_reached(ctx: Any) -> list[bool]:
     """For each input, whether the running backward pass continues to it."""
-    if is_compiling():  # compiled graphs run whole
+    if state.is_compiling():  # compiled graphs run whole
         return list(ctx.needs_input_grad)
     reached, nodes = [*ctx.needs_input_grad], iter(ctx.next_functions)
     for at, need in enumerate(reached):

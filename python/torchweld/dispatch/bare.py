@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 
 from torchweld import state
 from torchweld.dispatch import choice, proof
@@ -107,7 +106,7 @@ class BareOp:
 
     def _choose_on_gpu(self, first: torch.Tensor, inputs: Sequence[Any]) -> tuple[str, bool]:
         """The backend, and whether it is final for calls of this class."""
-        if is_compiling():
+        if state.is_compiling():
             backend = find_agreed(self.name, first.device.index)
             return backend if self.why_not(backend, [first]) is None else EAGER, False
         has_numbers = first.numel() or any(t.numel() for t in _tensors(inputs))
@@ -172,7 +171,7 @@ def planned(overload: Any) -> Callable[..., Any]:
     step = make_step(overload)
     if not isinstance(step, Planned):
         return overload  # type: ignore[no-any-return]
-    return lambda *inputs: (overload if is_compiling() else step)(*inputs)
+    return lambda *inputs: (overload if state.is_compiling() else step)(*inputs)
 
 
 @assume_constant_result

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.utils.checkpoint import checkpoint
 
 from torchweld import state
@@ -128,8 +127,7 @@ def _find_function(op: Op, inputs: Sequence[Any]) -> Callable[..., Any]:
     """What serves these inputs."""
     if state.is_fake(inputs[0]):
         op.check(*inputs)  # eager torch would serve it, and accept more
-    # This is is_compiling() with one Python call less: small calls count each of them.
-    compiling = is_dynamo_compiling() or torch.compiler._is_compiling_flag
+    compiling = state.is_compiling()
     if choice.forced is None and not compiling and is_too_small(op, inputs):
         return op.reference
     if compiling and _is_left_to_compiler(op, inputs):
@@ -191,7 +189,9 @@ def run_checkpointed(function: Callable[..., Any], *args: Any) -> Any:
     the choice is already made.
     """
     context: dict[str, Any] = {}
-    if not is_compiling() and not state.is_recording():  # a recorded checkpoint takes no contexts
+    if (
+        not state.is_compiling() and not state.is_recording()
+    ):  # recorded checkpoints have no contexts
         asked: Sequence[str | None] = choice.forced or (None,)
         context["context_fn"] = partial(_make_contexts, asked)
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **context)

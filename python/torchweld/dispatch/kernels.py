@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 
+from torchweld import state
 from torchweld.dispatch.autograd import (
     Ready,
     as_tuple,
@@ -66,7 +66,7 @@ class Kernel:
 
     def _differentiable(self, *inputs: Any) -> Any:
         if wants_gradient(*inputs):
-            return (self.function.apply if is_compiling() else self._apply)(*inputs)
+            return (self.function.apply if state.is_compiling() else self._apply)(*inputs)
         results = as_tuple(self.forward(*inputs))
         if len(self._public_at) == 1:
             return results[self._public_at[0]]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torchweld import state
 from torchweld.errors import ArgumentError
 from torchweld.fusion.experts import find_form, run_experts
 
@@ -24,7 +25,7 @@ def experts(
     """
     form = vars(module).get(_FORM)
     if form is None:
-        if torch.compiler.is_compiling():
+        if state.is_compiling():
             from transformers.integrations.moe import grouped_mm_experts_forward as run
 
             return run(module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]

@@ -53,7 +53,7 @@ def _make_forward(cls: Any) -> Callable[..., Any]:
     @functools.wraps(cls.welded_from.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = super(cls, self).forward
-        if torch.compiler.is_compiling():  # a part of a larger capture
+        if state.is_compiling():  # a part of a larger capture
             return run(*args, **kwargs)
         return cls.weld_captures.call(self, run, args, kwargs)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchweld import state
 from torchweld.dispatch.autograd import exports_a_derivative, list_reached, wants_gradient
 from torchweld.dispatch.warm.guards import PLAIN
 from torchweld.ops.gemm import gemm, product
@@ -95,7 +96,7 @@ def _list_parts(
 ) -> Iterator[tuple[slice, torch.Tensor | None]]:
     """Some entries of the batch at a time, with their part of the mask in float32."""
     batch = query.shape[0]
-    if torch.compiler.is_compiling():  # its size must not become a guard
+    if state.is_compiling():  # its size must not become a guard
         yield slice(None), _widen(mask)
         return
     each = max(1, _NUMBERS * batch // (query.numel() + 2 * key.numel()))

@@ -43,7 +43,7 @@ def finish(
     if process_group is None:
         if x.numel() == 0:
             return
-        if not torch.compiler.is_compiling():
+        if not state.is_compiling():
             count = x.shape[:-1].numel()  # a number: no op computes with it
     mean = mean if offset is None else mean + offset
     track(columns[0], columns[1], mean, var, count, momentum)
@@ -68,7 +68,7 @@ def track(
         return
     unbiased = var * (count / (count - 1))
     alike = running_mean.dtype is running_var.dtype is mean.dtype
-    apart = isinstance(momentum, Tensor) or torch.compiler.is_compiling()
+    apart = isinstance(momentum, Tensor) or state.is_compiling()
     # torch's foreach ops update no lazy negations.
     if alike and not apart and not has_lazy((running_mean, running_var)):
         torch._foreach_lerp_([running_mean, running_var], [mean, unbiased], momentum)  # type: ignore[arg-type]

@@ -149,7 +149,7 @@ class _ExpertsMLP(torch.autograd.Function):
                 return late
             wanted = list_wanted(ctx)
         needs = [wanted[1 + at] for at in _DIFFERENTIABLE]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not state.is_compiling():
             made = _derive(grad, *tensors, *ctx.kept)
         else:
             made = ctx.backward_pass(grad, order, z, *tensors, *ctx.kept[:-1], *needs)

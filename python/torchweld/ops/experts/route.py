@@ -247,7 +247,7 @@ class _Route(torch.autograd.Function):
     @carrying_tangents
     def backward(ctx: Any, _: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         backward = _BACKWARD.run if ctx.run is None else ctx.run.backward
-        is_compiling = torch.compiler.is_compiling()
+        is_compiling = state.is_compiling()
         if not is_compiling and (torch.is_grad_enabled() or not state.can_read(*grads)):
             backward = _differentiate
         made = backward(*grads, *ctx.saved_tensors, *ctx.how)

@@ -189,7 +189,7 @@ def act(
 
 def may_overwrite(z: torch.Tensor) -> bool:
     """Whether a GEMM's result may be overwritten: not if it is traced or kept."""
-    if torch.compiler.is_compiling() or (state.count_dispatch_modes() and _is_kept()):
+    if state.is_compiling() or (state.count_dispatch_modes() and _is_kept()):
         return False
     return type(z) is torch.Tensor and z.is_contiguous()
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from torchweld import state
 from torchweld.dispatch.autograd import (
     autograd_function,
     derive_from_reference,
@@ -208,7 +209,7 @@ class Activation:
 
     def enter_graph(self, *arguments: Any) -> Any:
         """The result, in autograd's graph."""
-        return (self.function.apply if torch.compiler.is_compiling() else self._apply)(*arguments)
+        return (self.function.apply if state.is_compiling() else self._apply)(*arguments)
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
@@ -268,7 +269,7 @@ def why_not(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     if weight.shape[1] >= _LONGEST_ROW:
         return f"more than {_LONGEST_ROW} input features"
     # While compiling nothing is timed, and the number of rows must not become a guard.
-    if not torch.compiler.is_compiling() and x.numel() * weight.shape[0] < _SMALLEST:
+    if not state.is_compiling() and x.numel() * weight.shape[0] < _SMALLEST:
         return f"fewer than {_SMALLEST} products: too small to gain"
     return None
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchweld import state
 from torchweld.dispatch import proof
 from torchweld.dispatch.proof import ROWS, Question, Results, some_rows
 from torchweld.dispatch.store import Answer
@@ -48,7 +49,7 @@ def choose_tile(
     make_forms: Callable[[], Forms],
 ) -> int | None:
     """The tile for a class of shapes, stored or found now; None: the unfused form."""
-    if torch.compiler.is_compiling():
+    if state.is_compiling():
         return _choose_while_compiling(x.device, kind)
     kind, size = _with_precision(kind), _count_rows(x).bit_length()
     call_class = (x.device, kind, size)

@@ -40,7 +40,7 @@ CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """torch.nn.functional.linear, or what computes the same in less time."""
-    if not torch.compiler.is_compiling() and product.is_small(x, weight):
+    if not state.is_compiling() and product.is_small(x, weight):
         return torch.nn.functional.linear(x, weight, bias)
     if is_converted(x, weight, bias):
         dtype = find_dtype(x)
@@ -49,7 +49,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         trains = wants_gradient(x, weight, bias)
         return _Converted.apply(x, weight, bias) if trains else _convert(x, weight, bias)
     if (
-        torch.compiler.is_compiling()  # the number of rows must not become a guard
+        state.is_compiling()  # the number of rows must not become a guard
         or x.numel() * weight.shape[:1].numel() < _SMALLEST
         or not is_served_by_onednn(x, weight, bias)
     ):
@@ -124,7 +124,7 @@ def is_converted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     casts = torch.is_autocast_enabled("cpu")
     if not all(t.is_cpu and (t.dtype is dtype or (casts and t.dtype in CAST)) for t in tensors):
         return False
-    if torch.compiler.is_compiling():  # the number of rows must not become a guard
+    if state.is_compiling():  # the number of rows must not become a guard
         return product.may_run()
     rows, (columns, terms) = x.shape[:-1].numel(), weight.shape
     return product.pays(rows, columns, terms, weight.stride(1)) and product.may_run(*tensors)
@@ -132,7 +132,7 @@ def is_converted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 def is_served_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether oneDNN's 16-bit GEMM can run: not while compiling or under autocast."""
-    if torch.compiler.is_compiling() or not (x.is_cpu and has_units(x.dtype)):
+    if state.is_compiling() or not (x.is_cpu and has_units(x.dtype)):
         return False
     if torch.is_autocast_enabled("cpu") or not torch._C._get_mkldnn_enabled():
         return False
@@ -199,7 +199,7 @@ _apply_computed = find_apply(ComputedNode)
 
 def enter_graph(*arguments: Any) -> torch.Tensor:
     """A computed layer's result, in autograd's graph by a ComputedNode."""
-    compiling = torch.compiler.is_compiling()
+    compiling = state.is_compiling()
     return (ComputedNode.apply if compiling else _apply_computed)(*arguments)  # type: ignore[no-any-return]
 
 
@@ -258,7 +258,7 @@ def weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if product.serves(grad.t(), x):
         return product.multiply(grad.t(), x)
     # On a GPU torch transposes; a graph must be of torch's ops.
-    if grad.is_cuda or torch.compiler.is_compiling() or torch.is_grad_enabled():
+    if grad.is_cuda or state.is_compiling() or torch.is_grad_enabled():
         return grad.t() @ x
     (rows, out), inner = grad.shape, x.shape[1]
     of_grad, of_the_others = rows * out, (rows + out) * inner

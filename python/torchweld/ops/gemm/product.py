@@ -142,7 +142,7 @@ def is_converted(x: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def serves(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether such factors are converted."""
-    dtype, compiles = left.dtype, torch.compiler.is_compiling()
+    dtype, compiles = left.dtype, state.is_compiling()
     if not compiles and left.numel() * right.shape[-1] < _SMALLEST:
         return False
     if dtype.itemsize != 2 or not left.is_cpu or right.dtype is not dtype or has_units(dtype):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchweld import checks
+from torchweld import checks, state
 from torchweld.dispatch import choice
 from torchweld.dispatch.call import Decision
 from torchweld.dispatch.warm.cache import short
@@ -152,7 +152,7 @@ def _as_rows(logits: torch.Tensor) -> torch.Tensor:
 
 def _takes_eager(logits: torch.Tensor) -> bool:
     """Whether plain torch serves few logits."""
-    if choice.forced is not None or torch.compiler.is_compiling():  # sizes may be unknown
+    if choice.forced is not None or state.is_compiling():  # sizes may be unknown
         return False
     return logits.numel() < _SMALL and logits.dtype.itemsize > 2 and not logits.is_cuda
 

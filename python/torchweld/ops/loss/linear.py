@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from torchweld import checks
+from torchweld import checks, state
 from torchweld.dispatch.call import Decision
 from torchweld.dispatch.warm.cache import short
 from torchweld.errors import ArgumentError
@@ -300,7 +300,7 @@ def _check_layer(
     elif type(memory) is not int:
         raise ArgumentError(function, "memory", repr(memory), "a number of bytes, an int, or None")
     casts = weight.dtype != dtype
-    is_whole = shared is None and not torch.compiler.is_compiling()
+    is_whole = shared is None and not state.is_compiling()
     if accumulate == "grad" and (casts or not weight.is_leaf or not is_whole):
         accepted = (
             "'float32' or 'parameter' but for a plain weight that is a leaf, of the input's dtype, "

@@ -81,7 +81,7 @@ class _ComputedAgain(torch.autograd.Function):
         x, linear_weight, bias, target, statistics, *tensors = ctx.saved_tensors
         how = LossTransform(*tensors, *ctx.numbers)
         layer = Layer(x, linear_weight, bias, *ctx.layer)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not state.is_compiling():
             sharding.refuse_second_derivatives(ctx.classes)
             layer = Layer(*make_views(layer[:3]), *ctx.layer)
             row_results = eager.find_by_reference(layer, target, how, Outputs(*ctx.wanted))

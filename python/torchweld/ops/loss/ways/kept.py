@@ -28,7 +28,7 @@ def may_serve(kind: LossKind, layer: Layer, token_weights: torch.Tensor | None) 
         return False
     if not any(kind.needs) or state.is_exporting() or kind.takes_eager:
         return False
-    if kind.sharding.classes is not None and torch.compiler.is_compiling():
+    if kind.sharding.classes is not None and state.is_compiling():
         return False
     trains = token_weights is not None and token_weights.requires_grad
     return not trains and layer.input.dtype != torch.float16
@@ -85,7 +85,7 @@ class _Total(torch.autograd.Function):
         else:
             made, grads = chunks.run_both(plan, layer, target, how, make, wanted.smooth, begun)
         ctx.needs, ctx.classes = needs, classes
-        if torch.compiler.is_compiling():
+        if state.is_compiling():
             ctx.save_for_backward(*grads)
         else:
             ctx.save_for_backward(*layer[:3], target, *how[:4])
@@ -97,7 +97,7 @@ class _Total(torch.autograd.Function):
     @carrying_tangents
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         after = (*chunk_ops.AFTER, *(None,) * (chunk_ops.FACTORS + 5))
-        if torch.compiler.is_compiling():
+        if state.is_compiling():
             each = zip(ctx.saved_tensors, ctx.needs, strict=True)
             return (*_scale([of if need else None for of, need in each], grad), *after)
         x, linear_weight, bias, target, *tensors = ctx.saved_tensors
