@@ -162,6 +162,22 @@ def test_a_copied_layer_that_changes_later(name: str, copies: list[Any]) -> None
     assert len(copies) >= LAYERS - 1
 
 
+def _make_hook(factor: float) -> Callable[..., Any]:
+    return lambda module, inputs, output: output * factor
+
+
+def test_layers_with_hooks(copies: list[Any]) -> None:
+    """As a plan's, whose guards read them by their place in a dictionary. No copy said so to Dynamo,
+    and a model under a plan was captured layer by layer, after a page of logged errors."""
+    model = make()
+    for layer in model.layers:
+        layer.inner.register_forward_hook(_make_hook(2.0))
+    got = check(model)
+    assert len(copies) == LAYERS - 1
+    assert list_ops(got).count("gated_act") == LAYERS
+    check(model, lambda layer: layer.inner.register_forward_hook(_make_hook(3.0)))
+
+
 def test_layers_that_share_parts(copies: list[Any]) -> None:
     """Of layers with a weight in two places no other one may be a copy, unless it shares, too."""
     model = make()
