@@ -167,14 +167,15 @@ def _make_hook(factor: float) -> Callable[..., Any]:
 
 
 def test_layers_with_hooks(copies: list[Any]) -> None:
-    """As a plan's, whose guards read them by their place in a dictionary. No copy said so to Dynamo,
-    and a model under a plan was captured layer by layer, after a page of logged errors."""
+    """As a plan's, whose guards read them by their place in a dictionary. No copy said so to
+    Dynamo: a model under a plan was captured layer by layer, after a page of logged errors."""
     model = make()
     for layer in model.layers:
         layer.inner.register_forward_hook(_make_hook(2.0))
     got = check(model)
     assert len(copies) == LAYERS - 1
-    assert list_ops(got).count("gated_act") == LAYERS
+    (slot,) = type(got).weld_captures.slots.values()
+    assert [each.op for each in slot.placed].count("gated_act") == LAYERS
     check(model, lambda layer: layer.inner.register_forward_hook(_make_hook(3.0)))
 
 
