@@ -175,6 +175,7 @@ def test_layers_with_hooks(copies: list[Any]) -> None:
     got = check(model)
     assert len(copies) == LAYERS - 1
     (slot,) = type(got).weld_captures.slots.values()
+    assert not slot.reason, "captured in pieces"
     assert [each.op for each in slot.placed].count("gated_act") == LAYERS
     check(model, lambda layer: layer.inner.register_forward_hook(_make_hook(3.0)))
 
