@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Of torch's dispatch modes, two that record a call or compute only its sizes.
@@ -81,6 +82,14 @@ def is_batched(x: torch.Tensor) -> bool:
 def has_modes() -> bool:
     """Whether a mode of torch sees or changes calls."""
     return bool(count_dispatch_modes() or count_function_modes())
+
+
+def has_other_modes() -> bool:
+    """The same, but for modes that have `counts_welds`: graphs of fuse() run in them."""
+    if not has_modes():
+        return False
+    modes = _get_current_dispatch_mode_stack()
+    return bool(count_function_modes()) or not all(getattr(m, "counts_welds", False) for m in modes)
 
 
 def is_watched() -> bool:

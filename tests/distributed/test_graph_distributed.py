@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import torchweld
 from processes import on
+from torchweld.distributed.tensor.head import HeadParallel
+from torchweld.distributed.tensor.styles import ActivationParallel
 from words import compare, list_ops, make_ids, make_words, step
 
 
@@ -32,10 +35,19 @@ def _split(model: Any) -> Any:
     return model
 
 
+def _split_norms(model: Any) -> Any:
+    """Also the norms, which run on DTensors, and the head."""
+    mesh, norms = init_device_mesh("cpu", (2,)), {"norm": ActivationParallel(Replicate())}
+    for layer in model.layers:
+        parallelize_module(layer, mesh, norms)
+    return parallelize_module(_split(model), mesh, {**norms, "head": HeadParallel()})
+
+
 _WAYS: dict[str, Callable[[Any], Any]] = {
     "ddp": DistributedDataParallel,
     "fsdp2": _shard,
     "tensors": _split,
+    "tensors, norms": _split_norms,
 }
 
 
@@ -55,6 +67,7 @@ def test_processes(rank: int, way: str, is_late: bool) -> None:
         wrapped = prepare(torchweld.fuse(model))
     want = prepare(plain)
     for rows in (2, 2, 3):
-        ids = make_ids(rows + 2 * (rank if way != "tensors" else 0))
+        ids = make_ids(rows + 2 * (0 if way.startswith("tensors") else rank))
         compare(step(wrapped, ids), step(want, ids))
-    assert list_ops(model), "nothing is welded"
+    wanted = {"rms_norm", "linear_cross_entropy"} if "norms" in way else set()
+    assert {"gated_act", *wanted} <= {*list_ops(model)}

@@ -191,7 +191,7 @@ def _count(code: Any, change: int) -> None:
 def is_impossible() -> bool:
     """Whether something is active that sees each operation, so that a call runs as it is."""
     return (
-        state.has_modes()
+        state.has_other_modes()
         or state.is_transforming()
         or _symbolic_trace._is_fx_tracing_flag
         or state.is_tracing()

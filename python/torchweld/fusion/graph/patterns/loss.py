@@ -16,6 +16,7 @@ from torchweld.fusion.graph.prove import Late, Proposal
 from torchweld.fusion.graph.record import Record, Ref, Step, as_float
 from torchweld.fusion.logits import Deferred
 from torchweld.names import Reduction
+from torchweld.ops.loss.head import GATHERED_LINEAR, SharedHead
 
 # Bytes of logits from which the loss is welded in a graph that Inductor compiles.
 LEAST_COMPILED = 4 << 20
@@ -45,19 +46,22 @@ def _shift_and_flatten(logits: Any) -> Any:
 class _Options(NamedTuple):
     """What a loss is computed with besides the input, the weight and the target.
 
-    Of the tensors between the weight and the target, `names` are "bias" and "row".
+    Of the tensors between the weight and the target, `names` are "bias" and "row". The head is
+    shared if devices share its classes.
     """
 
     names: tuple[str, ...]
     steps: _Steps
     ignored: int
     reduction: Reduction
+    head: SharedHead | None
 
 
 def _reference(h: Any, weight: Any, *given: Any) -> Any:
     *more, target, options = given
     tensors = dict(zip(options.names, more, strict=True))
-    z = torch.nn.functional.linear(h, weight, tensors.get("bias"))
+    compute = torch.nn.functional.linear if options.head is None else options.head.compute_logits
+    z = compute(h, weight, tensors.get("bias"))
     for function, *numbers in options.steps:
         z = function(z, tensors["row"]) if function is operator.add else function(z, *numbers)
     return torch.nn.functional.cross_entropy(
@@ -77,9 +81,12 @@ def _run(h: Any, weight: Any, *given: Any) -> Any:
     is_wide, device = (torch.Tensor.float,) in steps, h.device.type
     # Under autocast the loss of 16-bit logits is float32, as with logits.float().
     keeps = not is_wide or h.dtype.itemsize != 2 or torch.is_autocast_enabled(device)
+    h = h.reshape(-1, h.shape[-1])
+    if options.head is not None:
+        h, weight, bias, target = options.head.as_dtensors(h, weight, bias, target)
     with nullcontext() if keeps else torch.autocast(device, h.dtype):
-        return functional.linear_cross_entropy(
-            h.reshape(-1, h.shape[-1]),
+        loss = functional.linear_cross_entropy(
+            h,
             weight,
             target,
             linear_bias=bias,
@@ -88,6 +95,7 @@ def _run(h: Any, weight: Any, *given: Any) -> Any:
             logit_scale=numbers["logit_scale"],
             softcap=numbers["softcap"],
         )
+    return loss if options.head is None else loss.to_local()
 
 
 def find_loss(record: Record, at: int) -> Iterator[Proposal]:
@@ -100,11 +108,11 @@ def find_loss(record: Record, at: int) -> Iterator[Proposal]:
     if found is None:
         return
     product, path, row = found
-    *bias, flat, turned = product.args
-    turning = record.maker(record.strip(turned, *_SPREAD), aten.transpose.int)
+    layer = _read_layer(record, product)
     steps = tuple(kind for _, kind in path[1:])
-    if turning is None or steps.count((torch.tanh,)) > 1:
+    if layer is None or steps.count((torch.tanh,)) > 1:
         return
+    flat, matrix, bias, head = layer
     results: dict[int, Any] = {}  # what the model may return, and the steps before it
     for number, kind in path:
         if kind in ((_flatten,), (_shift,)):
@@ -112,13 +120,13 @@ def find_loss(record: Record, at: int) -> Iterator[Proposal]:
         results[number] = steps[: len(results)]
     rows = [] if row is None else [row]
     names = (*(["bias"] if bias else []), *(["row"] if rows else []))
-    options = _Options(names, steps, int(ignored.text), _REDUCTIONS[int(reduction.text)])
+    options = _Options(names, steps, int(ignored.text), _REDUCTIONS[int(reduction.text)], head)
     kinds = [options]
     if steps[-2:] == ((_shift,), (_flatten,)):  # perhaps by one reshape
         kinds.append(options._replace(steps=(*steps[:-2], (_shift_and_flatten,))))
     shapes = [*_list_before(record, flat), flat]
     for inner, options, x in itertools.product((False, True), kinds, shapes):
-        given = [x, turning.args[0], *bias]
+        given = [x, matrix, *bias]
         if inner:  # autocast's casts are a part of the layer
             given = [record.strip(each, _CAST) for each in given]
         given += rows
@@ -126,10 +134,22 @@ def find_loss(record: Record, at: int) -> Iterator[Proposal]:
             return
         h, weight, *more = (each.at for each in given)
         tensors = dict(zip(names, more, strict=True))
-        late = Late(results, h, weight, tensors.get("bias"), tensors.get("row"))
+        own = (None, None) if head is not None else (weight, tensors.get("bias"))
+        late = Late(results, h, *own, tensors.get("row"))
         inputs, out = [h, weight, *more, target.at], step.outs[0]
         name = "linear_cross_entropy"
         yield Proposal(name, inputs, [out], _reference, _run, (options,), late)
+
+
+def _read_layer(record: Record, product: Step) -> tuple[Any, Any, list[Any], Any] | None:
+    """The input, weight and bias of the last layer, and its head if devices share its classes."""
+    if product.func is GATHERED_LINEAR:
+        x, weight, bias, classes, devices, group = product.args
+        head = SharedHead(int(classes.text), int(devices.text), group)
+        return x, weight, [] if bias is None else [bias], head
+    *bias, flat, turned = product.args
+    turning = record.maker(record.strip(turned, *_SPREAD), aten.transpose.int)
+    return None if turning is None else (flat, turning.args[0], bias, None)
 
 
 def find_large_loss(record: Record, at: int) -> Iterator[Proposal]:
@@ -155,7 +175,7 @@ def _climb(record: Record, value: Any) -> tuple[Step, list[tuple[int, Any]], Ref
     row: Ref | None = None
     while isinstance(value, Ref) and value.at in record.made_by:
         step = record.steps[record.made_by[value.at]]
-        product = step if step.func in _PRODUCTS else None
+        product = step if step.func in (*_PRODUCTS, GATHERED_LINEAR) else None
         if step.func is _VIEW:  # the linear layer's own
             product = record.maker(step.args[0], *_PRODUCTS)
         if product is not None:
