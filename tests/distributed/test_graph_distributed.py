@@ -10,15 +10,17 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import torchweld
+from comparing import whole_of
 from processes import on
+from torchweld import numerics
 from torchweld.distributed.tensor.head import HeadParallel
 from torchweld.distributed.tensor.styles import ActivationParallel
-from words import compare, list_ops, make_ids, make_words, step
+from words import WIDTH, compare, list_ops, make_ids, make_words, step
 
 
 def _shard(model: Any) -> Any:
@@ -71,3 +73,37 @@ def test_processes(rank: int, way: str, is_late: bool) -> None:
         compare(step(wrapped, ids), step(want, ids))
     wanted = {"rms_norm", "linear_cross_entropy"} if "norms" in way else set()
     assert {"gated_act", *wanted} <= {*list_ops(model)}
+
+
+class _Columns(torch.nn.Module):
+    """A norm of DTensors, whose result goes on as this device's part."""
+
+    def __init__(self, place: Any) -> None:
+        super().__init__()
+        self.mesh, self.place = init_device_mesh("cpu", (2,)), place
+        weight = 1 + torch.arange(WIDTH) / WIDTH
+        self.weight = torch.nn.Parameter(distribute_tensor(weight, self.mesh, [Replicate()]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = DTensor.from_local(x, self.mesh, [Replicate()])
+        y = whole.redistribute(placements=[self.place])
+        y = self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6))
+        return y.to_local().square()
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1, 2])
+@on(2)
+def test_parts_of_a_norm(rank: int, dim: int | None) -> None:
+    """Where our op would leave a device with another part than torch's ops do, torch's stay."""
+    torch.compiler.reset()
+    want = _Columns(Replicate() if dim is None else Shard(dim))
+    got = torchweld.fuse(copy.deepcopy(want))
+    x = torch.randn(2, 6, WIDTH)
+    results = []
+    for model in (got, want):
+        given = x.clone().requires_grad_()
+        y = model(given)
+        y.sum().backward()
+        results.append([y.detach(), given.grad, whole_of(model.weight.grad)])
+    torch.testing.assert_close(*results, **numerics.CHAINED)
+    assert ("rms_norm" in list_ops(got)) == (dim != 2)
