@@ -88,7 +88,7 @@ class _Columns(torch.nn.Module):
         whole = DTensor.from_local(x, self.mesh, [Replicate()])
         y = whole.redistribute(placements=[self.place])
         y = self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6))
-        return y.to_local().square()
+        return y.to_local().square().sum(-1)
 
 
 @pytest.mark.parametrize("dim", [None, 0, 1, 2])
