@@ -119,6 +119,16 @@ def is_capturing_at_all() -> bool:
     return torch.cuda.is_initialized() and is_capturing()
 
 
+# The names of a module's hooks: those of its calls, and those of its gradients.
+CALL_HOOKS = "_forward_pre_hooks", "_forward_hooks"
+HOOKS = *CALL_HOOKS, "_backward_pre_hooks", "_backward_hooks"
+
+
+def count_hooks(module: torch.nn.Module, names: Iterable[str] = HOOKS) -> int:
+    """The number of a module's own hooks."""
+    return sum(len(getattr(module, name)) for name in names)
+
+
 # Where torch is asked this.
 CAPTURING = "cuda.is_current_stream_capturing", "xpu.is_current_stream_capturing"
 
