@@ -244,12 +244,13 @@ class _Writing:
         output = self.trace.nodes[-1]
         leaks = () if proposal.late is None else proposal.late.results
         leaking = {n for number in leaks for n in self.trace.list_returning(number)}
-        # Casts that do nothing and questions about sizes have no steps. One may read another one.
+        # Casts that do nothing and questions about sizes have no steps, and of some views nothing
+        # is read. One may read another one.
         idle: set[torch.fx.Node] = set()
         waiting = list(nodes)
         while waiting:
             for user in waiting.pop().users:
-                is_idle = user.op != "output" and user not in self._steps and user not in idle
+                is_idle = user.op != "output" and user not in idle and self._does_nothing(user)
                 if is_idle and user not in self.trace.effects:
                     idle.add(user)
                     waiting.append(user)
@@ -266,6 +267,11 @@ class _Writing:
             elif node in nodes and not self._is_view_of_inputs(proposal, node, region):
                 return None
         return dead
+
+    def _does_nothing(self, node: torch.fx.Node) -> bool:
+        """Whether a node computes nothing, or nothing that is read."""
+        steps = [self.record.steps[at] for at in self._steps.get(node, ())]
+        return not steps or not (node.users or any(s.writes or s.is_random for s in steps))
 
     def _is_view_of_inputs(self, proposal: Proposal, node: Any, region: set[int]) -> bool:
         """Whether a node only looks at the inputs in another shape."""

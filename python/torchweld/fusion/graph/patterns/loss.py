@@ -24,6 +24,7 @@ _REDUCTIONS: tuple[Reduction, ...] = ("none", "mean", "sum")
 _CAST, _VIEW = aten._to_copy.default, aten.view.default
 _SPREAD = _VIEW, aten.expand.default  # what a layer makes of its input and weight
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+_LOSSES = aten.nll_loss_forward.default, aten.nll_loss2d_forward.default
 _SCALES = {aten.mul.Tensor: operator.mul, aten.div.Tensor: operator.truediv}
 
 # What stands between the last layer and the loss, as in `Deferred`: a function and a number.
@@ -43,6 +44,14 @@ def _shift_and_flatten(logits: Any) -> Any:
     return logits[..., :-1, :].reshape(-1, logits.shape[-1])
 
 
+def _turn(logits: Any) -> Any:
+    return logits.transpose(1, 2)
+
+
+def _permute(logits: Any) -> Any:
+    return logits.permute(0, 2, 1)
+
+
 class _Options(NamedTuple):
     """What a loss is computed with besides the input, the weight and the target.
 
@@ -54,7 +63,7 @@ class _Options(NamedTuple):
     steps: _Steps
     ignored: int
     reduction: Reduction
-    head: SharedHead | None
+    head: SharedHead | None = None
 
 
 def _reference(h: Any, weight: Any, *given: Any) -> Any:
@@ -81,7 +90,7 @@ def _run(h: Any, weight: Any, *given: Any) -> Any:
     is_wide, device = (torch.Tensor.float,) in steps, h.device.type
     # Under autocast the loss of 16-bit logits is float32, as with logits.float().
     keeps = not is_wide or h.dtype.itemsize != 2 or torch.is_autocast_enabled(device)
-    h = h.reshape(-1, h.shape[-1])
+    h, target = h.reshape(-1, h.shape[-1]), target.flatten()
     if options.head is not None:
         h, weight, bias, target = options.head.as_dtensors(h, weight, bias, target)
     with nullcontext() if keeps else torch.autocast(device, h.dtype):
@@ -100,9 +109,14 @@ def _run(h: Any, weight: Any, *given: Any) -> Any:
 
 def find_loss(record: Record, at: int) -> Iterator[Proposal]:
     step = record.steps[at]
-    if step.func is not aten.nll_loss_forward.default:
+    if step.func not in _LOSSES:
         return
     logs, target, class_weight, reduction, ignored = step.args
+    if step.func is not _LOSSES[0]:  # classes come before the tokens, [B, V, T]
+        views = [record.maker(each, _VIEW) for each in (logs, target)]
+        if None in views or _REDUCTIONS[int(reduction.text)] == "none":
+            return
+        logs, target = (view.args[0] for view in views)  # type: ignore[union-attr]
     soft = record.maker(logs, aten._log_softmax.default)
     found = None if soft is None or class_weight is not None else _climb(record, soft.args[0])
     if found is None:
@@ -115,7 +129,7 @@ def find_loss(record: Record, at: int) -> Iterator[Proposal]:
     flat, matrix, bias, head = layer
     results: dict[int, Any] = {}  # what the model may return, and the steps before it
     for number, kind in path:
-        if kind in ((_flatten,), (_shift,)):
+        if kind in ((_flatten,), (_shift,), (_turn,), (_permute,)):
             break
         results[number] = steps[: len(results)]
     rows = [] if row is None else [row]
@@ -125,6 +139,8 @@ def find_loss(record: Record, at: int) -> Iterator[Proposal]:
     if steps[-2:] == ((_shift,), (_flatten,)):  # perhaps by one reshape
         kinds.append(options._replace(steps=(*steps[:-2], (_shift_and_flatten,))))
     shapes = [*_list_before(record, flat), flat]
+    if steps[-1:] in (((_turn,),), ((_permute,),)):
+        shapes = [x for x in shapes if isinstance(x, Ref) and len(record.shape(x)) == 3]
     for inner, options, x in itertools.product((False, True), kinds, shapes):
         given = [x, matrix, *bias]
         if inner:  # autocast's casts are a part of the layer
@@ -183,7 +199,9 @@ def _climb(record: Record, value: Any) -> tuple[Step, list[tuple[int, Any]], Ref
         before, number = step.args[0], as_float(step.args[1]) if len(step.args) == 2 else None
         if row is not None:
             return None  # only of the layer's own result
-        if step.func is _VIEW and len(step.args[1]) == 2:
+        if not path and step.func in (aten.transpose.int, aten.permute.default):
+            path.append((value.at, (_turn if step.func is aten.transpose.int else _permute,)))
+        elif step.func is _VIEW and len(step.args[1]) == 2:
             path.append((value.at, (_flatten,)))
         elif step.func is aten.clone.default and record.maker(before, aten.slice.Tensor):
             path.append((value.at, (_shift,)))
