@@ -32,12 +32,10 @@ class SharedHead(NamedTuple):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """The logits of all classes; each device has x, and its own part of the weight and bias."""
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:  # as linear() casts
+        kind, dtype = x.device.type, x.dtype
+        if torch.is_autocast_enabled(kind) and dtype != torch.float64:  # as linear() casts
             dtype = torch.get_autocast_dtype(kind)
-            x, weight = x.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        return GATHERED_LINEAR(x, weight, bias, *self)  # type: ignore[no-any-return]
+        return GATHERED_LINEAR(x, weight, bias, dtype, *self)  # type: ignore[no-any-return]
 
     def as_dtensors(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor
@@ -81,10 +79,14 @@ def _flatten(x: torch.Tensor) -> torch.Tensor:
 
 
 def _run(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *given: Any
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    *given: Any,
 ) -> torch.Tensor:
-    head = SharedHead(*given)
-    part = torch.nn.functional.linear(x, weight, bias)
+    head, own = SharedHead(*given), None if bias is None else bias.to(dtype)
+    part = torch.nn.functional.linear(x.to(dtype), weight.to(dtype), own)
     part = torch.nn.functional.pad(part, (0, head.most - weight.shape[0]))
     parts = _exchange("all_gather_into_tensor", _flatten(part), head.devices, head.group)
     parts = parts.unflatten(0, (head.devices, -1)).transpose(0, 1).contiguous().flatten(1)
@@ -94,35 +96,43 @@ def _run(
 
 
 def _fake(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *given: Any
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    *given: Any,
 ) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], SharedHead(*given).classes))
+    return x.new_empty((*x.shape[:-1], SharedHead(*given).classes), dtype=dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, bias, *given = inputs
+    x, weight, bias, _, *given = inputs
     ctx.save_for_backward(x, weight)
-    ctx.head, ctx.has_bias = SharedHead(*given), bias is not None
+    ctx.head, ctx.bias = SharedHead(*given), None if bias is None else bias.dtype
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """Each device has the whole gradient of the logits, and sums what all classes add to x's."""
+    """Each device has the whole gradient of the logits, and sums what all classes add to x's.
+
+    The sum is in x's dtype, which may be wider than that of the products.
+    """
     x, weight = ctx.saved_tensors
     rank = _resolve_process_group(ctx.head.group).rank()
     own = grad.narrow(-1, min(rank * ctx.head.most, ctx.head.classes), weight.shape[0])
     of_x = of_weight = of_bias = None
     if ctx.needs_input_grad[0]:
-        of_x = _exchange("all_reduce", own @ weight, "sum", ctx.head.group)
+        part = (own @ weight.to(own.dtype)).to(x.dtype)
+        of_x = _exchange("all_reduce", part, "sum", ctx.head.group)
     if ctx.needs_input_grad[1]:
-        of_weight = _flatten(own).mT @ _flatten(x)
-    if ctx.has_bias and ctx.needs_input_grad[2]:
-        of_bias = _flatten(own).sum(0)
-    return of_x, of_weight, of_bias, None, None, None
+        of_weight = (_flatten(own).mT @ _flatten(x.to(own.dtype))).to(weight.dtype)
+    if ctx.bias is not None and ctx.needs_input_grad[2]:
+        of_bias = _flatten(own).sum(0).to(ctx.bias)
+    return of_x, of_weight, of_bias, None, None, None, None
 
 
 LIBRARY.define(
-    "gathered_linear(Tensor x, Tensor weight, Tensor? bias, int classes, int devices, str group)"
-    " -> Tensor"
+    "gathered_linear(Tensor x, Tensor weight, Tensor? bias, ScalarType dtype, int classes,"
+    " int devices, str group) -> Tensor"
 )
 LIBRARY.impl("gathered_linear", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("torchweld::gathered_linear", _fake, lib=LIBRARY)

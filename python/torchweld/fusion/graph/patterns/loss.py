@@ -160,7 +160,7 @@ def find_loss(record: Record, at: int) -> Iterator[Proposal]:
 def _read_layer(record: Record, product: Step) -> tuple[Any, Any, list[Any], Any] | None:
     """The input, weight and bias of the last layer, and its head if devices share its classes."""
     if product.func is GATHERED_LINEAR:
-        x, weight, bias, classes, devices, group = product.args
+        x, weight, bias, _, classes, devices, group = product.args
         head = SharedHead(int(classes.text), int(devices.text), group)
         return x, weight, [] if bias is None else [bias], head
     *bias, flat, turned = product.args
