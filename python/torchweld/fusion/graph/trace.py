@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torchweld import state
@@ -82,8 +83,11 @@ class Trace(torch.fx.Interpreter):
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:
         """Run on fake tensors without adding guards on sizes, or sizes."""
-        environment = self.mode.shape_env
+        environment, context = self.mode.shape_env, TracingContext.try_get()
         with self.mode, contextlib.ExitStack() as stack:
+            if context is not None:  # DTensors of torch 2.10 take its mode
+                stack.callback(setattr, context, "fake_mode", context.fake_mode)
+                context.fake_mode = self.mode
             if environment is not None:
                 stack.enter_context(environment.suppress_guards())
                 # Of sizes that are data; the graph's own are known to Dynamo.
