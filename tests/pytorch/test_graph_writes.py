@@ -156,3 +156,26 @@ def test_a_pattern_of_a_users_that_writes(monkeypatch: pytest.MonkeyPatch) -> No
     assert x.tolist() == [2.0] * 3
     (row,) = torchweld.explain_fusion(model)
     assert "writes in place" in row.reason
+
+
+class Less(nn.Module):
+    """A difference."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x - y).sigmoid()
+
+
+def _find_less(record: Record, at: int) -> Iterator[Proposal]:
+    step = record.steps[at]
+    if step.func is torch.ops.aten.sub.Tensor:
+        inputs = [each.at for each in step.args][::-1]
+        yield Proposal("less", inputs, [step.outs[0]], torch.sub, torch.sub)
+
+
+def test_a_pattern_of_a_users_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two arguments only those of sums and products change places."""
+    monkeypatch.setattr(regions, "FINDERS", [_find_less])
+    model, given = torchweld.fuse(Less()), (torch.ones(3), torch.zeros(3))
+    torch.testing.assert_close(model(*given), Less()(*given), **numerics.SAME)
+    (row,) = torchweld.explain_fusion(model)
+    assert "other arguments" in row.reason
