@@ -405,3 +405,24 @@ def test_dispatch_modes_see_the_model_as_it_is() -> None:
             model(make_ids())
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1]
+
+
+class Casting(torch.nn.Module):
+    """A forward that turns autocast on by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(WIDTH, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = torch.nn.functional.gelu(self.up(x))
+        return y.float()
+
+
+def test_autocast_inside_of_a_forward() -> None:
+    """A definition is recorded under the state of where it stands, not of the call."""
+    want = Casting()
+    got, x = torchweld.fuse(copy.deepcopy(want)), torch.randn(4, WIDTH)
+    torch.testing.assert_close(got(x), want(x), **numerics.BFLOAT16)
+    assert list_ops(got) == ["linear_act"]
