@@ -179,3 +179,30 @@ def test_a_pattern_of_a_users_in_another_order(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(model(*given), Less()(*given), **numerics.SAME)
     (row,) = torchweld.explain_fusion(model)
     assert not row.welded
+
+
+class Largest(nn.Module):
+    """One of two results of an operation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.aminmax(dim=-1).max * 2
+
+
+def _find_smallest(record: Record, at: int) -> Iterator[Proposal]:
+    step = record.steps[at]
+    if step.func is torch.ops.aten.aminmax.default:
+        (x, *_), (_, largest) = step.args, step.outs
+
+        def find(x: Any) -> Any:
+            return x.aminmax(dim=-1).min
+
+        yield Proposal("smallest", [x.at], [largest], find, find)
+
+
+def test_a_pattern_of_a_users_of_another_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation with two results gives the one that was asked for."""
+    monkeypatch.setattr(regions, "FINDERS", [_find_smallest])
+    model, x = torchweld.fuse(Largest()), torch.arange(6.0).view(2, 3)
+    assert model(x).tolist() == [4, 10]
+    (row,) = torchweld.explain_fusion(model)
+    assert not row.welded
