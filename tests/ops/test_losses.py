@@ -239,7 +239,8 @@ def test_logprobs_of_logits(
     logits = (torch.randn(2, 3, 2100, generator=made, dtype=torch.float64) * 3).to(dtype)
     size = () if targets is None else (targets,)
     target = torch.randint(0, 2100, (2, 3, *size), generator=made)
-    target[0, 1] = -100
+    if targets != 1:  # without an ignored row torch's ops may serve
+        target[0, 1] = -100
     temperature = torch.rand(2, 3, generator=made) + 0.5
     more: dict[str, Any] = {}
     source = logits.double().requires_grad_()
