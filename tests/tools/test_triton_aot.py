@@ -142,8 +142,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(["", *lines])
 
 
-# One test per architecture, so that each is compiled once however tests are distributed.
-@pytest.mark.parametrize("capability", CAPABILITIES)
+# One test per architecture, so that each is compiled once however tests are distributed. The table
+# of Triton 3.6 has no sm_120, whose compiles would take minutes.
+@pytest.mark.parametrize("capability", CAPABILITIES if PINNED else CAPABILITIES[:3])
 def test_every_case_fits_the_gpu(capability: int) -> None:
     """None spills, and enough warps fit a multiprocessor."""
     compiler = fresh.run_file(resources.__file__, str(capability), TRITON_INTERPRET="0")
