@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import torchweld
-from torchweld.fusion.graph import evaluated
+from torchweld.fusion.graph import answers, evaluated
 from words import WORDS, Layer, Words, compare, list_ops, make_ids, step
 
 LAYERS, CHANGED = 6, 4
@@ -160,6 +160,25 @@ def test_a_copied_layer_that_changes_later(name: str, copies: list[Any]) -> None
     """The guards of the layer that was evaluated are made for its copies, too."""
     check(make(), CHANGES[name])
     assert len(copies) >= LAYERS - 1
+
+
+def _make_hook(factor: float) -> Callable[..., Any]:
+    return lambda module, inputs, output: output * factor
+
+
+def test_layers_with_hooks(copies: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a plan's, whose guards read them by their place in a dictionary. No copy said so to
+    Dynamo: a model under a plan logged a page of errors, and all its layers were evaluated."""
+    monkeypatch.setattr(answers.Answers, "learn", lambda *_: False)  # the first attempt counts
+    model = make()
+    for layer in model.layers:
+        layer.inner.register_forward_hook(_make_hook(2.0))
+    got = check(model)
+    assert len(copies) == LAYERS - 1
+    (slot,) = type(got).weld_captures.slots.values()
+    assert not slot.reason
+    assert [each.op for each in slot.placed].count("gated_act") == LAYERS
+    check(model, lambda layer: layer.inner.register_forward_hook(_make_hook(3.0)))
 
 
 def test_layers_that_share_parts(copies: list[Any]) -> None:

@@ -221,6 +221,8 @@ class Evaluated:
             VariableBuilder(tx, source)(value)
         tracer.traced_sources |= type(tracer.traced_sources)(map(found.swap, self.sources))
         dynamo_guards.install_guard(*found.guards)
+        ordered = tx.output.guard_on_key_order  # dictionaries that guards read by position
+        ordered.update([found.swap(source) for source in ordered])
         stacks = self._list_stacks(found.module)
 
         def get_variable(node: Any) -> Any:
