@@ -58,6 +58,7 @@ NEVER_UNALIGNED = {
             "attention.specialised_dkv.attention_dkv_specialised",
             "linear_act_specialised.linear_act_specialised",
             "symmetric_specialised.symmetric_specialised",
+            "rotary_specialised.rotate_specialised",
         ),
         "reads descriptors: such views have none",
     ),
