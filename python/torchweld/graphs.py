@@ -223,18 +223,13 @@ def _list(model: torch.nn.Module) -> Iterator[Any]:
         yield type(module)
         yield module.training
         if module is not model:
-            yield _count_hooks(module)
+            yield state.count_hooks(module)
         for tensors in (module._parameters, module._buffers):
             for t in tensors.values():
                 if t is not None:
                     yield type(t)
                     yield t.requires_grad
                     yield t.data_ptr() if type(t) in PLAIN else id(t)
-
-
-def _count_hooks(module: torch.nn.Module) -> int:
-    hooks = module._forward_hooks, module._forward_pre_hooks
-    return sum(map(len, (*hooks, module._backward_hooks, module._backward_pre_hooks)))
 
 
 class _Graph(NamedTuple):
@@ -354,7 +349,7 @@ def _check(model: torch.nn.Module) -> None:
             for base in type(module).__mro__
         ):
             raise _RefusedError("FSDP gathers its parameters at each call")
-        if module is not model and _count_hooks(module):
+        if module is not model and state.count_hooks(module):
             raise _RefusedError(f"{name} has hooks, which a graph does not call")
         if any(type(p) not in PLAIN for p in module.parameters(recurse=False)):
             raise _RefusedError(f"{name} has a parameter of a subclass of Tensor")

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Of torch's dispatch modes, two that record a call or compute only its sizes.
@@ -83,6 +84,14 @@ def has_modes() -> bool:
     return bool(count_dispatch_modes() or count_function_modes())
 
 
+def has_other_modes() -> bool:
+    """The same, but for modes that have `counts_welds`: graphs of fuse() run in them."""
+    if not has_modes():
+        return False
+    modes = _get_current_dispatch_mode_stack()
+    return bool(count_function_modes()) or not all(getattr(m, "counts_welds", False) for m in modes)
+
+
 def is_watched() -> bool:
     """Whether more than autograd sees or changes calls: a mode, transform, recorder or compiler."""
     return bool(
@@ -108,6 +117,16 @@ def is_capturing() -> bool:
 def is_capturing_at_all() -> bool:
     """The same where there may be no CUDA or no driver, for which torch raises an error."""
     return torch.cuda.is_initialized() and is_capturing()
+
+
+# The names of a module's hooks: those of its calls, and those of its gradients.
+CALL_HOOKS = "_forward_pre_hooks", "_forward_hooks"
+HOOKS = *CALL_HOOKS, "_backward_pre_hooks", "_backward_hooks"
+
+
+def count_hooks(module: torch.nn.Module, names: Iterable[str] = HOOKS) -> int:
+    """The number of a module's own hooks."""
+    return sum(len(getattr(module, name)) for name in names)
 
 
 # Where torch is asked this.

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchweld import functional, optim
+from torchweld import functional, optim, state
 from torchweld.errors import ArgumentError
 
 try:
@@ -169,7 +169,7 @@ class WeldedLinearLoss(ChunkedLossWrapper):
     ) -> Any:
         head: Any = self.lm_head
         plain = isinstance(self.loss_fn, CrossEntropyLoss) and not loss_inputs
-        plain = plain and head is not None and not (head._forward_hooks or head._forward_pre_hooks)
+        plain = plain and head is not None and not state.count_hooks(head, state.CALL_HOOKS)
         weight = getattr(head, "weight", None)
         if not plain or head.bias is not None or _shares_vocabulary(pred, labels, weight):
             return super().__call__(pred, labels, global_valid_tokens, **loss_inputs)

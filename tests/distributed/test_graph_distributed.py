@@ -10,12 +10,17 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import torchweld
+from comparing import whole_of
 from processes import on
-from words import compare, list_ops, make_ids, make_words, step
+from torchweld import numerics
+from torchweld.distributed.tensor.head import HeadParallel
+from torchweld.distributed.tensor.styles import ActivationParallel
+from words import WIDTH, compare, list_ops, make_ids, make_words, step
 
 
 def _shard(model: Any) -> Any:
@@ -32,10 +37,19 @@ def _split(model: Any) -> Any:
     return model
 
 
+def _split_norms(model: Any) -> Any:
+    """Also the norms, which run on DTensors, and the head."""
+    mesh, norms = init_device_mesh("cpu", (2,)), {"norm": ActivationParallel(Replicate())}
+    for layer in model.layers:
+        parallelize_module(layer, mesh, norms)
+    return parallelize_module(_split(model), mesh, {**norms, "head": HeadParallel()})
+
+
 _WAYS: dict[str, Callable[[Any], Any]] = {
     "ddp": DistributedDataParallel,
     "fsdp2": _shard,
     "tensors": _split,
+    "tensors, norms": _split_norms,
 }
 
 
@@ -55,6 +69,41 @@ def test_processes(rank: int, way: str, is_late: bool) -> None:
         wrapped = prepare(torchweld.fuse(model))
     want = prepare(plain)
     for rows in (2, 2, 3):
-        ids = make_ids(rows + 2 * (rank if way != "tensors" else 0))
+        ids = make_ids(rows + 2 * (0 if way.startswith("tensors") else rank))
         compare(step(wrapped, ids), step(want, ids))
-    assert list_ops(model), "nothing is welded"
+    wanted = {"rms_norm", "linear_cross_entropy"} if "norms" in way else set()
+    assert {"gated_act", *wanted} <= {*list_ops(model)}
+
+
+class _Columns(torch.nn.Module):
+    """A norm of DTensors, whose result goes on as this device's part."""
+
+    def __init__(self, place: Any) -> None:
+        super().__init__()
+        self.mesh, self.place = init_device_mesh("cpu", (2,)), place
+        weight = 1 + torch.arange(WIDTH) / WIDTH
+        self.weight = torch.nn.Parameter(distribute_tensor(weight, self.mesh, [Replicate()]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = DTensor.from_local(x, self.mesh, [Replicate()])
+        y = whole.redistribute(placements=[self.place])
+        y = self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6))
+        return y.to_local().square().sum(-1)
+
+
+@pytest.mark.parametrize("dim", [None, 0, 1, 2])
+@on(2)
+def test_parts_of_a_norm(rank: int, dim: int | None) -> None:
+    """Where our op would leave a device with another part than torch's ops do, torch's stay."""
+    torch.compiler.reset()
+    want = _Columns(Replicate() if dim is None else Shard(dim))
+    got = torchweld.fuse(copy.deepcopy(want))
+    x = torch.randn(2, 6, WIDTH)
+    results = []
+    for model in (got, want):
+        given = x.clone().requires_grad_()
+        y = model(given)
+        y.sum().backward()
+        results.append([y.detach(), given.grad, whole_of(model.weight.grad)])
+    torch.testing.assert_close(*results, **numerics.CHAINED)
+    assert ("rms_norm" in list_ops(got)) == (dim != 2)

@@ -245,6 +245,20 @@ _FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("if any(map(self.leaves_out, nodes)):", "if False:"),
         ("if self._is_written(proposal, region, anchor):", "if False:"),
     ],
+    ("python/torchweld/fusion/graph/rewrite.py", f"{SHARDS}/test_graph_distributed.py"): [
+        ("if find_places(x) != find_places(y):", "if False:")
+    ],
+    ("python/torchweld/ops/loss/head.py", f"{SHARDS}/test_head.py"): [
+        ("min(rank * ctx.head.most, ctx.head.classes)", "0"),
+        ('_exchange("all_reduce", part, "sum", ctx.head.group)', "part"),
+        ("dtype = torch.get_autocast_dtype(kind)", "dtype = x.dtype"),
+    ],
+    ("python/torchweld/state.py", "tests/pytorch/test_call_forms.py"): [
+        (
+            "torch.compiler._is_compiling_flag and bool(count_dispatch_modes())",
+            "torch.compiler._is_compiling_flag",
+        )
+    ],
     ("python/torchweld/fusion/graph/regions.py", PROOFS): [
         ("if not all(map(operator.is_, now, self._functions)):", "if False:"),
         ("if has_global_hooks() or capture.is_impossible():", "if False:"),

@@ -22,6 +22,8 @@ from stack_seams import keep_model
 from torchweld import numerics
 from torchweld.distributed import CountCollectives, parallelize, recompute, tp_plan, zero3
 from torchweld.errors import ArgumentError
+from torchweld.fusion.logits import Deferred
+from words import list_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PAGE = Path(__file__).parents[2] / "docs" / "stack.md"
@@ -70,7 +72,7 @@ def _check(
 
 # A block's halves send two sums each way in the forward; a T5 decoder block's send three.
 SUMS = dict.fromkeys(("T5", "T5 without gates"), 2 * 2 + 2 * 3)
-# Unless the embedding's weight is the head's, the embedding sends one sum, and the logits a gather.
+# Unless the embedding's weight is the head's, the embedding sends one sum, and logits a gather.
 OF_VOCABULARY = {"Llama", "Phi3", "Phi3 with fewer key heads", "StableLm"}
 COUNTED = {"GPT2", "Llama", "Bert", "OPT", "T5", "Phi3", "StableLm", "T5 without gates"}
 COUNTED |= {"Phi3 with fewer key heads", "ViT of ten tokens"}
@@ -152,6 +154,42 @@ def test_a_plan_is_right_or_refused(name: str) -> None:
     """As the page says: two processes in float64, with and without a sharded sequence."""
     with processes(2) as two:
         two.run("cpu", _plan, name, PLANNED[name], True)
+
+
+def _compare_welds(rank: int, name: str, sequence: bool) -> None:
+    plain, given = models.build(name).train(), models.batch(name)
+    exact, mesh = copy.deepcopy(plain).double(), init_device_mesh("cpu", (2,))
+    exact(**given).loss.backward()
+    found = []
+    for model in (torchweld.fuse(copy.deepcopy(plain)), plain):
+        parallelize_module(model, mesh, tp_plan(model, sequence))
+        model(**given)
+        with CountCollectives() as count:
+            made = model(**given)
+        made.loss.backward()
+        found.append((model, made, count.calls["all-reduce"], count.calls["all-gather"]))
+    (fused, made, sums, gathers), (_, usual, fewer, more) = found
+    assert isinstance(made.logits, Deferred)
+    assert not isinstance(usual.logits, Deferred)
+    assert (sums, gathers) == (fewer + 2, more - 1)
+    norms = {"layer_norm", "rms_norm", "dropout_add_layer_norm", "dropout_add_rms_norm"}
+    ops = {*list_ops(fused)}
+    assert "linear_cross_entropy" in ops
+    assert norms & ops
+    for (key, p), mine, want in zip(
+        plain.named_parameters(), fused.parameters(), exact.parameters(), strict=True
+    ):
+        bound = numerics.Bound(want.grad, whole_of(p.grad))
+        assert bound.find_fault(whole_of(mine.grad)) is None, key
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", sorted(OF_VOCABULARY & {*models.NAMES}))
+def test_the_loss_and_norms_of_a_plan_are_welds(name: str, sequence: bool) -> None:
+    """In float32, where logits.float() changes nothing. Counts of collectives ran outside of the
+    graphs, and losses in float64, so that nothing saw that under a plan both were torch's."""
+    with processes(2) as two:
+        two.run("cpu", _compare_welds, name, sequence)
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "T5", "Phi3", "Bert"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,6 +75,13 @@ class Powered(Norm):
         return (normed * self.weight.float()).type_as(x)
 
 
+_TURNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "classes first": lambda logits: logits.transpose(1, 2),
+    "classes first, permuted": lambda logits: logits.permute(0, 2, 1),
+    "classes first, in float32": lambda logits: logits.float().mT,
+}
+
+
 class Ending(Words):
     """A model whose last layer gets `way`'s view of what the others made."""
 
@@ -92,6 +100,8 @@ class Ending(Words):
             x = x.view(-1, WIDTH)
         logits = self.head(x)
         rows = logits if self.way == "rows" else logits.view(-1, WORDS)
+        if self.way in _TURNS:  # classes before tokens, as cross_entropy documents it
+            return functional.cross_entropy(_TURNS[self.way](logits), ids), logits
         return functional.cross_entropy(rows, ids.reshape(-1)), logits
 
 
@@ -114,7 +124,7 @@ _MODELS: dict[str, tuple[Any, dict[str, int]]] = {
     "a norm of what is turned": (_make_turning, {"rotary_embedding": 2, "rms_norm": 4}),
     **{
         f"a loss of {way}": (functools.partial(_make_ending, way), _LOSS)
-        for way in ("a slice", "a product", "rows")
+        for way in ("a slice", "a product", "rows", *_TURNS)
     },
 }
 

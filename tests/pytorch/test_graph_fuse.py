@@ -7,6 +7,8 @@ import copy
 import io
 import pickle
 import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 
 import torchweld
 from torchweld import numerics
-from torchweld.fusion.graph import backend
+from torchweld.fusion.graph import answers, backend
 from torchweld.fusion.graph.regions import Region
 from torchweld.fusion.logits import Logits
 from words import (
@@ -311,8 +313,22 @@ def test_saved_tensors_that_hooks_replace() -> None:
         compare(step(got, make_ids()), step(want, make_ids()))
 
 
-def test_threads() -> None:
-    """Several models capture and run in threads."""
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several models capture and run in threads, one captures at a time: settings and tables of
+    Dynamo are the process's."""
+    together, most = [0], [0]
+    serve = answers.Answers.serve
+
+    @contextlib.contextmanager
+    def count(self: Any) -> Iterator[None]:
+        together[0] += 1
+        most[0] = max(most[0], together[0])
+        time.sleep(0.05)
+        with serve(self):
+            yield
+        together[0] -= 1
+
+    monkeypatch.setattr(answers.Answers, "serve", count)
     pairs = [fuse_two(make_words(layers=layers)) for layers in (1, 2, 3)]
     want = [step(plain, make_ids()) for _, plain in pairs]
     results: dict[int, Any] = {}
@@ -333,6 +349,7 @@ def test_threads() -> None:
         thread.join()
     for at in range(3):
         compare(results[at], want[at])
+    assert most == [1]
 
 
 def test_second_derivatives_and_transforms() -> None:

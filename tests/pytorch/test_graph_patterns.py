@@ -123,6 +123,13 @@ class Excluded(NamedTuple):
     length: int
 
 
+class Tokens(NamedTuple):
+    """Classes of tokens."""
+
+    rows: int
+    length: int
+
+
 class Turns(NamedTuple):
     """Complex numbers of absolute value one."""
 
@@ -315,6 +322,15 @@ CASES: dict[str, Case] = {
         for name, steps in _STEPS.items()
         for reduction in ("mean", "sum", "none")
     },
+    **{
+        f"loss of classes before tokens, {reduction}": Case(
+            loss._reference,
+            loss._run,
+            ((3, 4, 16), (30, 16), Tokens(3, 4)),
+            (loss._Options((), ((loss._turn,),), -100, reduction),),
+        )
+        for reduction in ("mean", "sum")
+    },
     "loss with a bias": Case(
         loss._reference,
         loss._run,
@@ -348,9 +364,10 @@ def _make(shapes: tuple[Any, ...], dtype: torch.dtype) -> list[torch.Tensor]:
         elif isinstance(shape, Excluded):
             mask = torch.rand(*shape, shape.length, generator=generator) > 0.5
             made.append(mask & ~torch.eye(shape.length, dtype=torch.bool))
-        elif isinstance(shape, int):  # classes of rows
-            target = torch.randint(0, 30, (shape,), generator=generator)
-            target[2], target[5] = -100, 7
+        elif isinstance(shape, (int, Tokens)):  # classes of rows, or of tokens
+            size = tuple(shape) if isinstance(shape, Tokens) else (shape,)
+            target = torch.randint(0, 30, size, generator=generator)
+            target.view(-1)[2], target.view(-1)[5] = -100, 7
             made.append(target.clamp(min=0) if dtype == torch.int else target)
         else:
             x = torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -128,3 +128,31 @@ def test_a_pattern_of_a_users_that_draws(monkeypatch: pytest.MonkeyPatch) -> Non
     assert model(x).min() > 0
     (row,) = torchweld.explain_fusion(model)
     assert "draws random numbers" in row.reason
+
+
+class Writing(nn.Module):
+    """Doubles its input in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2).sigmoid() + x
+
+
+def _double(x: Any) -> Any:
+    return x.mul_(2).sigmoid()
+
+
+def _find_double(record: Record, at: int) -> Iterator[Proposal]:
+    step = record.steps[at]
+    if step.func is torch.ops.aten.sigmoid.default and isinstance(step.args[0], Ref):
+        first = record.steps[record.made_by[step.args[0].at]].args[0].at
+        yield Proposal("double", [first], [step.outs[0]], _double, lambda x: (x * 2).sigmoid())
+
+
+def test_a_pattern_of_a_users_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The op that would stand there writes nothing, and the model goes on with what is written."""
+    monkeypatch.setattr(regions, "FINDERS", [_find_double])
+    model, x = torchweld.fuse(Writing()), torch.ones(3)
+    torch.testing.assert_close(model(x), Writing()(torch.ones(3)), **numerics.ROUNDED)
+    assert x.tolist() == [2.0] * 3
+    (row,) = torchweld.explain_fusion(model)
+    assert "writes in place" in row.reason

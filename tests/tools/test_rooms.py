@@ -66,7 +66,7 @@ BELOW: dict[str, set[str]] = {
     "nn": {"functional", "ops", "sparse", "dispatch", "checks", "errors", "names"},
     "huggingface": {"state", "numerics", "fusion", "functional", "ops", "sparse", "errors"},
     "compat": {"functional", "sparse", "errors", "names"},
-    "titan": {"functional", "optim", "errors"},
+    "titan": {"state", "functional", "optim", "errors"},
     "collectives": {"ops", "dispatch", "checks", "errors"},
     "optim": {"state", "collectives", "ops", "dispatch", "checks", "errors", "names"},
     "distributed": {

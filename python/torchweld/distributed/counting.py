@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchweld.ops.loss.head import GATHERED_LINEAR
+
 # Maps prefixes of the names of torch's ops to kinds. DDP, FSDP2, DTensor and pipelines all call
 # these ops.
 _KINDS = {
@@ -41,6 +43,8 @@ class CountCollectives(TorchDispatchMode):
             "broadcast", "reduce", "gather", "scatter", "send".
     """
 
+    counts_welds = True  # it sees what a fused model sends
+
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[str, int] = defaultdict(int)
@@ -59,9 +63,14 @@ class CountCollectives(TorchDispatchMode):
             name = func._schema.name.partition("::")[2].strip("_")
             kind = next((kind for key, kind in _KINDS.items() if name.startswith(key)), None)
             if kind is not None:
-                self.calls[kind] += 1
-                self.bytes[kind] += _count_bytes(func, args, kwargs, result)
+                self._add(kind, _count_bytes(func, args, kwargs, result))
+        elif func is GATHERED_LINEAR:  # whose exchange no mode sees
+            self._add("all-gather", result.nbytes)
         return result
+
+    def _add(self, kind: str, size: int) -> None:
+        self.calls[kind] += 1
+        self.bytes[kind] += size
 
 
 def _count_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:

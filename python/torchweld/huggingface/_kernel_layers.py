@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweld import functional
-from torchweld.fusion.graph.alone import HOOKS, Alone, CannotRecordError
+from torchweld import functional, state
+from torchweld.fusion.graph.alone import Alone, CannotRecordError
 from torchweld.fusion.graph.patterns import rotary
 
 
@@ -280,8 +280,7 @@ def _is_as_named(part: Any, kind: PartKind) -> bool:
     """Whether a part has no hook, and no forward but its own and ours."""
     forward = vars(part).get("forward")
     is_own = forward is None or hasattr(forward, "torchweld_becomes")
-    has_hooks = any(vars(part)[name] for name in HOOKS)
-    return is_own and not has_hooks and PartKind.of(part) == kind
+    return is_own and not state.count_hooks(part) and PartKind.of(part) == kind
 
 
 # How functions pair columns, by their class and whether they take an angle for each column.

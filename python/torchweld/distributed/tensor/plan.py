@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torchweld import nn
 from torchweld.distributed.ring.styles import RingAttention, RotaryPositions
 from torchweld.distributed.tensor.experts import ExpertsParallel
+from torchweld.distributed.tensor.head import HeadParallel, serves
 from torchweld.distributed.tensor.packed import (
     PackedColwiseParallel,
     PackedConv1DParallel,
@@ -293,6 +294,7 @@ _PLACES = (
     ExpertsParallel,
     FusedColwiseParallel,
     FusedRowwiseParallel,
+    HeadParallel,
     VocabularyParallel,
 )
 
@@ -476,7 +478,9 @@ def _plan_outside_blocks(model: torch.nn.Module) -> _Styles:
     for name, module in model.named_children():
         if name in styles:
             continue
-        if name in ("head", "lm_head") and isinstance(module, torch.nn.Linear):
+        if name in ("head", "lm_head") and serves(module):
+            styles[name] = HeadParallel()
+        elif name in ("head", "lm_head") and isinstance(module, torch.nn.Linear):
             styles[name] = FusedColwiseParallel(output_layouts=Replicate())
     return styles
 

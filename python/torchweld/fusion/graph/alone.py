@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from torchweld import isolate
+from torchweld import isolate, state
 from torchweld.fusion import refusals
 from torchweld.fusion.graph.normal import aten
 from torchweld.fusion.graph.patterns.activation import Activation, list_acts
@@ -24,7 +24,6 @@ from torchweld.fusion.graph.record import Record, Step, list_devices, list_refs,
 
 Forward = Callable[..., Any]  # of a module and its inputs
 _Found = TypeVar("_Found")
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")  # tells of each refusal
 
 
@@ -219,7 +218,7 @@ class Known:
             for name, t in own.pop(kind).items()
         ]
         parts = tuple(own.pop("_modules"))
-        others = tuple((n, type(x), self._name(x)) for n, x in own.items() if n not in HOOKS)
+        others = tuple((n, type(x), self._name(x)) for n, x in own.items() if n not in state.HOOKS)
         return path, type(part), parts, (*tensors,), others
 
     def _name(self, value: Any) -> Any:
@@ -269,7 +268,7 @@ def _make_symbolic(mode: Any, x: torch.Tensor, state: State) -> torch.Tensor:
 def _copy(module: Any, tensors: dict[int, torch.Tensor]) -> Any:
     """A shallow copy of a module and its parts with other tensors and no hooks."""
     own, copied = vars(module), object.__new__(type(module))
-    attributes = {**own, **{name: type(own[name])() for name in HOOKS}}
+    attributes = {**own, **{name: type(own[name])() for name in state.HOOKS}}
     for kind in ("_parameters", "_buffers"):
         attributes[kind] = {n: None if t is None else tensors[id(t)] for n, t in own[kind].items()}
     parts = own["_modules"].items()

@@ -56,13 +56,15 @@ def with_lazy(run: Callable[..., Any], lazy: list[Lazy]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         results = list(run(*args))
         for each in lazy:
-            head = LastLayer(args[each.weight], None if each.bias is None else args[each.bias])
             steps = each.steps
             if each.row is not None:
                 row = args[each.row]
                 steps = tuple((f, row) if f is operator.add else (f, *n) for f, *n in steps)
             deferred = Deferred(results[each.at], each.classes, steps)
-            results[each.at] = deferred.make_tensor(head)
+            results[each.at] = deferred
+            if each.weight is not None:
+                bias = None if each.bias is None else args[each.bias]
+                results[each.at] = deferred.make_tensor(LastLayer(args[each.weight], bias))
         return results
 
     return call

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch._C._dynamo.eval_frame import set_code_exec_strategy
-from torch._dynamo import config, eval_frame
+from torch._dynamo import config, convert_frame, eval_frame
 from torch._dynamo.eval_frame import OptimizeContext, _debug_get_cache_entry_list
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch.fx import _symbolic_trace
@@ -111,6 +111,10 @@ def only_known(run: Any) -> Callable[..., Any]:
     return torch._dynamo.run(run._torchdynamo_orig_callable)  # type: ignore[no-any-return]
 
 
+# Dynamo's own lock, so that two locks cannot wait for each other.
+_LOCK: Any = getattr(convert_frame, "compile_lock", contextlib.nullcontext())
+
+
 class _Patched:
     """Dynamo's compiler of a frame, with settings for this compilation only."""
 
@@ -128,7 +132,8 @@ class _Patched:
             specialize_float=True,  # a factor is a part of what is proven
             **_LATER,
         )
-        with warnings.catch_warnings(), settings:
+        # Settings, warnings and Dynamo's tables are the process's: one thread captures at a time.
+        with _LOCK, warnings.catch_warnings(), settings:
             # Dynamo reads gradients of inputs, which warns, and gives advice how to write models.
             warnings.simplefilter("ignore")
             while True:
@@ -191,7 +196,7 @@ def _count(code: Any, change: int) -> None:
 def is_impossible() -> bool:
     """Whether something is active that sees each operation, so that a call runs as it is."""
     return (
-        state.has_modes()
+        state.has_other_modes()
         or state.is_transforming()
         or _symbolic_trace._is_fx_tracing_flag
         or state.is_tracing()

@@ -17,6 +17,8 @@ from torchweld.fusion.graph.record import (
     Record,
     Ref,
     Step,
+    find_part,
+    find_places,
     find_storage,
     read_casts,
     recording,
@@ -28,7 +30,7 @@ class Late(NamedTuple):
 
     results: dict[int, Any]  # with the steps after the linear layer, as in `Deferred`
     hidden: int  # the linear layer's input, weight and bias
-    weight: int
+    weight: int | None  # None: devices share it, and no device can compute the logits alone
     bias: int | None
     row: int | None  # added to the layer's result
 
@@ -85,7 +87,7 @@ class Prover:
     def prove(self, proposal: Proposal) -> set[int] | Difference:
         """The steps between inputs and outputs, if they are the reference's."""
         values = [self.record.values[number] for number in proposal.inputs]
-        if not all(map(state.is_fake, values)):  # e.g. DTensor
+        if not all(state.is_fake(find_part(x)) for x in values):
             return Difference(proposal, 0, None, "an input is a subclass of torch.Tensor")
         epoch = self.record.steps[self.record.made_by[proposal.outputs[-1]]].epoch
         reference = self._record(proposal, values, epoch)
@@ -113,10 +115,7 @@ class Prover:
     def _record_new(self, proposal: Proposal, values: list[Any]) -> _Reference:
         record = Record()
         with self.mode, torch.no_grad():
-            fresh = [
-                torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-                for x in values
-            ]
+            fresh = [_renew(x) for x in values]
         for x in fresh:
             record.number(x)
         with self.mode, recording(record):
@@ -126,7 +125,17 @@ class Prover:
 
 
 def _describe(x: torch.Tensor) -> Any:
-    return str(tuple(x.shape)), str(x.stride()), x.dtype, x.device
+    return str(tuple(x.shape)), str(x.stride()), x.dtype, x.device, find_places(x)
+
+
+def _renew(x: Any) -> torch.Tensor:
+    """Another tensor of the same metadata."""
+    part = find_part(x)
+    new = torch.empty_strided(part.shape, part.stride(), dtype=x.dtype, device=x.device)
+    if part is x:
+        return new
+    mesh, *places = find_places(x)
+    return type(x).from_local(new, mesh, places, shape=x.shape, stride=x.stride())  # type: ignore[attr-defined, no-any-return]
 
 
 @contextlib.contextmanager

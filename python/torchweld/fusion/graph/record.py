@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchweld.dispatch.dtensor import is_dtensor
 from torchweld.fusion.graph.normal import normalize
 
 _BATCH_NORM = inspect.signature(torch.nn.functional.batch_norm)
@@ -162,7 +163,17 @@ def as_float(value: Any) -> float | None:
 
 def find_storage(x: torch.Tensor) -> int:
     """A number that tensors share which share memory."""
-    return x.untyped_storage()._cdata
+    return find_part(x).untyped_storage()._cdata
+
+
+def find_part(x: Any) -> torch.Tensor:
+    """This device's part of a DTensor, which has the memory; any other tensor itself."""
+    return x._local_tensor if is_dtensor(x) else x  # type: ignore[no-any-return]
+
+
+def find_places(x: Any) -> tuple[Any, ...]:
+    """The mesh of a DTensor and its placements there; () of any other tensor."""
+    return (x.device_mesh, *x.placements) if is_dtensor(x) else ()
 
 
 # --- Modes that record ----------------------------------------------------------------------------

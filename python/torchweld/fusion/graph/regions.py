@@ -336,12 +336,8 @@ def divide_at_hooks(root: Any) -> None:
             continue
         if isinstance(part, Region):
             inside += (f"{name}.",)
-        elif part._parameters and not part._modules and _has_hooks(part):
+        elif part._parameters and not part._modules and state.count_hooks(part, state.CALL_HOOKS):
             _make_region(part, Region, name, f"{key} {_describe(part)}", left_out)
-
-
-def _has_hooks(module: torch.nn.Module) -> bool:
-    return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def divide(module: Any) -> None:

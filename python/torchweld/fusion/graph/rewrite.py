@@ -14,7 +14,7 @@ import torch
 
 from torchweld.fusion import refusals
 from torchweld.fusion.graph.prove import Difference, Late, Proposal, Prover, autocast_as
-from torchweld.fusion.graph.record import Ref, Step, find_storage, list_refs
+from torchweld.fusion.graph.record import Ref, Step, find_places, find_storage, list_refs
 from torchweld.fusion.graph.trace import CannotTraceError, Trace, list_bodies
 
 Finder = Callable[[Any, int], Iterable[Proposal]]
@@ -37,7 +37,7 @@ class Lazy:
     at: int
     classes: int
     steps: tuple[Any, ...]  # after the linear layer
-    weight: int  # places among the graph's inputs
+    weight: int | None  # places among the graph's inputs; None: devices share the weight
     bias: int | None
     row: int | None  # is added to the layer's result
 
@@ -189,7 +189,7 @@ class _Writing:
         if (late := proposal.late) is not None:
             if not producers[0][0].meta["example_value"].requires_grad:
                 return "no gradient is needed"
-            if self.record.values[late.weight].is_meta:
+            if self.record.values[late.hidden].is_meta:
                 return "there is nothing to compute on the meta device"
             if self._find_inputs((late.weight, late.bias, late.row)) is None:
                 return "the weight of the last layer is computed"
@@ -228,7 +228,7 @@ class _Writing:
         first, last, place = min(region), max(region), self.trace.place[anchor]
         saved = {*proposal.inputs, *proposal.outputs} - {*proposal.unsaved}
         values = (self.record.values[n] for n in saved)
-        storages = {x.untyped_storage()._cdata for x in values}
+        storages = {find_storage(x) for x in values}
         for at, step in enumerate(self.record.steps[first:], first):
             between = at <= last or step.node <= place
             own = at in region  # to memory that it makes
@@ -244,12 +244,13 @@ class _Writing:
         output = self.trace.nodes[-1]
         leaks = () if proposal.late is None else proposal.late.results
         leaking = {n for number in leaks for n in self.trace.list_returning(number)}
-        # Casts that do nothing and questions about sizes have no steps. One may read another one.
+        # Casts that do nothing and questions about sizes have no steps, and of some views nothing
+        # is read. One may read another one.
         idle: set[torch.fx.Node] = set()
         waiting = list(nodes)
         while waiting:
             for user in waiting.pop().users:
-                is_idle = user.op != "output" and user not in self._steps and user not in idle
+                is_idle = user.op != "output" and user not in idle and self._does_nothing(user)
                 if is_idle and user not in self.trace.effects:
                     idle.add(user)
                     waiting.append(user)
@@ -266,6 +267,11 @@ class _Writing:
             elif node in nodes and not self._is_view_of_inputs(proposal, node, region):
                 return None
         return dead
+
+    def _does_nothing(self, node: torch.fx.Node) -> bool:
+        """Whether a node computes nothing, or nothing that is read."""
+        steps = [self.record.steps[at] for at in self._steps.get(node, ())]
+        return not steps or not (node.users or any(s.writes or s.is_random for s in steps))
 
     def _is_view_of_inputs(self, proposal: Proposal, node: Any, region: set[int]) -> bool:
         """Whether a node only looks at the inputs in another shape."""
@@ -292,6 +298,8 @@ class _Writing:
             y = self.record.values[number]
             if (x.shape, x.dtype, x.device) != (y.shape, y.dtype, y.device):
                 return f"it would return {_show(x)} in place of {_show(y)}"
+            if find_places(x) != find_places(y):
+                return "devices would have other parts of its result"
             is_laid_alike = str(x.stride()) == str(y.stride())
             if self.keep_strides and not is_laid_alike:
                 return "its result would have other strides"
@@ -355,8 +363,6 @@ class _Writing:
         """Return the last layer's input in the place of logits."""
         places = self._find_inputs((late.weight, late.bias, late.row))
         assert places is not None
-        weight, *others = places
-        assert weight is not None
         output = self.trace.nodes[-1]
         results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
         for at, node in enumerate(results):
@@ -364,7 +370,7 @@ class _Writing:
             if isinstance(ref, Ref) and ref.at in late.results:
                 results[at] = self.trace.maker[late.hidden]
                 classes = int(self.record.values[ref.at].shape[-1])
-                self.lazy.append(Lazy(at, classes, late.results[ref.at], weight, *others))
+                self.lazy.append(Lazy(at, classes, late.results[ref.at], *places))
         output.args = (tuple(results),)
 
     def is_like(self, wanted: list[Any]) -> bool:

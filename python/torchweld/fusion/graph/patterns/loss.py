@@ -16,6 +16,7 @@ from torchweld.fusion.graph.prove import Late, Proposal
 from torchweld.fusion.graph.record import Record, Ref, Step, as_float
 from torchweld.fusion.logits import Deferred
 from torchweld.names import Reduction
+from torchweld.ops.loss.head import GATHERED_LINEAR, SharedHead
 
 # Bytes of logits from which the loss is welded in a graph that Inductor compiles.
 LEAST_COMPILED = 4 << 20
@@ -23,6 +24,7 @@ _REDUCTIONS: tuple[Reduction, ...] = ("none", "mean", "sum")
 _CAST, _VIEW = aten._to_copy.default, aten.view.default
 _SPREAD = _VIEW, aten.expand.default  # what a layer makes of its input and weight
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+_LOSSES = aten.nll_loss_forward.default, aten.nll_loss2d_forward.default
 _SCALES = {aten.mul.Tensor: operator.mul, aten.div.Tensor: operator.truediv}
 
 # What stands between the last layer and the loss, as in `Deferred`: a function and a number.
@@ -42,22 +44,33 @@ def _shift_and_flatten(logits: Any) -> Any:
     return logits[..., :-1, :].reshape(-1, logits.shape[-1])
 
 
+def _turn(logits: Any) -> Any:
+    return logits.transpose(1, 2)
+
+
+def _permute(logits: Any) -> Any:
+    return logits.permute(0, 2, 1)
+
+
 class _Options(NamedTuple):
     """What a loss is computed with besides the input, the weight and the target.
 
-    Of the tensors between the weight and the target, `names` are "bias" and "row".
+    Of the tensors between the weight and the target, `names` are "bias" and "row". The head is
+    shared if devices share its classes.
     """
 
     names: tuple[str, ...]
     steps: _Steps
     ignored: int
     reduction: Reduction
+    head: SharedHead | None = None
 
 
 def _reference(h: Any, weight: Any, *given: Any) -> Any:
     *more, target, options = given
     tensors = dict(zip(options.names, more, strict=True))
-    z = torch.nn.functional.linear(h, weight, tensors.get("bias"))
+    compute = torch.nn.functional.linear if options.head is None else options.head.compute_logits
+    z = compute(h, weight, tensors.get("bias"))
     for function, *numbers in options.steps:
         z = function(z, tensors["row"]) if function is operator.add else function(z, *numbers)
     return torch.nn.functional.cross_entropy(
@@ -77,9 +90,12 @@ def _run(h: Any, weight: Any, *given: Any) -> Any:
     is_wide, device = (torch.Tensor.float,) in steps, h.device.type
     # Under autocast the loss of 16-bit logits is float32, as with logits.float().
     keeps = not is_wide or h.dtype.itemsize != 2 or torch.is_autocast_enabled(device)
+    h, target = h.reshape(-1, h.shape[-1]), target.flatten()
+    if options.head is not None:
+        h, weight, bias, target = options.head.as_dtensors(h, weight, bias, target)
     with nullcontext() if keeps else torch.autocast(device, h.dtype):
-        return functional.linear_cross_entropy(
-            h.reshape(-1, h.shape[-1]),
+        loss = functional.linear_cross_entropy(
+            h,
             weight,
             target,
             linear_bias=bias,
@@ -88,37 +104,45 @@ def _run(h: Any, weight: Any, *given: Any) -> Any:
             logit_scale=numbers["logit_scale"],
             softcap=numbers["softcap"],
         )
+    return loss if options.head is None else loss.to_local()
 
 
 def find_loss(record: Record, at: int) -> Iterator[Proposal]:
     step = record.steps[at]
-    if step.func is not aten.nll_loss_forward.default:
+    if step.func not in _LOSSES:
         return
     logs, target, class_weight, reduction, ignored = step.args
+    if step.func is not _LOSSES[0]:  # classes come before the tokens, [B, V, T]
+        views = [record.maker(each, _VIEW) for each in (logs, target)]
+        if None in views or _REDUCTIONS[int(reduction.text)] == "none":
+            return
+        logs, target = (view.args[0] for view in views)  # type: ignore[union-attr]
     soft = record.maker(logs, aten._log_softmax.default)
     found = None if soft is None or class_weight is not None else _climb(record, soft.args[0])
     if found is None:
         return
     product, path, row = found
-    *bias, flat, turned = product.args
-    turning = record.maker(record.strip(turned, *_SPREAD), aten.transpose.int)
+    layer = _read_layer(record, product)
     steps = tuple(kind for _, kind in path[1:])
-    if turning is None or steps.count((torch.tanh,)) > 1:
+    if layer is None or steps.count((torch.tanh,)) > 1:
         return
+    flat, matrix, bias, head = layer
     results: dict[int, Any] = {}  # what the model may return, and the steps before it
     for number, kind in path:
-        if kind in ((_flatten,), (_shift,)):
+        if kind in ((_flatten,), (_shift,), (_turn,), (_permute,)):
             break
         results[number] = steps[: len(results)]
     rows = [] if row is None else [row]
     names = (*(["bias"] if bias else []), *(["row"] if rows else []))
-    options = _Options(names, steps, int(ignored.text), _REDUCTIONS[int(reduction.text)])
+    options = _Options(names, steps, int(ignored.text), _REDUCTIONS[int(reduction.text)], head)
     kinds = [options]
     if steps[-2:] == ((_shift,), (_flatten,)):  # perhaps by one reshape
         kinds.append(options._replace(steps=(*steps[:-2], (_shift_and_flatten,))))
     shapes = [*_list_before(record, flat), flat]
+    if steps[-1:] in (((_turn,),), ((_permute,),)):
+        shapes = [x for x in shapes if isinstance(x, Ref) and len(record.shape(x)) == 3]
     for inner, options, x in itertools.product((False, True), kinds, shapes):
-        given = [x, turning.args[0], *bias]
+        given = [x, matrix, *bias]
         if inner:  # autocast's casts are a part of the layer
             given = [record.strip(each, _CAST) for each in given]
         given += rows
@@ -126,10 +150,22 @@ def find_loss(record: Record, at: int) -> Iterator[Proposal]:
             return
         h, weight, *more = (each.at for each in given)
         tensors = dict(zip(names, more, strict=True))
-        late = Late(results, h, weight, tensors.get("bias"), tensors.get("row"))
+        own = (None, None) if head is not None else (weight, tensors.get("bias"))
+        late = Late(results, h, *own, tensors.get("row"))
         inputs, out = [h, weight, *more, target.at], step.outs[0]
         name = "linear_cross_entropy"
         yield Proposal(name, inputs, [out], _reference, _run, (options,), late)
+
+
+def _read_layer(record: Record, product: Step) -> tuple[Any, Any, list[Any], Any] | None:
+    """The input, weight and bias of the last layer, and its head if devices share its classes."""
+    if product.func is GATHERED_LINEAR:
+        x, weight, bias, _, classes, devices, group = product.args
+        head = SharedHead(int(classes.text), int(devices.text), group)
+        return x, weight, [] if bias is None else [bias], head
+    *bias, flat, turned = product.args
+    turning = record.maker(record.strip(turned, *_SPREAD), aten.transpose.int)
+    return None if turning is None else (flat, turning.args[0], bias, None)
 
 
 def find_large_loss(record: Record, at: int) -> Iterator[Proposal]:
@@ -155,7 +191,7 @@ def _climb(record: Record, value: Any) -> tuple[Step, list[tuple[int, Any]], Ref
     row: Ref | None = None
     while isinstance(value, Ref) and value.at in record.made_by:
         step = record.steps[record.made_by[value.at]]
-        product = step if step.func in _PRODUCTS else None
+        product = step if step.func in (*_PRODUCTS, GATHERED_LINEAR) else None
         if step.func is _VIEW:  # the linear layer's own
             product = record.maker(step.args[0], *_PRODUCTS)
         if product is not None:
@@ -163,7 +199,9 @@ def _climb(record: Record, value: Any) -> tuple[Step, list[tuple[int, Any]], Ref
         before, number = step.args[0], as_float(step.args[1]) if len(step.args) == 2 else None
         if row is not None:
             return None  # only of the layer's own result
-        if step.func is _VIEW and len(step.args[1]) == 2:
+        if not path and step.func in (aten.transpose.int, aten.permute.default):
+            path.append((value.at, (_turn if step.func is aten.transpose.int else _permute,)))
+        elif step.func is _VIEW and len(step.args[1]) == 2:
             path.append((value.at, (_flatten,)))
         elif step.func is aten.clone.default and record.maker(before, aten.slice.Tensor):
             path.append((value.at, (_shift,)))

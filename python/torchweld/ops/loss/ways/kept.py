@@ -28,7 +28,7 @@ def may_serve(kind: LossKind, layer: Layer, token_weights: torch.Tensor | None) 
         return False
     if not any(kind.needs) or state.is_exporting() or kind.takes_eager:
         return False
-    if kind.sharding.classes is not None and state.is_compiling():
+    if kind.sharding.classes is not None and not state.can_read(*layer[:3]):
         return False
     trains = token_weights is not None and token_weights.requires_grad
     return not trains and layer.input.dtype != torch.float16

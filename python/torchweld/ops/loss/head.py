@@ -1,0 +1,142 @@
+"""A last layer whose classes devices share, and whose logits each device gets whole.
+
+It is one op, so that a graph shows the layer: a loss that takes its place sends no logits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from torchweld.dispatch.dtensor import as_dtensor
+from torchweld.dispatch.library import LIBRARY
+from torchweld.isolate import leave_dispatch_modes
+
+
+class SharedHead(NamedTuple):
+    """The number of all classes, and the devices that share them, each the same number."""
+
+    classes: int
+    devices: int
+    group: str  # the name of the process group
+
+    @property
+    def most(self) -> int:
+        """The largest number of classes that a device has."""
+        return -(-self.classes // self.devices)
+
+    def compute_logits(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The logits of all classes; each device has x, and its own part of the weight and bias."""
+        kind, dtype = x.device.type, x.dtype
+        if torch.is_autocast_enabled(kind) and dtype != torch.float64:  # as linear() casts
+            dtype = torch.get_autocast_dtype(kind)
+        return GATHERED_LINEAR(x, weight, bias, dtype, *self)  # type: ignore[no-any-return]
+
+    def as_dtensors(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor
+    ) -> list[Any]:
+        """The same tensors as DTensors, which linear_cross_entropy takes."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        mesh, shape = _find_mesh(self.group, x.device.type), (self.classes, weight.shape[1])
+        whole = [as_dtensor(t, mesh, [Replicate()], t.shape) for t in (x, target)]
+        parts = [as_dtensor(weight, mesh, [Shard(0)], shape)]
+        if bias is not None:
+            parts.append(as_dtensor(bias, mesh, [Shard(0)], shape[:1]))
+        return [whole[0], *parts, *[None] * (bias is None), whole[1]]
+
+
+_meshes: dict[str, tuple[Any, Any]] = {}  # with the group that had the name
+
+
+def _find_mesh(name: str, kind: str) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    group = _resolve_process_group(name)
+    if name not in _meshes or _meshes[name][0] is not group:
+        with leave_dispatch_modes():  # its ranks are numbers
+            _meshes[name] = group, DeviceMesh.from_group(group, kind)
+    return _meshes[name][1]
+
+
+# --- The op ---------------------------------------------------------------------------------------
+
+
+def _exchange(operation: str, x: torch.Tensor, *given: Any) -> torch.Tensor:
+    ops = torch.ops._c10d_functional
+    made = getattr(ops, operation).default(x.contiguous(), *given)
+    return ops.wait_tensor.default(made)  # type: ignore[no-any-return]
+
+
+def _flatten(x: torch.Tensor) -> torch.Tensor:
+    """The rows; there may be none, or none of their features here."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    *given: Any,
+) -> torch.Tensor:
+    head, own = SharedHead(*given), None if bias is None else bias.to(dtype)
+    part = torch.nn.functional.linear(x.to(dtype), weight.to(dtype), own)
+    part = torch.nn.functional.pad(part, (0, head.most - weight.shape[0]))
+    parts = _exchange("all_gather_into_tensor", _flatten(part), head.devices, head.group)
+    parts = parts.unflatten(0, (head.devices, -1)).transpose(0, 1).contiguous().flatten(1)
+    if parts.shape[1] != head.classes:
+        parts = parts[:, : head.classes].clone(memory_format=torch.contiguous_format)
+    return parts.view(*x.shape[:-1], head.classes)
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    *given: Any,
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], SharedHead(*given).classes), dtype=dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, weight, bias, _, *given = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.head, ctx.bias = SharedHead(*given), None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """Each device has the whole gradient of the logits, and sums what all classes add to x's.
+
+    The sum is in x's dtype, which may be wider than that of the products.
+    """
+    x, weight = ctx.saved_tensors
+    rank = _resolve_process_group(ctx.head.group).rank()
+    own = grad.narrow(-1, min(rank * ctx.head.most, ctx.head.classes), weight.shape[0])
+    of_x = of_weight = of_bias = None
+    if ctx.needs_input_grad[0]:
+        part = (own @ weight.to(own.dtype)).to(x.dtype)
+        of_x = _exchange("all_reduce", part, "sum", ctx.head.group)
+    if ctx.needs_input_grad[1]:
+        of_weight = (_flatten(own).mT @ _flatten(x.to(own.dtype))).to(weight.dtype)
+    if ctx.bias is not None and ctx.needs_input_grad[2]:
+        of_bias = _flatten(own).sum(0).to(ctx.bias)
+    return of_x, of_weight, of_bias, None, None, None, None
+
+
+LIBRARY.define(
+    "gathered_linear(Tensor x, Tensor weight, Tensor? bias, ScalarType dtype, int classes,"
+    " int devices, str group) -> Tensor"
+)
+LIBRARY.impl("gathered_linear", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("torchweld::gathered_linear", _fake, lib=LIBRARY)
+torch.library.register_autograd(
+    "torchweld::gathered_linear", _backward, setup_context=_save, lib=LIBRARY
+)
+GATHERED_LINEAR = torch.ops.torchweld.gathered_linear.default
