@@ -169,7 +169,7 @@ lane: env
 	@$(PYTEST) -n 2 --dist worksteal $(call lanes,$(LANE)) -m "not interpreted and not emulated" $(ARGS)
 
 .PHONY: resources
-resources: env ## Compile every Triton kernel for sm_80, sm_90 and sm_100, and record its resources
+resources: env ## Compile every Triton kernel for sm_80, 90, 100 and 120, and record its resources
 	@$(PY) tests/helpers/resources.py $(ARGS)
 
 .PHONY: demo

@@ -189,7 +189,7 @@ CALLED = (
         ("rotary_embedding", ""),
     ),
     (
-        "[`linear_cross_entropy`, `cross_entropy`, `linear_logprobs`](docs/losses.md)",
+        "[`linear_cross_entropy`, `cross_entropy`, `linear_logprobs`, `logprobs`](docs/losses.md)",
         "a head and its loss, without stored logits",
         ("linear_cross_entropy", ""),
     ),

@@ -11,6 +11,11 @@ import torch
 LEAST_SHARED_MEMORY, MOST_SHARED_MEMORY = 99 * 1024, 227 * 1024
 
 
+def memory_of(capability: int) -> int:
+    """The least that a GPU of this compute capability has, for compiles without one."""
+    return MOST_SHARED_MEMORY if capability in (90, 100) else LEAST_SHARED_MEMORY
+
+
 @functools.cache
 def find_shared_memory(device: torch.device) -> int:
     """Bytes that a program may take; elsewhere (interpreter, meta tensors) the most."""

@@ -29,10 +29,12 @@ import torch
 import triton
 import triton.language as tl
 
+from . import rotary_specialised
 from .chunks import add_chunks_launches, chunks_of, partials_of
 from .launch import Launch, launch, replayed, run
 from .rotary_rows import differentiate_chunk, rotate_tile
 from .tensors import check_beside, check_like, contiguous, gradient_of, or_empty
+from .tiled import Tile, TiledLaunch, run_tiled
 
 _PLACES = ("batch", "token", "head")
 # Sizes, and strides of single numbers, whose alignment makes no load wider.
@@ -384,10 +386,51 @@ def _rotate_launch(
         K_HEADS=call.heads_of_tile(streams[1][0]),
         NORM=eps is not None,
         PLUS_ONE=plus_one,
-        ROUNDED=("none", "result", "both").index(rounded),
+        ROUNDED=_ROUNDED.index(rounded),
         TRANSPOSED=transposed,
         **call.tile,
     )._replace(spreads=True)
+
+
+_ROUNDED = ("none", "result", "both")
+
+
+def _tiled(
+    call: _Call, streams: Streams, eps: float | None, plus_one: bool, rounded: str
+) -> TiledLaunch:
+    """This kernel's launch with a norm, and that of warps with roles."""
+    by_rule = Tile(call.tile["ROWS"], call.layout[-1], call.tile["num_warps"], 1)
+    tiles = by_rule, rotary_specialised.TILE
+    flags = {
+        **call.options,
+        "plus_one": plus_one,
+        "rounded": rounded,
+        "positions": call.angles[2] is not None,
+        "weights": [stream[2] is not None for stream in streams],
+        "heads": [call.heads(stream[0])[0] for stream in streams],
+    }
+    x = streams[0][0]
+    size = x.numel().bit_length()
+
+    def start(tile: Tile) -> Launch:
+        if tile.specialised:
+            at = _ROUNDED.index(rounded)
+            return rotary_specialised.specialised_launch(call, streams, eps or 0.0, plus_one, at)
+        return _rotate_launch(call, streams, eps, plus_one, rounded, False)
+
+    return TiledLaunch(
+        ("rotary", x.dtype, str(flags), size),
+        lambda: {
+            "kernel": "rotary with a norm",
+            "dtype": str(x.dtype).removeprefix("torch."),
+            **flags,
+            "tiles": list(map(str, tiles)),
+        },
+        size,
+        tiles,
+        start,
+        [t for stream in streams for t in (stream[1], stream[3]) if t is not None],
+    )
 
 
 def _differentiate_launches(call: _Call, streams: Streams, plus_one: bool) -> Iterator[Launch]:
@@ -465,7 +508,11 @@ def rotary_embedding(
             rstd = source.new_empty(source.shape[:-1], dtype=torch.float32)
         result = _empty_result(source)
         streams.append((_with_adjacent_columns(source), result, contiguous(w), rstd))
-    run(x, _rotate_launch(call, streams, eps, plus_one, rounded, False))
+    how = (eps, plus_one, rounded)
+    if eps is not None and rotary_specialised.may_serve(call, streams):
+        run_tiled(x, _tiled(call, streams, *how))
+    else:
+        run(x, _rotate_launch(call, streams, *how, False))
     (_, y, _, rstd), (_, key_y, _, key_rstd) = streams
     return tuple(or_empty(result, x) for result in (y, key_y, rstd, key_rstd))  # type: ignore[return-value]
 
@@ -520,7 +567,7 @@ def rotary_embedding_backward(
     return tuple(results)  # type: ignore[return-value]
 
 
-def aot_cases() -> Iterator[tuple[str, Launch]]:
+def aot_cases(capability: int) -> Iterator[tuple[str, Launch]]:
     """Named launches, whose kernels the ahead-of-time tests compile."""
     for dtype, (width, rotated), interleaved in itertools.product(
         (torch.bfloat16, torch.float32), ((128, 128), (256, 64), (1024, 1024)), (False, True)
@@ -540,6 +587,9 @@ def aot_cases() -> Iterator[tuple[str, Launch]]:
         yield name, _rotate_launch(call, plain, None, False, "none", False)
         normed = [(q, q, weight, rstd), (k, k, weight, rstd[:, :8])]
         yield f"{name}, norm", _rotate_launch(call, normed, 1e-6, True, "both", False)
+        if capability == 90 and rotary_specialised.may_serve(call, normed):
+            *_, launched = _tiled(call, normed, 1e-6, True, "both").launches()
+            yield f"{name}, norm, warp-specialised", launched
         streams = [(q, q, q, weight, rstd, weight), (k, k, k, weight, rstd[:, :8], weight)]
         for step in _differentiate_launches(call, streams, True):
             yield f"{name}, norm", step

@@ -14,6 +14,11 @@ import triton.language as tl
 from .chunks import chunk_range
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# Rounds two to bfloat16 at a time: a GPU converts single ones at a quarter of the rate.
+ROUND_PAIR = tl.constexpr(
+    "{ .reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2;"
+    " shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000; }"
+)
 
 
 @triton.jit
@@ -178,13 +183,8 @@ def round(value, like_ptr, ROUNDED: tl.constexpr, LEAST: tl.constexpr):
     if ROUNDED < LEAST:
         return value
     elif like_ptr.dtype.element_ty == tl.bfloat16 and not _INTERPRETED:
-        # Two at a time: a GPU converts single ones at a quarter of the rate.
-        code: tl.constexpr = (
-            "{ .reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2;"
-            " shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000; }"
-        )
         kinds: tl.constexpr = "=r,=r,f,f"
-        bits = tl.inline_asm_elementwise(code, kinds, [value], tl.int32, is_pure=True, pack=2)
+        bits = tl.inline_asm_elementwise(ROUND_PAIR, kinds, [value], tl.int32, is_pure=True, pack=2)
         return bits.to(tl.float32, bitcast=True)
     else:
         return value.to(like_ptr.dtype.element_ty).to(tl.float32)

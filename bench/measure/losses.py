@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,20 +74,40 @@ def contenders(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> d
     return ways
 
 
-def _logits(vocabulary: int, rows: int, dtype: torch.dtype, device: str = "cpu") -> dict[str, Call]:
-    """cross_entropy of given logits."""
+def of_logits(
+    vocabulary: int, rows: int, dtype: torch.dtype, device: str = "cpu"
+) -> list[dict[str, Call]]:
+    """What is computed of given logits: a loss, and log-probabilities with entropy."""
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.randn(rows, vocabulary, generator=generator, device=device).to(dtype)
     logits = logits.requires_grad_()
     target = torch.randint(0, vocabulary, (rows,), generator=generator, device=device)
 
-    def run(loss: Callable[..., Any]) -> Any:
-        return torch.autograd.grad(loss(logits, target), logits)
+    def by_torch(logits: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
+        log_p = logits.float().log_softmax(-1)
+        return [log_p.gather(-1, target[:, None]), -(log_p.exp() * log_p).sum(-1)]
 
-    return {
-        "eager cross_entropy": lambda: run(F.cross_entropy),
-        "cross_entropy": lambda: run(functional.cross_entropy),
-    }
+    def ours(logits: torch.Tensor, target: torch.Tensor) -> Any:
+        return functional.logprobs(logits, target, return_entropy=True)
+
+    def run(function: Callable[..., Any]) -> Any:
+        made = function(logits, target)
+        parts = made if isinstance(made, (list, tuple)) else (made,)
+        return torch.autograd.grad([part.sum() for part in parts], logits)
+
+    def run_forward(function: Callable[..., Any]) -> Any:
+        with torch.no_grad():
+            return function(logits, target)
+
+    names = {"eager logprobs, entropy": by_torch, "logprobs, entropy": ours}
+    return [
+        {
+            "eager cross_entropy": lambda: run(F.cross_entropy),
+            "cross_entropy": lambda: run(functional.cross_entropy),
+        },
+        {f"{name}, forward": partial(run_forward, way) for name, way in names.items()},
+        {name: partial(run, way) for name, way in names.items()},
+    ]
 
 
 def _log_probabilities(
@@ -153,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             dtype = getattr(torch, name)
             inputs = make(vocabulary, options.rows, options.features, dtype, options.device)
             groups = [contenders(*inputs), _log_probabilities(*inputs)]
-            groups.append(_logits(vocabulary, options.rows, dtype, options.device))
+            groups += of_logits(vocabulary, options.rows, dtype, options.device)
             for ways in groups:
                 rows = measure(ways, options.rounds, options.device)
                 for way, seconds, peak in rows:

@@ -103,9 +103,10 @@ BLOCKS = {
         Block("pre_norm_block", partial(_encoder, norm_first=True)),
         Block("gated_block", GatedBlock),
         Block("gpt", lambda width: Loss(GPT(width, DROPOUT)), whole=True),
-        Block("cross_entropy", functions.GivenLogits, fuse=functions.switch, widths=16),
+        Block("cross_entropy", functions.make_loss_of_logits, fuse=functions.switch, widths=16),
         Block("linear_cross_entropy", functions.make_loss, fuse=functions.switch),
         Block("linear_logprobs", functions.make_logprobs, fuse=functions.switch),
+        Block("logprobs", functions.make_logprobs_of_logits, fuse=functions.switch, widths=16),
         Block("rotary_embedding_qk", functions.Rotary, fuse=functions.switch),
     )
 }

@@ -31,13 +31,24 @@ def switch(module: nn.Module) -> nn.Module:
 
 
 class GivenLogits(Switched):
-    """A loss of logits, [batch, tokens, words]."""
-
-    def __init__(self, _: int) -> None:
-        super().__init__(cross_entropy, functional.cross_entropy)
+    """A loss of logits, [batch, tokens, words], or their log-probabilities."""
 
     def forward(self, logits: torch.Tensor) -> Any:
         return self.function(logits.flatten(0, 1), _draw_targets(logits, logits.shape[-1]))
+
+
+def make_loss_of_logits(_: int) -> GivenLogits:
+    """cross_entropy."""
+    return GivenLogits(cross_entropy, functional.cross_entropy)
+
+
+def make_logprobs_of_logits(_: int) -> GivenLogits:
+    """logprobs."""
+    return GivenLogits(_find_logprobs, functional.logprobs)
+
+
+def _find_logprobs(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(-1).gather(-1, target[:, None])[:, 0]
 
 
 class Head(Switched):
@@ -68,7 +79,7 @@ def make_logprobs(width: int) -> Head:
     """linear_logprobs."""
 
     def by_torch(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return linear(x, weight).log_softmax(-1).gather(-1, target[:, None])[:, 0]
+        return _find_logprobs(linear(x, weight), target)
 
     return Head(by_torch, functional.linear_logprobs, width)
 

@@ -14,6 +14,7 @@ from torchweld.ops.gemm.linear_batch_norm_act import linear_batch_norm_act
 from torchweld.ops.gemm.mlp import mlp
 from torchweld.ops.loss.cross_entropy import cross_entropy
 from torchweld.ops.loss.linear import linear_cross_entropy, linear_logprobs
+from torchweld.ops.loss.logprobs import logprobs
 from torchweld.ops.modulation import (
     adaptive_layer_norm,
     adaptive_rms_norm,
@@ -54,6 +55,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_gelu",
     "linear_logprobs",
+    "logprobs",
     "mlp",
     "normalize_act",
     "quantize_8bit",

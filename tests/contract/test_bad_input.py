@@ -86,6 +86,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         name: {"input": torch.ones(5, 6), "linear_weight": torch.ones(4, 6), "target": CLASSES}
         for name in LOSSES
     },
+    "logprobs": {"input": torch.ones(5, 4), "target": CLASSES},
     "BlockBias.relative": {"table": torch.ones(1, 2), "bucket_of_distance": BUCKETS},
     "BlockBias.with_table": {"table": torch.ones(1, 2)},
 }
@@ -278,6 +279,17 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
             *(({"accumulate": "bf16"}, ""), ({"linear_bias": torch.ones(3)}, "")),
             *(({"linear_weight": torch.ones(4, 5)}, ""), ({"target": torch.ones(5)}, "")),
             ({"target": CLASSES[:4]}, ""),
+        )
+    ],
+    *[
+        ("logprobs", changed, accepted)
+        for changed, accepted in (
+            *(({"input": torch.tensor(1.0)}, r"\[\*, V\]"), ({"softcap": -1.0}, "a number > 0")),
+            *(({"temperature": 0.0}, ""), ({"temperature": torch.ones(3)}, "the rows' shape")),
+            *(({"logit_scale": 0.0}, ""), ({"return_entropy": 1}, "True or False")),
+            *(({"target": torch.ones(5)}, ""), ({"target": CLASSES[:4]}, "or that and K")),
+            *(({"ignore_index": 1.0}, "an integer"), ({"input": torch.ones(5, 4).long()}, "")),
+            ({"inplace": True, "input": torch.ones(5, 4, requires_grad=True)}, "False"),
         )
     ],
     # --- Quantisers ---

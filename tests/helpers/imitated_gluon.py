@@ -407,6 +407,7 @@ def _language(program: _Program) -> dict[str, Any]:
         maximum=elementwise(np.maximum),
         where=elementwise(np.where),
         exp2=elementwise(np.exp2),
+        sqrt_rn=elementwise(np.sqrt),
         log2=elementwise(np.log2),
         NVMMADistributedLayout=nothing,
         NVMMASharedLayout=nothing,
@@ -430,6 +431,7 @@ def _language(program: _Program) -> dict[str, Any]:
         "copy_in": program.copy_in,
         "copy_out": program.copy_out,
         "wait_for_stores": program.wait_for_stores,
+        "round_in_pairs": lambda value: value.to("bfloat16"),
         "reinterpret": lambda memory, dtype, shape, layout: memory.reinterpret(shape),
         "warpgroup_mma": program.multiply,
         "warpgroup_mma_wait": lambda num_outstanding=0, deps=(): program.wait_for_products(

@@ -16,8 +16,8 @@ _PRODUCT = re.compile(
 )
 _RESULT = re.compile(r"-> tensor<(\d+)x(\d+)x\w+, (#\w+)>")
 _IN_TENSOR_MEMORY = re.compile(r"memdesc<(\d+)x(\d+)xf32, (#\w+), #ttng.tensor_memory")
-# The layouts of products that the GPU's own instructions for whole groups of warps compute.
-_NEWEST = {80: 2, 90: 3}
+# The layouts of products that the fastest instructions of the GPU compute.
+_NEWEST = {80: 2, 90: 3, 120: 2}
 
 
 def read(code: str, capability: int) -> dict[str, int]:

@@ -28,7 +28,7 @@ from typing import Any
 import layouts
 
 ROOT = Path(__file__).resolve().parents[2]
-CAPABILITIES = (80, 90, 100)
+CAPABILITIES = (80, 90, 100, 120)
 TAKEN = ("registers", "shared", "spilled", "repeats", "slow")
 
 # Kernels whose tensors are aligned, whatever views the caller passes.
@@ -58,6 +58,7 @@ NEVER_UNALIGNED = {
             "attention.specialised_dkv.attention_dkv_specialised",
             "linear_act_specialised.linear_act_specialised",
             "symmetric_specialised.symmetric_specialised",
+            "rotary_specialised.rotate_specialised",
         ),
         "reads descriptors: such views have none",
     ),
@@ -190,14 +191,20 @@ def rows(capability: int, kept: Known) -> list[dict[str, Any]]:
 
 
 def compile_largest(capability: int, like: int = 80) -> list[dict[str, Any]]:
-    """For each kernel that takes much shared memory on another GPU, the launch that takes most."""
+    """For each kernel that takes much shared memory on another GPU, the launch that takes most.
+
+    `like` is what the launch takes there.
+    """
     kept, largest = read(like), dict[str, tuple[int, Compile]]()
     for case, launch in launches(capability):
         each = Compile(case, launch, True)
         taken = kept[each.key]["shared"] if each.key in kept else 0
         if taken >= 2**16 and taken > largest.get(each.kernel, (0,))[0]:
             largest[each.kernel] = taken, each
-    return [{"kernel": e.kernel, "case": e.case, **e.run(capability)} for _, e in largest.values()]
+    return [
+        {"kernel": each.kernel, "case": each.case, "like": taken, **each.run(capability)}
+        for taken, each in largest.values()
+    ]
 
 
 # --- What is kept ---------------------------------------------------------------------------------
@@ -214,7 +221,9 @@ def read(capability: int) -> Known:
     if not file().exists():
         return {}
     names, *lines = (line.split("\t") for line in file().read_text().splitlines())
-    at = names.index(f"sm_{capability}")
+    if (column := f"sm_{capability}") not in names:  # an older table
+        return {}
+    at = names.index(column)
     return {
         line[names.index("key")]: dict(zip(TAKEN, map(int, line[at].split()), strict=True))
         for line in lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,6 +185,34 @@ def test_tiles_fit_blocks_and_repeat_no_rows() -> None:
                 assert tile.warps == 4 * max(tile.own // 64, 1)
             for changed in ("wide", "biased"):
                 assert len(module.tiles_of(*at, **rest | {changed: True})) == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "kilobytes", "generation"),
+    [
+        *(((8, 0), 163, 80), ((8, 9), 99, 80), ((9, 0), 227, 90), ((9, 0), 99, 80)),
+        *(((10, 0), 227, 100), ((10, 3), 99, 80), ((11, 0), 227, 80), ((12, 0), 99, 80)),
+    ],
+)
+def test_tiles_are_chosen_by_shared_memory(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    kilobytes: int,
+    generation: int,
+) -> None:
+    """A GPU with less than its generation's tiles take has those that fit every GPU.
+
+    Tiles went by the capability only. No compile saw that, since a capability has one size there.
+    """
+    from torchweld.triton_kernels import memory
+    from torchweld.triton_kernels.attention import block_sparse_attention as kernels
+
+    properties = SimpleNamespace(shared_memory_per_block_optin=1024 * kilobytes)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    memory.find_shared_memory.cache_clear()
+    assert kernels._find_generation(torch.device("cuda", 0)) == generation
+    memory.find_shared_memory.cache_clear()
 
 
 def test_nothing_is_chosen_before_the_engine_is_connected(

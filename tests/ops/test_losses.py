@@ -1,4 +1,4 @@
-"""cross_entropy, linear_cross_entropy and linear_logprobs against plain torch in float64."""
+"""Losses of logits and of linear layers, and log-probabilities, against torch in float64."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from torchweld.ops.loss import chunks
 LINEAR: Any = functional.linear_cross_entropy
 LOGITS: Any = functional.cross_entropy
 LOGPROBS: Any = functional.linear_logprobs
+OF_LOGITS: Any = functional.logprobs
 _, _, missing = PLACES["interpreter"]
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(missing is not None, reason=str(missing)))
 BACKENDS = pytest.mark.parametrize("backend", ["cpu", "eager", TRITON])
@@ -226,6 +227,53 @@ def test_logprobs(backend: str, dtype: torch.dtype, targets: int | None) -> None
             assert torch.equal(argmax, torch.where(row, u.argmax(1), -1))
 
 
+@CHOICES
+@pytest.mark.parametrize("targets", [None, 0, 1, 3])
+@pytest.mark.parametrize("asked", ["plain", "scaled", "all"])
+@pytest.mark.parametrize("dtype", [*UNIT], ids=str)
+def test_logprobs_of_logits(
+    backend: str | None, dtype: torch.dtype, asked: str, targets: int | None
+) -> None:
+    """Rows in two dimensions, more columns than a block; without a target only further results."""
+    made = torch.Generator().manual_seed(5)
+    logits = (torch.randn(2, 3, 2100, generator=made, dtype=torch.float64) * 3).to(dtype)
+    size = () if targets is None else (targets,)
+    target = torch.randint(0, 2100, (2, 3, *size), generator=made)
+    if targets != 1:  # without an ignored row torch's ops may serve
+        target[0, 1] = -100
+    temperature = torch.rand(2, 3, generator=made) + 0.5
+    more: dict[str, Any] = {}
+    source = logits.double().requires_grad_()
+    u, further = source, asked == "all"
+    if further:
+        more |= dict.fromkeys(("return_entropy", "return_lse", "return_argmax"), True)
+    if asked != "plain":
+        more |= {"logit_scale": 0.5, "softcap": 4.0, "temperature": temperature}
+        u = 4 * torch.tanh(u * 0.5 / 4) / temperature.double()[..., None]
+    log_p, columns = u.log_softmax(-1), target.view(2, 3, -1)
+    picked = torch.where(columns == -100, 0, log_p.gather(-1, columns.clamp(0)))
+    ignored = (columns == -100).all(-1) & (columns.shape[-1] > 0)
+    wanted = [picked.reshape(target.shape)]
+    if further:
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        wanted += [torch.where(ignored, 0, each) for each in (entropy, u.logsumexp(-1))]
+    ours = logits.clone().requires_grad_()
+    with torchweld.use_backend(backend):
+        found = OF_LOGITS(ours, target, **more)
+        *found, argmax = found if further else (found, None)
+        grads = [torch.randn(t.shape, generator=made, dtype=torch.float64) for t in wanted]
+        rounded = [g.to(y.dtype) for g, y in zip(grads, found, strict=True)]
+        (grad,) = torch.autograd.grad(found, ours, rounded)
+    (exact,) = torch.autograd.grad(wanted, source, grads)
+    agree([*found, grad], [*wanted, exact], dtype)
+    kind = torch.float64 if dtype == torch.float64 else torch.float32
+    assert {y.dtype for y in found} == {kind}
+    if argmax is not None:
+        assert torch.equal(argmax == -1, ignored)
+        best = u.gather(-1, argmax.clamp(0).unsqueeze(-1)).squeeze(-1)
+        agree(best[~ignored], u.amax(-1)[~ignored], dtype)
+
+
 def test_a_float32_head_of_16_bits() -> None:
     """Products of bfloat16 are exact in float32, as in a sampler's head."""
     x, weight, bias, target = make(9, 300, 16, torch.bfloat16)
@@ -250,6 +298,9 @@ def test_what_is_out_of_range_is_named(backend: str | None) -> None:
                 call(x, weight, target)
         with pytest.raises(ArgumentError, match=message):
             LOGITS(F.linear(x, weight), target)
+        for further in (False, True):
+            with pytest.raises(ArgumentError, match=message):
+                OF_LOGITS(F.linear(x, weight), target, return_entropy=further)
         with pytest.raises(ArgumentError, match=r"target\[4, 0\] is 20"):
             LOGPROBS(x, weight, target[:, None])
 
@@ -294,6 +345,13 @@ def test_infinite_logits(backend: str) -> None:
     whole = [0, 2, 3, 4]
     found = [loss[whole], ours.grad[whole]]
     agree(found, [wanted[whole], exact.grad[whole]], torch.float32)
+    ours.grad = None
+    with torchweld.use_backend(backend):
+        log_p, entropy = OF_LOGITS(ours, target, return_entropy=True)
+        (entropy.sum() - log_p.sum()).backward()
+    assert entropy.isnan().tolist() == [False, True, False, False, False]
+    assert ours.grad[whole].isfinite().all()
+    assert ours.grad[0, 5:2000].abs().max() == entropy[2] == 0
     x = torch.eye(3).requires_grad_()
     bias = torch.tensor([0.0, -torch.inf, 1.0, -torch.inf])
     entropy = LOGPROBS(
@@ -362,6 +420,12 @@ def test_derivatives_in_float64() -> None:
             _derive(
                 lambda z, kw=kw: LOGITS(z, target, **kw), F.linear(*given).detach().requires_grad_()
             )
+        every = {"return_entropy": True, "return_lse": True}
+        for classes, more in ((target, {}), (several, every)):
+            _derive(
+                lambda z, classes=classes, more=more: OF_LOGITS(z, classes, softcap=2.0, **more),
+                F.linear(*given).detach().requires_grad_(),
+            )
         _derive(
             lambda x, w, b: LOGPROBS(
                 x, w, several, linear_bias=b, temperature=0.7, return_entropy=True, return_lse=True
@@ -397,15 +461,23 @@ def test_a_frozen_factor_gets_no_gradient() -> None:
         kept.requires_grad_(False)
 
 
-def test_in_place() -> None:
+@pytest.mark.parametrize("further", [None, False, True])
+def test_in_place(further: bool | None) -> None:
     """The gradient takes the logits' memory, and whoever else saved them is told."""
+
+    def find_loss(logits: torch.Tensor) -> torch.Tensor:
+        if further is None:
+            return LOGITS(logits, target, inplace=True)
+        found = OF_LOGITS(logits, target, inplace=True, return_lse=further)
+        return -(found[0] if further else found).mean()
+
     base = torch.randn(40, 512, requires_grad=True)
     target = torch.randint(0, 512, (40,))
     logits = base * 1
     kept = logits.exp()
     pointer = logits.data_ptr()
     logits.retain_grad()
-    loss = LOGITS(logits, target, inplace=True)
+    loss = find_loss(logits)
     (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
     assert grad.data_ptr() == pointer
     (true,) = torch.autograd.grad(F.cross_entropy(base, target), base)
@@ -414,7 +486,7 @@ def test_in_place() -> None:
         torch.autograd.grad(loss, logits)
     del kept
     with pytest.raises(ArgumentError, match="leaf"):
-        LOGITS(base, target, inplace=True)
+        find_loss(base)
 
 
 COMPILED: dict[str, dict[str, Any]] = {

@@ -26,6 +26,11 @@ def _logprobs(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> to
     return torch.stack([result.sum() for result in made]).sum()
 
 
+def _logprobs_of_logits(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> Any:
+    log_p, entropy = functional.logprobs(x @ weight.t(), target, return_entropy=True)
+    return log_p.sum() + entropy.sum()
+
+
 LOSSES: dict[str, Callable[..., Any]] = {
     "logits": lambda x, weight, target: LOGITS(x @ weight.t(), target),
     "logits, more": lambda x, weight, target: LOGITS(x @ weight.t(), target, **MORE),
@@ -34,6 +39,10 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "linear, more": lambda *inputs: LINEAR(*inputs, **MORE),
     "linear, none": lambda *inputs: LINEAR(*inputs, reduction="none").sum(),
     "logprobs": _logprobs,
+    "logprobs of logits": _logprobs_of_logits,
+    "logprobs of logits, plain": lambda x, weight, target: functional.logprobs(
+        x @ weight.t(), target
+    ).sum(),
 }
 EVERY = pytest.mark.parametrize("name", LOSSES)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

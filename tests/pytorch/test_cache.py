@@ -101,8 +101,10 @@ MAKE: dict[str, Callable[[], Made]] = {
         [_classes(1100, 300)],
         {"return_entropy": True},
     ),
+    "logprobs": lambda: ([_x(320, 64)], [_classes(320, 64)], {"return_entropy": True}),
     # Few logits without an ignored row: torch's own ops serve.
     "cross_entropy, few": lambda: ([_x(8, 16)], [torch.arange(8)], {}),
+    "logprobs, few": lambda: ([_x(8, 16)], [torch.arange(8)], {}),
     "linear_cross_entropy, few": lambda: ([_x(8, 64), _x(16, 64)], [torch.arange(8)], {}),
     "linear_logprobs, few": lambda: ([_x(8, 64), _x(16, 64)], [torch.arange(8)], {}),
 }

@@ -284,6 +284,8 @@ FORMS = [
         "many classes",
         lambda n: _of_layer(n, 2**12, temperature=torch.rand(n) + 0.5),
     ),
+    Form("logprobs", "plain", _of_logits),
+    Form("logprobs", "`return_entropy`", lambda n: _of_logits(n, return_entropy=True)),
     Form("linear_logprobs", "plain", _of_layer),
     Form("linear_logprobs", "many classes", lambda n: _of_layer(n, 2**12)),
 ]

@@ -124,6 +124,34 @@ def test_varlen_attn_names_what_it_refuses() -> None:
         varlen.varlen_attn(q[None], q, q, starts, None, 4, 4)
 
 
+@pytest.mark.parametrize("picked", [None, 3])
+@pytest.mark.parametrize("trains", [True, False])
+def test_functions_of_trl_on_logits(picked: int | None, trains: bool) -> None:
+    """Log-probabilities and entropies, at once and apart, of rows without a mask's zeros."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(2, 9, 40, generator=generator)).requires_grad_()
+    index = torch.randint(0, 40, (2, 9) if picked is None else (2, 9, picked), generator=generator)
+    mask = torch.arange(18).view(2, 9) % 3
+    log_p = (logits.double() / 0.7).log_softmax(-1)
+    kept = (mask != 0).unsqueeze(-1)
+    columns = index.view(2, 9, -1)
+    chosen = (log_p.gather(-1, columns) * kept).view(index.shape)
+    entropy = (-(log_p.exp() * log_p).sum(-1, keepdim=True) * kept)[..., 0]
+    plain = logits.double().log_softmax(-1)
+    expected = [chosen, entropy, -(plain.exp() * plain).sum(-1)]
+    found = list(trl.selective_log_softmax_and_entropy(logits, index, trains, 0.7, mask))
+    found.append(trl.entropy_from_logits(logits))
+    assert torch.equal(found[0], trl.selective_log_softmax(logits, index, 0.7, mask))
+    assert found[1].requires_grad is trains
+    grads = []
+    for results in (found, expected):
+        parts = results if trains else [results[0], results[2]]
+        total = sum(part.double().square().sum() for part in parts)
+        grads.append(torch.autograd.grad(total, logits)[0].double())
+    for pair in (*zip(found, expected, strict=True), grads):
+        torch.testing.assert_close(*[t.double() for t in pair], **numerics.SUMMED)
+
+
 def test_functions_of_trl_and_liger_name_what_they_refuse() -> None:
     x, index = torch.zeros(2, 8), torch.zeros(2, dtype=torch.long)
     with pytest.raises(ArgumentError, match="temperature is 0; accepted: a number above 0"):

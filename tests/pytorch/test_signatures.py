@@ -111,7 +111,7 @@ NO_COUNTERPART = {
     **_many("gated_residual_layer_norm gated_residual_rms_norm", "torch has no function for it"),
     **_many("AdaptiveLayerNorm AdaptiveRMSNorm", "torch's norms have no condition"),
     "gated_act": "torch.nn.functional.glu takes one tensor",
-    **_many("experts_mlp gated_mlp linear_logprobs mlp", "torch has no function for it"),
+    **_many("experts_mlp gated_mlp linear_logprobs logprobs mlp", "torch has no function for it"),
     **_many("rotary_embedding_packed_ route", "torch has no function for it"),
     **_many("rotary_embedding rotary_embedding_qk", "torch has no released function for it"),
     "BlockSparseAttention": "torch has no attention module without projections",

@@ -330,6 +330,13 @@ def test_losses_take_turns_and_have_a_peak() -> None:
     assert rows[0][2] >= 40 * 700 * 4
 
 
+def test_contenders_of_given_logits_compute_the_same() -> None:
+    for ways in losses.of_logits(700, 40, torch.float32):
+        expected, found = (way() for way in ways.values())
+        flat = [[each.flatten() for each in made] for made in (expected, found)]
+        torch.testing.assert_close(*flat, **numerics.SUMMED_SMALL)
+
+
 def test_the_page_of_models_has_what_was_measured() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8))
     report = torchweld.explain_fusion(model, torch.ones(2, 8))

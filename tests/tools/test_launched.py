@@ -92,6 +92,21 @@ def test_codes_are_kept_by_sources(tmp_path: Any) -> None:
     ]
 
 
+def test_the_tile_by_rule_is_what_counts() -> None:
+    """Once the choice of tiles was connected, evidence took the first of those that are only timed.
+
+    Each kernel with several tiles had one in its first place that was like it, or only one.
+    """
+    from torchweld.dispatch import tile_proof
+
+    tile_proof.connect()
+    cases = [Case(OPS["rotary_embedding"], given, torch.bfloat16, "cuda")
+             for given in CASES["rotary_embedding"].benchmarks_on_gpu]  # fmt: skip
+    normed = next(case for case in cases if "norm_weight" in case.variant)
+    (only,) = launched.list_launches(normed, "fwd")
+    assert only[0].kernel.fn.__name__ == "_rotate"
+
+
 def test_what_will_be_measured_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each launch once, each tile of a tiled one, and none of rows that are known.
 

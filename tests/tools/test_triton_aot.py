@@ -21,14 +21,14 @@ import resources
 from oracle import TORCH
 from resources import CAPABILITIES, NEVER_UNALIGNED
 from torchweld.bench.measure import evidence
-from torchweld.triton_kernels.memory import LEAST_SHARED_MEMORY, MOST_SHARED_MEMORY
+from torchweld.triton_kernels.memory import memory_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 # Compute capability -> the most bytes of shared memory per block. What is compiled for sm_80 serves
-# sm_86, sm_89 and sm_120, too, which have less than sm_80.
-SHARED_MEMORY = {80: LEAST_SHARED_MEMORY, 90: MOST_SHARED_MEMORY, 100: MOST_SHARED_MEMORY}
-CONSUMER_GPUS = (86, 89, 120)
+# sm_86 and sm_89, too, which have less than sm_80, and as much as sm_120.
+SHARED_MEMORY = {80: 101376, 90: 232448, 100: 232448, 120: 101376}
+LIKE_SM_80 = (86, 89)
 REGISTERS_PER_MULTIPROCESSOR = 65536
 # Warps that must fit a multiprocessor at once: sixteen keep loads in flight. Eight suffice if loads
 # go to shared memory and registers hold sums of products. Eight is also what rotary embeddings with
@@ -59,8 +59,9 @@ WARPS = dict.fromkeys(
     ),
     12,
 )
-# Bytes that a thread may spill. Where a launch on sm_90 sums keys and values, an H200 is faster
-# with them; nearly all are outside the loop over blocks without conditions.
+# Bytes that a thread may spill. Stores and loads of them were counted in the machine code, in
+# natural loops. Where a launch on sm_90 sums keys and values, an H200 is faster with them; nearly
+# all are outside the loop over blocks without conditions.
 MAY_SPILL = {
     "attention.dq.attention_dq on sm_100": 8,  # by a bias on a plane
     "attention.bias.attention_bias_gradient on sm_90": 16,
@@ -71,16 +72,35 @@ MAY_SPILL = {
     "attention.dkv.attention_dkv on sm_100": 24,
     # Constants of the warps that finish, stored once, before these warps get their registers.
     "linear_act_specialised.linear_act_specialised on sm_90": 8,
-    # Before and after loops, all but a few: the group that waits for its role has 40 registers.
+    # None in the loops over blocks: heads of 128 load one word in a line's 2600 instructions, of
+    # 256 up to 11 in 2150. The registers of a role are all that a multiprocessor has.
     "attention.specialised_forward.attention_forward_specialised on sm_90": 56,
+    # None in these loops either, but where two programs share a multiprocessor (blocks of 64):
+    # three stores and loads in 472 instructions of a block with conditions. 88 under Triton 3.6.
     "attention.specialised_dkv.attention_dkv_specialised on sm_90": 88,
-    # A 128th or 64th register too many, in the widest rows and on sm_100.
+    # Outside of the loop over rows. More registers would halve the programs of a multiprocessor.
     "modulation_rows._backward on sm_100": 8,
+    "modulation_rows._backward on sm_120": 8,
+    # 131,073 columns that are not aligned: one or two loads in a row's 250 instructions.
     "modulation_rows._backward of views on sm_90": 8,
     "modulation_rows._backward of views on sm_100": 16,
-    "rotary._differentiate on sm_80": 16,  # for a fifth program a multiprocessor
-    "experts.route._route on sm_90": 8,  # stored before its loops, loaded after them
-    "experts.route._route of views on sm_90": 8,
+    "modulation_rows._backward of views on sm_120": 8,
+    # For a fifth program a multiprocessor: at most one load in 480 instructions.
+    "rotary._differentiate on sm_80": 16,
+    "rotary._differentiate on sm_120": 8,
+    # Tiles are sm_80's. In loops over blocks at most one load, with dropout up to 7 in 1700
+    # instructions.
+    "attention.forward.attention_forward on sm_120": 48,
+    "attention.dq.attention_dq on sm_120": 8,
+    "attention.dkv.attention_dkv on sm_120": 40,
+    "attention.bias.attention_bias_gradient on sm_120": 8,
+    # One load in 390 instructions of 16 tiles' loop; none in it; two in 290 of 131,073 columns.
+    "batch_norm._normalize_act on sm_120": 8,
+    "norm._backward on sm_120": 8,
+    "norm._forward_wide on sm_120": 8,
+    # With dropout and a mask: up to 7 loads in 840 instructions of 131,073 columns.
+    "softmax._forward on sm_120": 32,
+    "softmax._forward of views on sm_120": 8,
 }
 # And under Triton 3.6, for which tiles were not chosen.
 PINNED = TORCH >= (2, 13)
@@ -122,8 +142,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(["", *lines])
 
 
-# One test per architecture, so that each is compiled once however tests are distributed.
-@pytest.mark.parametrize("capability", CAPABILITIES)
+# One test per architecture, so that each is compiled once however tests are distributed. The table
+# of Triton 3.6 has no sm_120, whose compiles would take minutes.
+@pytest.mark.parametrize("capability", CAPABILITIES if PINNED else CAPABILITIES[:3])
 def test_every_case_fits_the_gpu(capability: int) -> None:
     """None spills, and enough warps fit a multiprocessor."""
     compiler = fresh.run_file(resources.__file__, str(capability), TRITON_INTERPRET="0")
@@ -143,7 +164,7 @@ def test_every_case_fits_the_gpu(capability: int) -> None:
         assert taken["spilled"] <= max(spilled, MAY_SPILL.get(at, 0)), row
         if not REPEATED.search(row["case"]):
             assert taken["repeats"] <= 1, row
-        is_slow = capability > 90 or (
+        is_slow = capability == 100 or (
             capability == 90 and SLOW.match("{kernel} {case}".format(**row))
         )
         if is_timed(row) and not is_slow:
@@ -217,9 +238,9 @@ def test_products_are_read_from_the_compiled_code() -> None:
     assert read("", five.format(64), capability=100) == (1, 1)
 
 
-@pytest.mark.parametrize("capability", CONSUMER_GPUS)
-def test_consumer_gpus(capability: int) -> None:
-    """What takes most shared memory there fits 99 KB; sm_80's cases stand for the rest.
+@pytest.mark.parametrize("capability", LIKE_SM_80)
+def test_sm_80_stands_for_gpus_with_less_memory(capability: int) -> None:
+    """The largest launches take as much shared memory there as on sm_80, whose cases fit 99 KB.
 
     Tiles were chosen by capability, and sm_120 got those of sm_90, which take 147,456 bytes. Only
     the GPUs of data centres were compiled for.
@@ -231,4 +252,9 @@ def test_consumer_gpus(capability: int) -> None:
         "attention.dkv",
     }
     for row in found:
-        assert row["shared"] <= LEAST_SHARED_MEMORY == 101376, row
+        assert row["shared"] == row["like"] <= SHARED_MEMORY[80], row
+
+
+def test_tiles_count_on_the_memory_that_gpus_have() -> None:
+    for capability, most in SHARED_MEMORY.items():
+        assert memory_of(capability) == most

@@ -43,6 +43,7 @@ import triton
 from ..dropout import Sizes, check_dropout, dropout_arguments
 from ..launch import Launch, forbid_replay, launch, processors, replayed, run
 from ..linear_act import precision
+from ..memory import find_shared_memory
 from ..tensors import aligned, contiguous
 from ..tiled import Tile, TiledLaunch, run_tiled
 from . import specialised
@@ -332,8 +333,15 @@ def make_call(
             "DEEP": padded_deep,
             "DEEP_FITS": padded_deep == deep,
         },
-        generation_of(torch.cuda.get_device_capability(q.device)) if q.is_cuda else 90,
+        _find_generation(q.device),
     )
+
+
+def _find_generation(device: torch.device) -> int:
+    """Whose tiles a GPU takes; elsewhere (interpreter, meta tensors) those of sm_90."""
+    if device.type != "cuda":
+        return 90
+    return generation_of(torch.cuda.get_device_capability(device), find_shared_memory(device))
 
 
 def forward_tiled(call: Call, y: torch.Tensor, lse: torch.Tensor) -> TiledLaunch:

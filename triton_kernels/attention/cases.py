@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..launch import Launch
+from ..memory import memory_of
 from .block_sparse_attention import (
     Call,
     bias_launch,
@@ -81,7 +82,9 @@ def aot_cases(capability: int) -> Iterator[tuple[str, Launch]]:
     for name, call in _calls():
         if name.startswith("128 float16") and capability != 90:
             continue  # for the warp-specialised kernels
-        call = call._replace(generation=generation_of(divmod(capability, 10)))
+        call = call._replace(
+            generation=generation_of(divmod(capability, 10), memory_of(capability))
+        )
         lse = call.q.new_empty(call.q.shape[:-1], dtype=torch.float32)
         y = call.q.new_empty((*call.q.shape[:3], call.v.shape[3]))
         tiled_launches, after = list_tiled_gradients(call, y, lse, lse, (call.q, call.k, call.v))

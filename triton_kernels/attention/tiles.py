@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import triton
 
+from ..memory import MOST_SHARED_MEMORY
 from ..tiled import Tile
 
 Tiles = tuple[Tile, ...]
@@ -108,9 +109,13 @@ _TILES: dict[int, dict[str, dict[int, TileChoice]]] = {
 }
 
 
-def generation_of(capability: tuple[int, int]) -> int:
-    """Whose tiles a GPU takes. Consumer GPUs have the instructions and shared memory of sm_80."""
-    return {9: 90, 10: 100}.get(capability[0], 80)
+def generation_of(capability: tuple[int, int], memory: int) -> int:
+    """Whose tiles a GPU takes, by its products and by its shared memory.
+
+    The tiles of sm_80 fit every GPU: they take no more than LEAST_SHARED_MEMORY.
+    """
+    by_products = {9: 90, 10: 100}.get(capability[0], 80)
+    return by_products if memory >= MOST_SHARED_MEMORY else 80
 
 
 def sums_of(generation: int, width: int, *, plain: bool) -> tuple[str, ...]:

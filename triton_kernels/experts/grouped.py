@@ -41,7 +41,7 @@ from torch.nn.functional import grouped_mm
 from ..act import _kind
 from ..launch import Launch, _is_captured, launch, run
 from ..linear_act import precision
-from ..memory import find_shared_memory
+from ..memory import find_shared_memory, memory_of
 from ..tensors import aligned, contiguous, empty_like, or_empty, rows_of
 from ..tile import Tile
 from .products import _first_product, _hidden_gradient, _product, _weight_gradient
@@ -112,8 +112,11 @@ def choose_tiles(x: torch.Tensor, form: Form, rows: int, experts: int, *widths: 
         return TILES["last"]
     if not has_many_rows(rows, experts):
         return TILES["few"]
-    has_room = find_shared_memory(x.device) >= _MEMORY_OF_MANY
-    return _for_form(TILES["many" if has_room else "many in less memory"], form)
+    return _for_form(_tiles_of_many(find_shared_memory(x.device)), form)
+
+
+def _tiles_of_many(memory: int) -> Tiles:
+    return TILES["many" if memory >= _MEMORY_OF_MANY else "many in less memory"]
 
 
 def _for_form(tiles: Tiles, form: Form) -> Tiles:
@@ -525,9 +528,9 @@ _FORMS = {
 
 def aot_cases(capability: int) -> Iterator[tuple[str, Launch]]:
     """Named launches, whose kernels the ahead-of-time tests compile."""
-    many = "many" if capability in (90, 100) else "many in less memory"
+    many = _tiles_of_many(memory_of(capability))
     for name, form in _FORMS.items():
-        tiles = _for_form(TILES[many], form)
+        tiles = _for_form(many, form)
         yield from _cases(f"{name} bfloat16", form, torch.bfloat16, tiles)
     for name in ("halves", "turns"):
         yield from _cases(f"{name} bfloat16, few", _FORMS[name], torch.bfloat16, TILES["few"])

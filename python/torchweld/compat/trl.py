@@ -15,9 +15,9 @@ import torch
 from torchweld import functional
 from torchweld.errors import ArgumentError
 
-OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-# Rows of logits in float32 at a time, where their entropy is computed by torch.
+# Rows of logits in float32 at a time, where their mean is computed by torch.
 _ROWS = 128
+OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
 def selective_log_softmax(
@@ -38,41 +38,22 @@ def selective_log_softmax(
         A tensor of index's shape, float32 (float64 of float64).
     """
     _check("selective_log_softmax", temperature)
-    one = index.ndim == logits.ndim - 1
-    columns = index.unsqueeze(-1) if one else index
-    flat = logits.reshape(-1, logits.shape[-1])
-    rows = columns[..., 0].reshape(-1)
-    if row_mask is not None:
-        if row_mask.shape != logits.shape[:-1]:
-            given, accepted = list(row_mask.shape), f"the rows' shape, {list(logits.shape[:-1])}"
-            raise ArgumentError("selective_log_softmax", "row_mask", f"of shape {given}", accepted)
-        rows = torch.where(row_mask.reshape(-1) == 0, -100, rows)
-    _, lse = functional.cross_entropy(
-        flat, rows, temperature=temperature, reduction="none", return_lse=True
-    )
-    chosen = logits.gather(-1, columns).to(lse.dtype) / temperature
-    found = chosen - lse.view(logits.shape[:-1]).unsqueeze(-1)
-    if row_mask is not None:
-        found = found.masked_fill(row_mask.unsqueeze(-1) == 0, 0.0)
-    return found.squeeze(-1) if one else found
+    index = _mask("selective_log_softmax", logits, index, row_mask)
+    return functional.logprobs(logits, index, temperature=temperature)  # type: ignore[return-value]
 
 
 def entropy_from_logits(logits: torch.Tensor, chunk_size: int = _ROWS) -> torch.Tensor:
-    """Each row's entropy in nats, by torch in float32; `linear_logprobs` needs no logits for it.
+    """Each row's entropy in nats; `linear_logprobs` needs no logits for it.
 
     Args:
         logits: [*, V].
-        chunk_size: rows at a time.
+        chunk_size: has no effect, since no copy of the logits is made.
 
     Returns:
         A tensor [*], float32 (float64 of float64).
     """
-    found = []
-    for rows in logits.reshape(-1, logits.shape[-1]).split(chunk_size):
-        log_p = torch.log_softmax(rows if rows.dtype == torch.float64 else rows.float(), -1)
-        # A class that is ruled out adds 0, not NaN.
-        found.append(-(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1))
-    return torch.cat(found).view(logits.shape[:-1])
+    no_class = logits.new_empty((*logits.shape[:-1], 0), dtype=torch.int64)
+    return functional.logprobs(logits, no_class, return_entropy=True)[1]
 
 
 def selective_log_softmax_and_entropy(
@@ -82,13 +63,13 @@ def selective_log_softmax_and_entropy(
     temperature: float = 1.0,
     row_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both of the functions above; a row with row_mask 0 gets 0."""
-    log_p = selective_log_softmax(logits, index, temperature, row_mask)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_requires_grad):
-        entropy = entropy_from_logits(logits / temperature if temperature != 1.0 else logits)
-        if row_mask is not None:
-            entropy = entropy.masked_fill(row_mask == 0, 0.0)
-    return log_p, entropy
+    """Both of the functions above, in one pass; a row with row_mask 0 gets 0."""
+    _check("selective_log_softmax_and_entropy", temperature)
+    index = _mask("selective_log_softmax_and_entropy", logits, index, row_mask)
+    log_p, entropy = functional.logprobs(
+        logits, index, temperature=temperature, return_entropy=True
+    )
+    return log_p, entropy if entropy_requires_grad else entropy.detach()
 
 
 class ChunkedLogProbFunction:
@@ -221,6 +202,20 @@ def patch() -> Iterator[list[str]]:
     finally:
         for module, name in changed:
             setattr(module, name, owned[name])
+
+
+def _mask(
+    function: str, logits: torch.Tensor, index: torch.Tensor, row_mask: torch.Tensor | None
+) -> torch.Tensor:
+    """The classes, of which rows with 0 in their mask have none."""
+    if row_mask is None:
+        return index
+    rows = logits.shape[:-1]
+    if row_mask.shape != rows:
+        actual, accepted = f"of shape {list(row_mask.shape)}", f"the rows' shape, {list(rows)}"
+        raise ArgumentError(function, "row_mask", actual, accepted)
+    ignored = row_mask == 0
+    return torch.where(ignored if index.ndim == len(rows) else ignored.unsqueeze(-1), -100, index)
 
 
 def _check(function: str, temperature: float) -> None:

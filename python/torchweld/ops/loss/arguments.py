@@ -236,6 +236,21 @@ def check_target(
     return 1
 
 
+def check_picked(
+    function: str,
+    target: Any,
+    like: torch.Tensor,
+    leading: tuple[int, ...],
+    _: tuple[int, ...] = (),
+) -> int:
+    """Check for one or K classes of each row; returns how many."""
+    check_indices(function, "target", target, like.device)
+    if target.shape != leading and (target.ndim == 0 or target.shape[:-1] != leading):
+        accepted = f"the rows' shape, {list(leading)}, or that and K"
+        raise ArgumentError(function, "target", f"of shape {list(target.shape)}", accepted)
+    return target.shape[-1] if target.shape != leading else 1
+
+
 def read_rows(
     settings: Settings, target: torch.Tensor, weight: torch.Tensor | None, temperature: Any
 ) -> tuple[torch.Tensor, LossTransform]:

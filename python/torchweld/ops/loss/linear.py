@@ -224,7 +224,7 @@ def _prepare(
     casts_to, dtype, chunking = _check_layer(function, parts, sharding.classes, *given)
     input, shared, own = parts[0], sharding.classes, parts[1].shape[0]
     leading, classes = tuple(input.shape[:-1]), own if shared is None else shared.whole
-    check = _check_picked if function == _LOGPROBS else arguments.check_target
+    check = arguments.check_picked if function == _LOGPROBS else arguments.check_target
     several = check(function, target, input, leading, (*leading, own))
     rest = {"ignored": ignored, "several": several, **options}
     settings = arguments.check_settings(function, input, chunking[1], leading, classes, **rest)
@@ -311,21 +311,6 @@ def _check_layer(
     sums = accumulate == "float32"
     chunking = (memory, logits_dtype or dtype, sums, batch_invariant, widest)
     return casts_to, None if autocasts else input.dtype, chunking
-
-
-def _check_picked(
-    function: str,
-    target: Any,
-    like: torch.Tensor,
-    leading: tuple[int, ...],
-    _: tuple[int, ...],
-) -> int:
-    """Check for one or K classes of each row; returns how many."""
-    arguments.check_indices(function, "target", target, like.device)
-    if target.shape != leading and (target.ndim == 0 or target.shape[:-1] != leading):
-        accepted = f"the rows' shape, {list(leading)}, or that and K"
-        raise ArgumentError(function, "target", f"of shape {list(target.shape)}", accepted)
-    return target.shape[-1] if target.shape != leading else 1
 
 
 def _read_options(options: Any, accumulate: Accumulation) -> Accumulation:

@@ -76,8 +76,19 @@ def run_logprobs(kind: LossKind, compute: Compute, *given: Any) -> Any:
     marked, how = arguments.read_rows(kind.settings, target, None, temperature)
     marked, how = kind.sharding.take_classes(marked, how)
     found = compute(make_layer(kind, *parts), marked, how, wanted)
-    asked = (wanted.entropy, kind.returns_lse, wanted.argmax)
+    return shape_logprobs(found, target, kind.settings.leading, wanted, kind.returns_lse)
+
+
+def shape_logprobs(
+    found: RowResults,
+    target: torch.Tensor,
+    leading: tuple[int, ...],
+    wanted: Outputs,
+    returns_lse: bool,
+) -> Any:
+    """The log-probabilities of target's shape, and what else is wanted of each row."""
+    asked = (wanted.entropy, returns_lse, wanted.argmax)
     each = zip(asked, (found.entropy, found.lse, found.argmax), strict=True)
-    more = [result.reshape(kind.settings.leading) for is_asked, result in each if is_asked]
+    more = [result.reshape(leading) for is_asked, result in each if is_asked]
     made = found.log_probabilities.reshape(target.shape)
     return (made, *more) if more else made

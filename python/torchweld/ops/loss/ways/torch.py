@@ -112,9 +112,12 @@ def _compute_layer(
 
 def linear_logprobs(settings: Settings, layer: Sequence[Any], whole: Run) -> Run:
     """The log-probabilities of classes [*], or [*, K]."""
-    return (
-        partial(_find_logprobs, gemm.find_linear(*layer), whole) if settings.ignored < 0 else whole
-    )
+    return logprobs(settings, whole, gemm.find_linear(*layer))
+
+
+def logprobs(settings: Settings, whole: Run, linear: Run = lambda logits: logits) -> Run:
+    """The same of given logits, or of those of a linear layer."""
+    return partial(_find_logprobs, linear, whole) if settings.ignored < 0 else whole
 
 
 def _find_logprobs(linear: Run, whole: Run, *given: Any) -> Any:
