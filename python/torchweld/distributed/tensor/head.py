@@ -27,7 +27,8 @@ class HeadParallel(Style):
             raise ArgumentError("HeadParallel", "module", f"a {type(module).__name__}", accepted)
 
     def _change(self, module: torch.nn.Module, device_mesh: DeviceMesh) -> torch.nn.Module:
-        classes = module.weight.shape[0]  # type: ignore[index, union-attr]
+        weight: Any = module.weight
+        classes = weight.shape[0]
         self.distribute(module, device_mesh, lambda _: Shard(0))
         group = device_mesh.get_group(device_mesh.ndim - 1).group_name
         shared = SharedHead(classes, device_mesh.size(-1), group)
@@ -39,10 +40,8 @@ class HeadParallel(Style):
         x = input.to_local() if isinstance(input, DTensor) else input
         # Along a ring each device has the gradient of its own rows.
         placed = (Partial(), Shard(0)) if self.ring else (Shard(0),)
-        weight, bias = (
-            None if p is None else p.to_local(grad_placements=placed)
-            for p in (module.weight, module.bias)
-        )
+        weight = module.weight.to_local(grad_placements=placed)
+        bias = None if module.bias is None else module.bias.to_local(grad_placements=placed)
         return shared.compute_logits(x, weight, bias)
 
 

@@ -57,7 +57,7 @@ _meshes: dict[str, tuple[Any, Any]] = {}  # with the group that had the name
 def _find_mesh(name: str, kind: str) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
-    group = _resolve_process_group(name)
+    group = _resolve_process_group(name)  # type: ignore[arg-type]
     if name not in _meshes or _meshes[name][0] is not group:
         with leave_dispatch_modes():  # its ranks are numbers
             _meshes[name] = group, DeviceMesh.from_group(group, kind)

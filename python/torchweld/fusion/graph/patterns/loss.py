@@ -150,8 +150,9 @@ def find_loss(record: Record, at: int) -> Iterator[Proposal]:
             return
         h, weight, *more = (each.at for each in given)
         tensors = dict(zip(names, more, strict=True))
-        own = (None, None) if head is not None else (weight, tensors.get("bias"))
-        late = Late(results, h, *own, tensors.get("row"))
+        late = Late(results, h, weight, tensors.get("bias"), tensors.get("row"))
+        if head is not None:
+            late = late._replace(weight=None, bias=None)
         inputs, out = [h, weight, *more, target.at], step.outs[0]
         name = "linear_cross_entropy"
         yield Proposal(name, inputs, [out], _reference, _run, (options,), late)
