@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -384,3 +386,20 @@ def test_a_dynamo_without_a_file() -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "True\n"
     assert "has another Dynamo than the tested releases" in ran.stderr
+
+
+def test_a_model_that_is_gone_leaves_nothing() -> None:
+    """Its class was kept, and with it the graphs: 20 MB for each small model of transformers."""
+
+    def train() -> list[Any]:
+        model = torchweld.fuse(make_words())
+        step(model, make_ids())
+        (slot,) = type(model).weld_captures.slots.values()
+        kept = copy.deepcopy(model)
+        step(kept, make_ids())  # by the same graphs
+        assert [*type(kept).weld_captures.slots.values()] == [slot]
+        return [weakref.ref(each) for each in (model, type(model), slot)]
+
+    gone = train()
+    gc.collect()
+    assert [each() for each in gone] == [None] * 3

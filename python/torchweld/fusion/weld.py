@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any, ClassVar
@@ -51,14 +52,16 @@ class Weld:
         return _make_bare, (self.weld_class, self.welded_from, self.weld_settings), dict(vars(self))
 
 
-_CLASSES: dict[Any, type] = {}
+# A class goes with the last module that has it, and what it has captured goes with it.
+_CLASSES: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDictionary()
 
 
 def make_class(weld: type[Weld], was: type, settings: tuple[tuple[str, Any], ...]) -> type:
     """Make the class of a welded module. It keeps the name of `was`: other code reads the name."""
     key: Any = (weld, was, settings)
-    if key in _CLASSES:
-        return _CLASSES[key]
+    made = _CLASSES.get(key)
+    if made is not None:
+        return made
     body: dict[str, Any] = {"weld_class": weld, "welded_from": was, "weld_settings": settings}
     body |= {f"weld_{name}": value for name, value in settings}
     # torch.fx traces into modules that are not of torch.nn.

@@ -174,9 +174,8 @@ _skipping: collections.Counter[Any] = collections.Counter()  # codes
 
 
 @contextlib.contextmanager
-def skipping(function: Any) -> Iterator[None]:
-    """Let calls of this function, and all that it calls, run outside of what Dynamo runs."""
-    code = function.__code__
+def skipping(code: Any) -> Iterator[None]:
+    """Let functions with this code, and all that they call, run outside of what Dynamo runs."""
     _count(code, 1)
     try:
         yield

@@ -35,8 +35,12 @@ def explain(
     """
     rows = _explain_call(model, args, kwargs, filter_fn)
     welds = {(row.where, row.what) for row in rows if row.becomes}
-    others = (row for row in list_kernelized(model) if (row.where, row.what) not in welds)
-    return [*rows, *others]
+
+    def told(row: Weldable) -> bool:
+        return (row.where, row.what) in welds and bool(row.becomes or is_fused)
+
+    is_fused = isinstance(model, Region)
+    return [*rows, *(row for row in list_kernelized(model) if not told(row))]
 
 
 def _explain_call(

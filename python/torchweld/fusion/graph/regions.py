@@ -57,12 +57,11 @@ def _make_forward(cls: Any) -> Callable[..., Any]:
             return run(*args, **kwargs)
         return cls.weld_captures.call(self, run, args, kwargs)
 
-    _FORWARDS[:] = [forward]
+    _CODES.add(forward.__code__)
     return forward
 
 
-# A region's forward; all of them have the same code.
-_FORWARDS: list[Any] = []
+_CODES: set[Any] = set()  # of a region's forward: all of them have the same
 
 
 class Captures:
@@ -181,7 +180,7 @@ class Slot:
         self.off = False
         self.divides: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.reason = ""  # why it is off, or why it is captured in pieces
-        self.run = capture.make(captures.name, self._compile, whole=True)
+        self.run = capture.make(captures.name, _weakly(self._compile), whole=True)
         self._limit, self._pieces = LIMIT, False
 
     def _compile(self, module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -222,10 +221,10 @@ class Slot:
     def split(self, error: BaseException) -> None:
         """After a capture as one graph failed: take several, and what is between them as it is."""
         self.reason, self._limit, self._pieces = capture.explain(error), 8 * LIMIT, True
-        run = capture.make(self.captures.name, self._compile, whole=False)
+        run = capture.make(self.captures.name, _weakly(self._compile), whole=False)
 
         def run_pieces(*given: Any) -> Any:
-            with capture.skipping(_FORWARDS[0]):  # regions in it capture by themselves
+            with capture.skipping(*_CODES):  # regions in it capture by themselves
                 return run(*given)
 
         self.run = run_pieces
@@ -241,6 +240,12 @@ class Slot:
                 " calls of further kinds run without welds",
                 stacklevel=2,
             )
+
+
+def _weakly(method: Any) -> Callable[..., Any]:
+    """A method of an object that it does not keep alive: Dynamo keeps each backend forever."""
+    found = weakref.WeakMethod(method)
+    return lambda *given: found()(*given)  # type: ignore[misc]
 
 
 # --- Which modules are regions --------------------------------------------------------------------
