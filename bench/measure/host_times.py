@@ -373,6 +373,12 @@ PAIRS: dict[str, Timed] = {
         _logits,
         _CLASSES,
     ),
+    "logprobs": Timed(
+        fused.logprobs,
+        lambda x, t: x.log_softmax(-1).gather(-1, t[:, None]).squeeze(-1),
+        _logits,
+        _CLASSES,
+    ),
     "linear_cross_entropy": Timed(
         fused.linear_cross_entropy,
         lambda x, m, t: F.cross_entropy(F.linear(x, m), t),

@@ -31,6 +31,7 @@ STEPS: dict[str, tuple[int, int]] = {
     "experts_mlp": (60, 170),  # products of each expert
     "route": (18, 26),  # with both side losses
     "cross_entropy, z-loss": (18, 24),
+    "logprobs": (18, 24),
     "linear_cross_entropy": (18, 34),  # chunks of logits
     "linear_logprobs": (18, 34),
     "rotary_embedding_packed_": (80, 0),  # eager's passes
