@@ -57,7 +57,7 @@ def _make_forward(cls: Any) -> Callable[..., Any]:
             return run(*args, **kwargs)
         return cls.weld_captures.call(self, run, args, kwargs)
 
-    _CODES.add(forward.__code__)
+    _CODES.add(forward.__code__)  # type: ignore[attr-defined]
     return forward
 
 
