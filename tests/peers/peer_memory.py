@@ -125,6 +125,9 @@ def test_the_estimate_is_near_the_measured_peak(name: str, strategy: str) -> Non
 # --- Training many models -------------------------------------------------------------------------
 
 
+WAYS = ("eager", "captured", "fused")
+
+
 def train_all(which: str) -> list[int]:
     """Resident kB after eight steps of each model on batches of different lengths."""
     torch.set_num_threads(1)
@@ -133,6 +136,8 @@ def train_all(which: str) -> list[int]:
         model, batch = build(name)
         if which == "fused":
             torchweld.fuse(model)
+        if which == "captured":
+            model.compile(backend="eager")
         optimizers = torchweld.optim if which == "fused" else torch.optim
         optimizer = optimizers.AdamW(model.train().parameters(), 1e-4)
         for _ in range(8):
@@ -149,9 +154,11 @@ def train_all(which: str) -> list[int]:
 
 
 def test_training_twelve_models_stays_bounded() -> None:
-    """The fused models take at most a fifth more; eager's own largest varies by an eighth."""
-    eager, fused = (json.loads(fresh.run_file(__file__, which)) for which in ("eager", "fused"))
-    assert statistics.median(fused[len(fused) // 2 :]) <= 1.2 * max(eager)
+    """The fused models take at most a fifth more than eager's, or than torch.compile's front end
+    without a compiler does; eager's own largest varies by an eighth."""
+    found = {which: json.loads(fresh.run_file(__file__, which)) for which in WAYS}
+    late = found["fused"][len(MODELS) // 2 :]
+    assert statistics.median(late) <= 1.2 * max(found["eager"] + found["captured"]), found
 
 
 if __name__ == "__main__":
