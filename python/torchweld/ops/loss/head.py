@@ -9,10 +9,11 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.distributed_c10d import _resolve_process_group
 
-from torchweld.dispatch.dtensor import as_dtensor
+from torchweld import state
+from torchweld.dispatch.dtensor import as_dtensor, replicate
 from torchweld.dispatch.library import LIBRARY
+from torchweld.errors import ArgumentError
 from torchweld.isolate import leave_dispatch_modes
 
 
@@ -38,26 +39,34 @@ class SharedHead(NamedTuple):
         return GATHERED_LINEAR(x, weight, bias, dtype, *self)  # type: ignore[no-any-return]
 
     def as_dtensors(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor
-    ) -> list[Any]:
-        """The same tensors as DTensors, which linear_cross_entropy takes."""
-        from torch.distributed.tensor import Replicate, Shard
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[Any, Any, Any]:
+        """The same tensors as DTensors, as linear() and linear_cross_entropy take them."""
+        from torch.distributed.tensor import Shard
 
         mesh, shape = _find_mesh(self.group, x.device.type), (self.classes, weight.shape[1])
-        whole = [as_dtensor(t, mesh, [Replicate()], t.shape) for t in (x, target)]
-        parts = [as_dtensor(weight, mesh, [Shard(0)], shape)]
-        if bias is not None:
-            parts.append(as_dtensor(bias, mesh, [Shard(0)], shape[:1]))
-        return [whole[0], *parts, *[None] * (bias is None), whole[1]]
+        own = None if bias is None else as_dtensor(bias, mesh, [Shard(0)], shape[:1])
+        return self.place(x), as_dtensor(weight, mesh, [Shard(0)], shape), own
+
+    def place(self, x: torch.Tensor) -> Any:
+        """A tensor that each device has, as a DTensor."""
+        mesh = _find_mesh(self.group, x.device.type)
+        return as_dtensor(x, mesh, replicate(mesh), x.shape)
 
 
 _meshes: dict[str, tuple[Any, Any]] = {}  # with the group that had the name
 
 
+def _find_group(name: str) -> Any:
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
 def _find_mesh(name: str, kind: str) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
-    group = _resolve_process_group(name)  # type: ignore[arg-type]
+    group = _find_group(name)
     if name not in _meshes or _meshes[name][0] is not group:
         with leave_dispatch_modes():  # its ranks are numbers
             _meshes[name] = group, DeviceMesh.from_group(group, kind)
@@ -89,7 +98,8 @@ def _run(
     part = torch.nn.functional.linear(x.to(dtype), weight.to(dtype), own)
     part = torch.nn.functional.pad(part, (0, head.most - weight.shape[0]))
     parts = _exchange("all_gather_into_tensor", _flatten(part), head.devices, head.group)
-    parts = parts.unflatten(0, (head.devices, -1)).transpose(0, 1).contiguous().flatten(1)
+    parts = parts.view(head.devices, math.prod(x.shape[:-1]), head.most)
+    parts = parts.transpose(0, 1).contiguous().flatten(1)
     if parts.shape[1] != head.classes:
         parts = parts[:, : head.classes].clone(memory_format=torch.contiguous_format)
     return parts.view(*x.shape[:-1], head.classes)
@@ -106,9 +116,9 @@ def _fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, bias, _, *given = inputs
-    ctx.save_for_backward(x, weight)
-    ctx.head, ctx.bias = SharedHead(*given), None if bias is None else bias.dtype
+    x, weight, bias, ctx.dtype, *given = inputs
+    ctx.save_for_backward(x, weight, bias)
+    ctx.head = SharedHead(*given)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -116,8 +126,11 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
     The sum is in x's dtype, which may be wider than that of the products.
     """
-    x, weight = ctx.saved_tensors
-    rank = _resolve_process_group(ctx.head.group).rank()
+    x, weight, bias = ctx.saved_tensors
+    if torch.is_grad_enabled() and not state.is_compiling():
+        accepted = "False where devices share the words of a head"
+        raise ArgumentError("HeadParallel", "create_graph", "True", accepted)
+    rank = _find_group(ctx.head.group).rank()
     own = grad.narrow(-1, min(rank * ctx.head.most, ctx.head.classes), weight.shape[0])
     of_x = of_weight = of_bias = None
     if ctx.needs_input_grad[0]:
@@ -125,9 +138,12 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         of_x = _exchange("all_reduce", part, "sum", ctx.head.group)
     if ctx.needs_input_grad[1]:
         of_weight = (_flatten(own).mT @ _flatten(x.to(own.dtype))).to(weight.dtype)
-    if ctx.bias is not None and ctx.needs_input_grad[2]:
-        of_bias = _flatten(own).sum(0).to(ctx.bias)
-    return of_x, of_weight, of_bias, None, None, None, None
+    if bias is not None and ctx.needs_input_grad[2]:
+        of_bias = _flatten(own).sum(0).to(bias.dtype)
+    return of_x, of_weight, of_bias, *_REST
+
+
+_REST = (None,) * 4
 
 
 LIBRARY.define(

@@ -92,7 +92,8 @@ def _run(h: Any, weight: Any, *given: Any) -> Any:
     keeps = not is_wide or h.dtype.itemsize != 2 or torch.is_autocast_enabled(device)
     h, target = h.reshape(-1, h.shape[-1]), target.flatten()
     if options.head is not None:
-        h, weight, bias, target = options.head.as_dtensors(h, weight, bias, target)
+        h, weight, bias = options.head.as_dtensors(h, weight, bias)
+        target = options.head.place(target)
     with nullcontext() if keeps else torch.autocast(device, h.dtype):
         loss = functional.linear_cross_entropy(
             h,
