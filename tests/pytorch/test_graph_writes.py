@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -206,3 +207,29 @@ def test_a_pattern_of_a_users_of_another_result(monkeypatch: pytest.MonkeyPatch)
     assert model(x).tolist() == [4, 10]
     (row,) = torchweld.explain_fusion(model)
     assert not row.welded
+
+
+def _find_wrong(record: Record, at: int) -> Iterator[Proposal]:
+    step = record.steps[at]
+    if step.func is torch.ops.aten.sub.Tensor:
+        x, y = (each.at for each in step.args)
+        yield Proposal("wrong", [x, y], [step.outs[0]], lambda x, y: x.transpose(0, 5), torch.sub)
+
+
+def test_a_proposal_that_fails_is_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch logs an error of each operation that fails on fake tensors: refusals looked like it."""
+    monkeypatch.setattr(regions, "FINDERS", [_find_wrong])
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    model, given = torchweld.fuse(Less()), (torch.ones(3), torch.zeros(3))
+    logged: list[logging.LogRecord] = []
+    watch = logging.Handler(logging.ERROR)
+    watch.emit = logged.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(watch)
+    try:
+        torch.testing.assert_close(model(*given), Less()(*given), **numerics.SAME)
+    finally:
+        logger.removeHandler(watch)
+    assert not logged
+    (row,) = torchweld.explain_fusion(model)
+    assert "Dimension out of range" in row.reason

@@ -1,9 +1,13 @@
-"""Errors of a model's code, told from those that are none of its business."""
+"""Errors of what is tried, told from those that are none of its business, and not logged."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import signal
 import traceback
+from collections.abc import Iterator
 
 from torchweld.dispatch.proof import is_out_of_memory
 
@@ -26,3 +30,20 @@ def was_raised_by_handler(error: Exception) -> bool:
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     codes = {getattr(handler, "__code__", None) for handler in handlers if callable(handler)}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+# They tell of each refusal, in lines that look like errors of the program.
+_LOGS = [logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "_guards")]
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Let torch log nothing of what is tried and refused, unless TORCH_LOGS asks for it."""
+    before = [log.disabled for log in _LOGS]
+    for log in _LOGS:
+        log.disabled = log.disabled or "TORCH_LOGS" not in os.environ
+    try:
+        yield
+    finally:
+        for log, was_disabled in zip(_LOGS, before, strict=True):
+            log.disabled = was_disabled

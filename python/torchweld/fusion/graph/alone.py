@@ -7,7 +7,6 @@ forward that decides by them is recorded as none.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,7 +23,6 @@ from torchweld.fusion.graph.record import Record, Step, list_devices, list_refs,
 
 Forward = Callable[..., Any]  # of a module and its inputs
 _Found = TypeVar("_Found")
-_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # tells of each refusal
 
 
 class CannotRecordError(Exception):
@@ -238,12 +236,8 @@ class Known:
 def _apart() -> Iterator[None]:
     """Without the caller's modes and autocast."""
     off = tuple((kind, False, torch.get_autocast_dtype(kind)) for kind in list_devices())
-    was_disabled, _LOG.disabled = _LOG.disabled, True
-    try:
-        with isolate.leave_modes(), autocast_as(off):
-            yield
-    finally:
-        _LOG.disabled = was_disabled
+    with refusals.unlogged(), isolate.leave_modes(), autocast_as(off):
+        yield
 
 
 def _make_fake(t: torch.Tensor, state: State) -> torch.Tensor:

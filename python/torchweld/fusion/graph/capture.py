@@ -133,7 +133,7 @@ class _Patched:
             **_LATER,
         )
         # Settings, warnings and Dynamo's tables are the process's: one thread captures at a time.
-        with _LOCK, warnings.catch_warnings(), settings:
+        with _LOCK, warnings.catch_warnings(), settings, refusals.unlogged():
             # Dynamo reads gradients of inputs, which warns, and gives advice how to write models.
             warnings.simplefilter("ignore")
             while True:
