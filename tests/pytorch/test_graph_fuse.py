@@ -426,3 +426,49 @@ def test_autocast_inside_of_a_forward() -> None:
     got, x = torchweld.fuse(copy.deepcopy(want)), torch.randn(4, WIDTH)
     torch.testing.assert_close(got(x), want(x), **numerics.BFLOAT16)
     assert list_ops(got) == ["linear_act"]
+
+
+class Head(torch.nn.Module):
+    """A last layer and its loss: without gradients nothing is welded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.head(x) * scale, target)
+
+
+def test_a_call_without_gradients_decides_nothing_for_later_ones() -> None:
+    """Graphs of other modes are judged by themselves: one without welds does not end the search."""
+    model, x, target = torchweld.fuse(Head()), torch.randn(8, WIDTH), torch.arange(8)
+    with torch.no_grad():
+        model(x, target)
+    assert list_ops(model) == []
+    model(x, target)
+    assert list_ops(model) == ["linear_cross_entropy"]
+
+
+def test_each_factor_has_a_graph() -> None:
+    """A factor is a part of what is proven; as a symbol it would be part of nothing."""
+    want = Head()
+    got, x, target = torchweld.fuse(copy.deepcopy(want)), torch.randn(8, WIDTH), torch.arange(8)
+    for scale in (0.5, 0.25, 2.0):
+        both = got(x, target, scale), want(x, target, scale)
+        torch.testing.assert_close(*both, **numerics.SUMMED)
+    assert list_ops(got) == ["linear_cross_entropy"] * 3
+
+
+class Dropping(torch.nn.Module):
+    """A residual behind a dropout: in evaluation there is a sum only."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + torch.nn.functional.dropout(y, 0.5, self.training)
+
+
+def test_an_evaluation_decides_nothing_for_training() -> None:
+    model, x = torchweld.fuse(Dropping()), torch.randn(8, WIDTH, requires_grad=True)
+    model.eval()(x, x)
+    assert list_ops(model) == []
+    model.train()(x, x)
+    assert list_ops(model) == ["bias_dropout_add"]
