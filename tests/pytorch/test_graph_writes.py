@@ -233,3 +233,22 @@ def test_a_proposal_that_fails_is_not_logged(monkeypatch: pytest.MonkeyPatch) ->
     assert not logged
     (row,) = torchweld.explain_fusion(model)
     assert "Dimension out of range" in row.reason
+
+
+class Between(nn.Module):
+    """Writes to a gate after it was read, and before the product."""
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate = gate + 1
+        opened = nn.functional.silu(gate)
+        gate.zero_()
+        return opened * up + gate
+
+
+def test_a_write_between_the_steps_of_an_op() -> None:
+    """The op would run where its last step stood, and read what was written since."""
+    got, given = torchweld.fuse(Between()), (torch.randn(3, 8), torch.randn(3, 8))
+    with torch.no_grad():
+        torch.testing.assert_close(got(*given), Between()(*given), **numerics.SAME)
+    (row,) = torchweld.explain_fusion(got)
+    assert "writes to one of its tensors in place" in row.reason
