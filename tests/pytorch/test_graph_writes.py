@@ -223,7 +223,7 @@ def test_a_proposal_that_fails_is_not_logged(monkeypatch: pytest.MonkeyPatch) ->
     model, given = torchweld.fuse(Less()), (torch.ones(3), torch.zeros(3))
     logged: list[logging.LogRecord] = []
     watch = logging.Handler(logging.ERROR)
-    watch.emit = logged.append  # type: ignore[method-assign]
+    watch.emit = logged.append  # type: ignore[assignment, method-assign]
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     logger.addHandler(watch)
     try:
