@@ -75,6 +75,11 @@ def test_no_weld_is_lost(kind: str, cell: str) -> None:
 # refuses, NaN.
 _WITHOUT_A_TRUTH = ("fsmt", "inkling2_loop_text", "inkling2_text", "mra", "rwkv", "xglm")
 _WITHOUT_NUMBERS = ("led", "longformer")
+# In transformers 4.56 masks have float64's smallest number, or experts cast.
+_OF_THE_OLDEST = {
+    *("ernie4_5_moe", "glm4_moe", "mpt", "mvp", "nllb-moe", "open-llama"),
+    *("seamless_m4t", "seamless_m4t_v2", "trocr"),
+}
 
 
 @pytest.mark.filterwarnings("ignore")  # of the models
@@ -82,7 +87,8 @@ _WITHOUT_NUMBERS = ("led", "longformer")
 def test_gradients_are_as_exact_as_eagers(kind: str) -> None:
     """In evaluation, since a weld drops other elements. Of 175 architectures the median of the
     errors' ratio was 1.00, and the largest 1.24."""
-    if kind in (*_WITHOUT_A_TRUTH, *_WITHOUT_NUMBERS):
+    has_no_truth = {*_WITHOUT_A_TRUTH, *_WITHOUT_NUMBERS}
+    if kind in has_no_truth | (_OF_THE_OLDEST if RELEASE == "4.56" else set()):
         pytest.skip("eager torch has no gradients to compare with in float64")
     torch.manual_seed(0)
     torch.compiler.reset()
