@@ -250,7 +250,7 @@ _FAULTS: dict[tuple[str, str], list[tuple[str, str]]] = {
     ],
     ("python/torchweld/ops/loss/head.py", f"{SHARDS}/test_head.py"): [
         ("min(rank * ctx.head.most, ctx.head.classes)", "0"),
-        ('_exchange("all_reduce", part, "sum", ctx.head.group)', "part"),
+        ('reduce(part, "sum", ctx.head.group)', "part"),
         ("dtype = torch.get_autocast_dtype(kind)", "dtype = x.dtype"),
     ],
     ("python/torchweld/state.py", "tests/pytorch/test_call_forms.py"): [

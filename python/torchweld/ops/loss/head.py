@@ -5,7 +5,6 @@ It is one op, so that a graph shows the layer: a loss that takes its place sends
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,8 @@ from torchweld.dispatch.dtensor import as_dtensor, replicate
 from torchweld.dispatch.library import LIBRARY
 from torchweld.errors import ArgumentError
 from torchweld.isolate import leave_dispatch_modes
+from torchweld.ops.loss.rows import as_matrix
+from torchweld.ops.loss.sharding import reduce
 
 
 class SharedHead(NamedTuple):
@@ -54,7 +55,8 @@ class SharedHead(NamedTuple):
         return as_dtensor(x, mesh, replicate(mesh), x.shape)
 
 
-_meshes: dict[str, tuple[Any, Any]] = {}  # with the group that had the name
+# For a group's name and a kind of device, with the group that had the name.
+_meshes: dict[tuple[str, str], tuple[Any, Any]] = {}
 
 
 def _find_group(name: str) -> Any:
@@ -66,25 +68,14 @@ def _find_group(name: str) -> Any:
 def _find_mesh(name: str, kind: str) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
-    group = _find_group(name)
-    if name not in _meshes or _meshes[name][0] is not group:
+    key, group = (name, kind), _find_group(name)
+    if key not in _meshes or _meshes[key][0] is not group:
         with leave_dispatch_modes():  # its ranks are numbers
-            _meshes[name] = group, DeviceMesh.from_group(group, kind)
-    return _meshes[name][1]
+            _meshes[key] = group, DeviceMesh.from_group(group, kind)
+    return _meshes[key][1]
 
 
 # --- The op ---------------------------------------------------------------------------------------
-
-
-def _exchange(operation: str, x: torch.Tensor, *given: Any) -> torch.Tensor:
-    ops = torch.ops._c10d_functional
-    made = getattr(ops, operation).default(x.contiguous(), *given)
-    return ops.wait_tensor.default(made)  # type: ignore[no-any-return]
-
-
-def _flatten(x: torch.Tensor) -> torch.Tensor:
-    """The rows; there may be none, or none of their features here."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _run(
@@ -97,8 +88,9 @@ def _run(
     head, own = SharedHead(*given), None if bias is None else bias.to(dtype)
     part = torch.nn.functional.linear(x.to(dtype), weight.to(dtype), own)
     part = torch.nn.functional.pad(part, (0, head.most - weight.shape[0]))
-    parts = _exchange("all_gather_into_tensor", _flatten(part), head.devices, head.group)
-    parts = parts.view(head.devices, math.prod(x.shape[:-1]), head.most)
+    rows, ops = as_matrix(part).contiguous(), torch.ops._c10d_functional
+    gathered = ops.all_gather_into_tensor.default(rows, head.devices, head.group)
+    parts = ops.wait_tensor.default(gathered).view(head.devices, *rows.shape)
     parts = parts.transpose(0, 1).contiguous().flatten(1)
     if parts.shape[1] != head.classes:
         parts = parts[:, : head.classes].clone(memory_format=torch.contiguous_format)
@@ -116,7 +108,7 @@ def _fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, bias, ctx.dtype, *given = inputs
+    x, weight, bias, _, *given = inputs
     ctx.save_for_backward(x, weight, bias)
     ctx.head = SharedHead(*given)
 
@@ -135,11 +127,11 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     of_x = of_weight = of_bias = None
     if ctx.needs_input_grad[0]:
         part = (own @ weight.to(own.dtype)).to(x.dtype)
-        of_x = _exchange("all_reduce", part, "sum", ctx.head.group)
+        of_x = reduce(part, "sum", ctx.head.group)
     if ctx.needs_input_grad[1]:
-        of_weight = (_flatten(own).mT @ _flatten(x.to(own.dtype))).to(weight.dtype)
+        of_weight = (as_matrix(own).mT @ as_matrix(x.to(own.dtype))).to(weight.dtype)
     if bias is not None and ctx.needs_input_grad[2]:
-        of_bias = _flatten(own).sum(0).to(bias.dtype)
+        of_bias = as_matrix(own).sum(0).to(bias.dtype)
     return of_x, of_weight, of_bias, *_REST
 
 

@@ -9,7 +9,6 @@ triton_kernels/loss/rows.py.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from torchweld.errors import ArgumentError
 from torchweld.ops.loss import arguments, chunks, results
 from torchweld.ops.loss.arguments import Settings
 from torchweld.ops.loss.results import Outputs
+from torchweld.ops.loss.rows import as_matrix
 from torchweld.ops.loss.ways import again, fused
 from torchweld.ops.loss.ways import torch as of_torch
 from torchweld.ops.loss.ways.kind import shape_logprobs
@@ -101,17 +101,13 @@ def _find_way(settings: Settings, few: int, in_general: of_torch.Run, *given: An
     if few and of_torch.may_serve(few, settings, *given):
         return of_torch.logprobs(settings, in_general)
     if why_not_now() is None and fused.may_serve(settings, None, input, target, temperature):
-        layer = chunks.as_layer(_as_rows(input))
+        layer = chunks.as_layer(as_matrix(input))
         return partial(_run_fused, fused.make_run(settings, settings.kind, layer))
     return in_general
 
 
 def _run_fused(run: of_torch.Run, input: torch.Tensor, *given: Any) -> torch.Tensor:
-    return fused.negate(run, _as_rows(input), None, None, *given)
-
-
-def _as_rows(logits: torch.Tensor) -> torch.Tensor:
-    return logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])  # a size may be 0
+    return fused.negate(run, as_matrix(input), None, None, *given)
 
 
 def _compute(
@@ -128,7 +124,7 @@ def _compute(
         raise ArgumentError(_NAME, "inplace", "True for logits that are a leaf", "False")
     marked, how = arguments.read_rows(settings, target, None, temperature)
     if takes_eager:
-        found = results.reference(_as_rows(input), marked, how, wanted)
+        found = results.reference(as_matrix(input), marked, how, wanted)
     else:
-        found = again.find(chunks.as_layer(_as_rows(input)), marked, how, wanted, inplace)
+        found = again.find(chunks.as_layer(as_matrix(input)), marked, how, wanted, inplace)
     return shape_logprobs(found, target, settings.leading, wanted, returns_lse)

@@ -7,6 +7,7 @@ which -1 is ignored and ELSEWHERE is a column of another device, results [n] or 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,11 @@ STATISTICS = 6
 ON_P, ON_LSE, ON_ENTROPY, ON_SMOOTH, ON_DOT = range(5)
 COEFFICIENTS = 5
 ELSEWHERE = -2
+
+
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """The rows of a tensor in one dimension; a size may be 0."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 class LossTransform(NamedTuple):

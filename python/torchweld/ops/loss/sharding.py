@@ -170,7 +170,8 @@ def find_sharding(function: str, input: Any, weight: Any, bias: Any) -> tuple[Sh
 # --- What devices exchange
 
 
-def _reduce(x: torch.Tensor, operation: str, group: str) -> torch.Tensor:
+def reduce(x: torch.Tensor, operation: str, group: str) -> torch.Tensor:
+    """The sum, or another operation, over the devices of a group."""
     ops = torch.ops._c10d_functional
     reduced = ops.all_reduce.default(x.contiguous(), operation, group)
     return ops.wait_tensor.default(reduced)  # type: ignore[no-any-return]
@@ -190,7 +191,7 @@ def combine(
     """
     picked, statistics, argmax = made
     mine = statistics[:, rows.HIGHEST]
-    highest = _reduce(mine, "max", own.group)
+    highest = reduce(mine, "max", own.group)
     # Where both are -inf, their difference is NaN.
     step = torch.where(mine == highest, 0, mine - highest)
     factor, total = step.exp(), statistics[:, rows.SUM]
@@ -203,7 +204,7 @@ def combine(
     if soft:
         sums[rows.DOT], sums[rows.MASS] = statistics[:, rows.DOT], statistics[:, rows.MASS]
     packed = torch.cat([torch.stack([*sums.values()], 1), picked], 1)
-    packed = _reduce(packed, "sum", own.group)
+    packed = reduce(packed, "sum", own.group)
     columns = [torch.zeros_like(mine)] * rows.STATISTICS
     columns[rows.HIGHEST] = highest
     for at, column in enumerate(sums):
@@ -212,7 +213,7 @@ def combine(
     whole = torch.where(ignored.unsqueeze(1), statistics, torch.stack(columns, 1))
     if wanted.argmax:
         best = torch.where((mine == highest) & (argmax >= 0), argmax + own.begin, own.whole)
-        best = _reduce(best, "min", own.group)
+        best = reduce(best, "min", own.group)
         # No logit of a row with NaN is the largest.
         argmax = torch.where(ignored, -1, torch.where(best == own.whole, 0, best))
     return packed[:, len(sums) :].contiguous(), whole, argmax

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from torchweld.ops.loss import arguments, results
 from torchweld.ops.loss.arguments import Settings
 from torchweld.ops.loss.chunks import Layer, Needs
 from torchweld.ops.loss.results import Outputs, RowResults
-from torchweld.ops.loss.rows import LossTransform
+from torchweld.ops.loss.rows import LossTransform, as_matrix
 from torchweld.ops.loss.sharding import Sharding
 
 
@@ -50,7 +49,7 @@ def flatten(
     if casts_to is not None:
         input, weight = input.to(casts_to), weight.to(casts_to)
         bias = None if bias is None else bias.to(casts_to)
-    return input.reshape(math.prod(input.shape[:-1]), input.shape[-1]), weight, bias
+    return as_matrix(input), weight, bias
 
 
 # Computes the results of rows that are wanted.
