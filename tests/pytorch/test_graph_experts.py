@@ -209,3 +209,25 @@ def test_experts_are_one_op(name: str) -> None:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_forward_that_is_not_experts(name: str) -> None:
     assert "experts_mlp" not in list_ops(_compare(MUTANTS[name]))
+
+
+def _by_ranges(self: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
+    """A product for each expert's range of rows: sizes that are data."""
+    sorted_ids, order = torch.sort(ids)
+    counts = torch.histc(sorted_ids.float(), bins=EXPERTS, min=0, max=EXPERTS - 1).long()
+    ends = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+
+    def multiply(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        out = rows.new_zeros(rows.size(0), matrices.size(1))
+        for expert in range(EXPERTS):
+            start, end = ends[expert], ends[expert + 1]
+            out[start:end] = torch.matmul(rows[start:end], matrices[expert].mT)
+        return out
+
+    z = multiply(self.act(multiply(x[self.tokens(order)], self.gate_up)), self.down)
+    return (z * weights[order].unsqueeze(-1))[self.places(order)]
+
+
+def test_sizes_that_are_data_keep_no_weld_away() -> None:
+    """A size of such a view was asked whether it is zero, and the whole graph was not read."""
+    assert set(list_ops(_compare(_with(grouped=_by_ranges)))) == {"gated_act"}

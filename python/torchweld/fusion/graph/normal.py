@@ -100,7 +100,7 @@ def view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | Non
     if func not in (aten.view.default, aten._unsafe_view.default):
         return None
     sizes, rest = args[1], math.prod(each for each in args[1] if not _is_open(each))
-    if rest or _is_symbol(rest):
+    if _is_symbol(rest) or rest:  # a size that is data is no question
         sizes = [args[0].numel() // rest if _is_open(each) else each for each in sizes]
     is_new = func is aten._unsafe_view.default or any(map(_is_open, args[1]))
     return (aten.view.default, (args[0], sizes), kwargs) if is_new else None
