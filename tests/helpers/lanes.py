@@ -67,6 +67,7 @@ NUMBERS = (
     "ops/test_linear.py",
     "ops/test_product.py",
     "ops/test_losses.py",
+    "ops/test_losses_gradients.py",
     "ops/test_losses_in_examples.py",
     "ops/test_losses_of_torch.py",
     "ops/test_losses_recorded.py",
@@ -82,6 +83,7 @@ NUMBERS = (
 
 # Others that call kernels: run under sanitizers.
 KERNELS = (
+    "contract/test_bad_bindings.py",
     "contract/test_bad_input.py",
     "contract/test_gradients.py",
     "ops/test_attention_few.py",
@@ -97,6 +99,7 @@ KERNELS = (
 # What depends on torch's version: run under the oldest torch too.
 OF_TORCH = (
     "contract/test_acceptance.py",
+    "contract/test_bad_bindings.py",
     "contract/test_bad_input.py",
     "contract/test_declaration.py",
     "contract/test_gradients.py",
