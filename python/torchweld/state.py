@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
+from torch.fx import _symbolic_trace
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -52,6 +53,17 @@ def has_compiler() -> bool:
 def is_tracing() -> bool:
     """Whether torch.jit.trace records."""
     return bool(torch._C._get_tracing_state())
+
+
+# torch 2.14 has the flag for each thread, behind a function.
+_is_fx_tracing = getattr(_symbolic_trace, "_get_is_fx_tracing", None)
+
+
+def is_fx_tracing() -> bool:
+    """Whether torch.fx.symbolic_trace, or what is built on it, records."""
+    if _is_fx_tracing is not None:
+        return bool(_is_fx_tracing())
+    return bool(_symbolic_trace._is_fx_tracing_flag)
 
 
 def is_recording() -> bool:

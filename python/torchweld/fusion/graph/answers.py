@@ -379,6 +379,13 @@ def _allowing(function: Any) -> Iterator[None]:
             function._dynamo_forbidden = True
 
 
+_PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (_meta_registrations, "_meta_grouped_mm_common", _widen),
+    (TensorVariable, "method_item", _item),
+    (TensorVariable, shortcuts.READ, _attribute),
+    (UnspecializedNNModuleVariable, "call_function", _call_layer),
+    *shortcuts.PLACES,
+)
 _lock = threading.Lock()
 _installed: set[int] = set()
 
@@ -389,7 +396,8 @@ def _install() -> None:
         handlers = TorchInGraphFunctionVariable._get_handlers()
         if id(handlers) in _installed:
             return
-        _installed.add(id(handlers))
+        # All names are read before anything is changed: another Dynamo may lack one.
+        made = [(home, name, wrap(getattr(home, name))) for home, name, wrap in _PLACES]
         for question in (_find(name) for name in _QUESTIONS):
             if question in handlers:
                 handlers[question] = _answer(handlers[question])
@@ -397,20 +405,18 @@ def _install() -> None:
             if (question := _find(name)) is not None:  # not of XPU in torch 2.10
                 handlers.setdefault(question, _tell_capturing)
         handlers.setdefault(_MARK, _pass_over)
-        _meta_registrations._meta_grouped_mm_common = _widen(
-            _meta_registrations._meta_grouped_mm_common
-        )
-        TensorVariable.method_item = _item(TensorVariable.method_item)  # type: ignore[method-assign]
-        TensorVariable.var_getattr = _attribute(TensorVariable.var_getattr)  # type: ignore[method-assign]
-        UnspecializedNNModuleVariable.call_function = _call_layer(  # type: ignore[method-assign]
-            UnspecializedNNModuleVariable.call_function
-        )
+        for home, name, function in made:
+            setattr(home, name, function)
+        table: Any = getattr(TensorVariable, "tp_methods", {})  # torch 2.14 calls methods by it
+        if "item" in table:
+            table["item"] = type(table["item"])(TensorVariable.method_item)
         shortcuts.install(lambda: getattr(_now, "answers", None) is not None)
         jumps = [dis.opmap[name] for name in dis.opmap if re.search("JUMP.*_IF_(TRUE|FALSE)", name)]
         for cls in shortcuts.list_subclasses(symbolic_convert.InstructionTranslatorBase):
             for opcode in jumps:
                 if (jump := cls.dispatch_table[opcode]) is not None:
                     cls.dispatch_table[opcode] = _branch(jump)
+        _installed.add(id(handlers))
 
 
 def _find(name: str) -> Any:

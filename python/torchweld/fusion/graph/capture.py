@@ -22,7 +22,6 @@ from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo import config, convert_frame, eval_frame
 from torch._dynamo.eval_frame import OptimizeContext, _debug_get_cache_entry_list
 from torch._dynamo.types import FrameAction, FrameExecStrategy
-from torch.fx import _symbolic_trace
 
 from torchweld import state
 from torchweld.fusion import refusals
@@ -197,7 +196,7 @@ def is_impossible() -> bool:
     return (
         state.has_other_modes()
         or state.is_transforming()
-        or _symbolic_trace._is_fx_tracing_flag
+        or state.is_fx_tracing()
         or state.is_tracing()
         or state.has_forward_ad()
     )

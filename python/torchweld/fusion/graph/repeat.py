@@ -48,6 +48,7 @@ from torchweld.fusion.graph.evaluated import (
     renew,
 )
 from torchweld.fusion.graph.record import find_storage, read_casts
+from torchweld.fusion.graph.shortcuts import READ
 
 MOST = 4  # different graphs of layers of one class
 
@@ -371,7 +372,7 @@ def _watched(cls: Any) -> type[Any]:
         recording = get("_weld_recording")
         if recording._in_hole or name in _PASSING:
             return get(name)
-        if name == "var_getattr":
+        if name == READ:
             return functools.partial(recording.find_method, variable, get(name))
         recording.why = f"it reads an object from outside: {name}"
         return get(name)

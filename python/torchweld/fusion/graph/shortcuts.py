@@ -35,6 +35,8 @@ from torch.fx.experimental import symbolic_shapes
 from torchweld.fusion.graph.record import read_casts
 
 _is_serving: Callable[[], bool] = bool  # whether a region is captured now
+# The method of a variable that reads an attribute, by its name; torch 2.14 has renamed it.
+READ = "var_getattr" if hasattr(VariableTracker, "var_getattr") else "tp_getattro_impl"
 
 
 # --- What is needless: names of functions for a log, which are read from whole files; all backends,
@@ -277,8 +279,16 @@ def _tracing_apart(tx: Any) -> Iterator[set[Any]]:
 _OPCODES = {"CONTAINS_OP": _contain, "BINARY_SUBSCR": _slice, "BINARY_SLICE": _slice}
 
 
+# What they wrap: the class, its method, and the wrapper.
+PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (SideEffects, "store_attr", _note_store),
+    (SideEffects, "mutation", _note_change),
+    (UserDefinedObjectVariable, READ, _remember),
+)
+
+
 def install(is_serving: Callable[[], bool]) -> None:
-    """Put the shortcuts into Dynamo's classes, once; they wait for a capture."""
+    """Put the other shortcuts into Dynamo's tables, once; they wait for a capture."""
     global _is_serving
     _is_serving = is_serving
     for home, name, answer in _NEEDLESS:
@@ -287,11 +297,6 @@ def install(is_serving: Callable[[], bool]) -> None:
     wrapped = getattr(higher_order_ops, "LocalMapWrappedHigherOrderVariable", None)
     if wrapped is not None:
         wrapped.should_wrap_in_hop = staticmethod(_if_imported(wrapped.should_wrap_in_hop))
-    effects: Any = SideEffects
-    effects.store_attr = _note_store(effects.store_attr)
-    effects.mutation = _note_change(effects.mutation)
-    settings: Any = UserDefinedObjectVariable
-    settings.var_getattr = _remember(settings.var_getattr)
     for cls in list_subclasses(symbolic_convert.InstructionTranslatorBase):
         for name, handle in _OPCODES.items():
             if (code := dis.opmap.get(name)) is not None:
