@@ -11,8 +11,7 @@ from torchweld.errors import ArgumentError
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """rotary_embedding with the angles position * base^(-2i / dim), in float32 whatever the model's
-    dtype.
+    """rotary_embedding with the angles position * base^(-2i / dim), in float32 in any model.
 
     The tables are made at the first call on a device and kept; they are in no state_dict, and a
     cast of the model does not round them.

@@ -64,8 +64,9 @@ def tp_plan(model: torch.nn.Module, sequence_parallel: bool = False, *, ring: bo
     BERT, OPT, T5, Phi3, ViT and StableLM of transformers, also after `torchweld.fuse`. Each block
     has two all-reduces in the forward and two in the backward pass; `sequence_parallel` replaces
     each by an all-gather and a reduce-scatter. Stacked experts, of `nn.ExpertsMLP` and of
-    transformers' mixtures, are shared among devices. Other modules have whole parameters on each
-    device; these become DTensors too.
+    transformers' mixtures, are shared among devices, and so are the words of the embedding and the
+    head unless both are one tensor. Other modules have whole parameters on each device; these
+    become DTensors too.
 
     Args:
         model: a whole model, or a stage of a pipeline. Its blocks are in a ModuleList or

@@ -22,7 +22,8 @@ def check_fit(
 ) -> None:
     """Raise an error that says what does not divide, and the nearest sizes that do.
 
-    It only reads shapes, so the model may be on the meta device.
+    It reads shapes, and runs the tensor-parallel plan of a model of transformers on fake tensors.
+    The model may be on the meta device.
 
     Args:
         model: the whole model, before any process cuts it.

@@ -148,7 +148,8 @@ def linear_logprobs(
     """Log-probabilities of selected classes, of a linear layer's logits that exist only in chunks.
 
     All results are differentiable but argmax. The backward pass computes the logits again, chunk by
-    chunk. Rows without a target are dropped before the GEMM, and their results are 0.
+    chunk; few logits are kept instead. Rows without a target are dropped before the GEMM, and their
+    results are 0.
 
     Args:
         input: [*, in_features]; float32, bfloat16, float16 (or float64).
