@@ -1,4 +1,4 @@
-"""Experts, and losses over a shared vocabulary, on several processes: the numbers of one process."""
+"""Experts and losses on several processes: the numbers of one process."""
 
 # Parameters and results are DTensors, which torch's annotations do not say.
 # mypy: disable-error-code="attr-defined, union-attr"
