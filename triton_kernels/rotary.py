@@ -20,9 +20,10 @@ the table does not have is not read: the angles are NaN.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -399,18 +400,6 @@ def _tiled(
     call: _Call, streams: Streams, eps: float | None, plus_one: bool, rounded: str
 ) -> TiledLaunch:
     """This kernel's launch with a norm, and that of warps with roles."""
-    by_rule = Tile(call.tile["ROWS"], call.layout[-1], call.tile["num_warps"], 1)
-    tiles = by_rule, rotary_specialised.TILE
-    flags = {
-        **call.options,
-        "plus_one": plus_one,
-        "rounded": rounded,
-        "positions": call.angles[2] is not None,
-        "weights": [stream[2] is not None for stream in streams],
-        "heads": [call.heads(stream[0])[0] for stream in streams],
-    }
-    x = streams[0][0]
-    size = x.numel().bit_length()
 
     def start(tile: Tile) -> Launch:
         if tile.specialised:
@@ -418,10 +407,60 @@ def _tiled(
             return rotary_specialised.specialised_launch(call, streams, eps or 0.0, plus_one, at)
         return _rotate_launch(call, streams, eps, plus_one, rounded, False)
 
+    flags = {"plus_one": plus_one, "rounded": rounded}
+    results = [t for stream in streams for t in (stream[1], stream[3])]
+    return _offer("rotary", rotary_specialised.TILE, call, streams, 2, flags, start, results)
+
+
+def _tiled_backward(call: _Call, streams: Streams, plus_one: bool) -> TiledLaunch:
+    """The launch of gradients, and that of warps with roles. The chunks' sums follow each."""
+    partials = functools.cache(functools.partial(_allocate_partials, call, streams))
+
+    def start(tile: Tile) -> Launch:
+        chunks, sums = partials(tile.specialised)
+        if tile.specialised:
+            return rotary_specialised.specialised_backward_launch(call, streams, sums, plus_one)
+        return _differentiate_launch(call, streams, chunks, sums, plus_one)
+
+    def add(tile: Tile) -> Iterator[Launch]:
+        chunks, sums = partials(tile.specialised)
+        gradients = [stream[-1] for stream in streams]
+        return add_chunks_launches(gradients, sums, chunks[0], call.layout[-1])
+
+    flags = {"plus_one": plus_one, "sums": [stream[-1] is not None for stream in streams]}
+    tile = rotary_specialised.BACKWARD_TILE
+    results = [t for stream in streams for t in (stream[2], stream[-1])]
+    tiled = _offer("rotary's gradient", tile, call, streams, 3, flags, start, results)
+    return tiled._replace(after=add)
+
+
+def _offer(
+    name: str,
+    specialised: Tile,
+    call: _Call,
+    streams: Streams,
+    weight_at: int,
+    flags: dict[str, Any],
+    start: Callable[[Tile], Launch],
+    results: Sequence[torch.Tensor | None],
+) -> TiledLaunch:
+    """The launch with the rule's tile, and one by warps with roles if it may serve."""
+    tiles = [Tile(call.tile["ROWS"], call.layout[-1], call.tile["num_warps"], 1)]
+    if rotary_specialised.may_serve(call, [t for s in streams for t in s[:weight_at]]):
+        tiles.append(specialised)
+    flags = {
+        **call.options,
+        **flags,
+        "positions": call.angles[2] is not None,
+        "weights": [stream[weight_at] is not None for stream in streams],
+        "heads": [call.heads(stream[0])[0] for stream in streams],
+    }
+    x = streams[0][0]
+    size = x.numel().bit_length()
     return TiledLaunch(
-        ("rotary", x.dtype, str(flags), size),
+        (name, x.dtype, str(flags), size),
         lambda: {
-            "kernel": "rotary with a norm",
+            "kernel": f"{name} with a norm",
             "dtype": str(x.dtype).removeprefix("torch."),
             **flags,
             "tiles": list(map(str, tiles)),
@@ -429,39 +468,49 @@ def _tiled(
         size,
         tiles,
         start,
-        [t for stream in streams for t in (stream[1], stream[3]) if t is not None],
+        [t for t in results if t is not None],
     )
 
 
-def _differentiate_launches(call: _Call, streams: Streams, plus_one: bool) -> Iterator[Launch]:
-    """`streams`, for x and k: gradient, input, result, weight, rstd, weight's gradient."""
-    tiles = [call.tiles(stream[0]) for stream in streams]
-    gradients = [stream[-1] for stream in streams]
-    wanted = any(gradient is not None for gradient in gradients)
-    if wanted:
-        tiles = [chunks_of(max(tiles), 1, streams[0][0].device, 4)] * 2
-        if streams[1][0] is None:
+def _allocate_partials(
+    call: _Call, streams: Streams, specialised: bool
+) -> tuple[list[int], list[torch.Tensor | None]]:
+    """The programs for x and for k, and a place for the sums of each; without sums, its tiles."""
+    sources, gradients = [stream[0] for stream in streams], [stream[-1] for stream in streams]
+    tiles = [call.tiles(source) for source in sources]
+    if specialised:
+        tiles = [rotary_specialised.count_programs(call, sources)] * 2
+    elif any(gradient is not None for gradient in gradients):
+        tiles = [chunks_of(max(tiles), 1, sources[0].device, 4)] * 2
+        if sources[1] is None:
             tiles[1] = 0
-    width = call.layout[-1]
+    return tiles, partials_of(gradients, tiles[0], call.layout[-1])
+
+
+def _differentiate_launch(
+    call: _Call,
+    streams: Streams,
+    chunks: Sequence[int],
+    partials: Sequence[torch.Tensor | None],
+    plus_one: bool,
+) -> Launch:
+    """`streams`, for x and k: gradient, input, result, weight, rstd, weight's gradient."""
     # Five programs a multiprocessor, or four: float32 would be spilled.
     registers = 96 if streams[0][0].element_size() == 2 else 128
-    partials = partials_of(gradients, tiles[0], width)
     every: list[Any] = []
     for (grad, x, result, weight, rstd, _), partial in zip(streams, partials, strict=True):
         every += [grad, x, result, weight, rstd, partial, *call.heads(grad), *call.strides(grad)]
         every += [*call.strides(x), *call.strides(result), *call.strides(rstd, 0)]
-    yield launch(
+    return launch(
         _differentiate,
-        sum(tiles),
-        *(*every, *call.angles, call.tokens, *call.layout, *tiles),
+        sum(chunks),
+        *(*every, *call.angles, call.tokens, *call.layout, *chunks),
         **call.options,
         HEADS=call.heads_of_tile(streams[0][0]),
         K_HEADS=call.heads_of_tile(streams[1][0]),
         PLUS_ONE=plus_one,
         **call.tile | {"maxnreg": registers if _four_fit(call.tile) else 255},
     )._replace(spreads=True)
-    if wanted:
-        yield from add_chunks_launches(gradients, partials, tiles[0], width)
 
 
 def _with_adjacent_columns(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -509,10 +558,10 @@ def rotary_embedding(
         result = _empty_result(source)
         streams.append((_with_adjacent_columns(source), result, contiguous(w), rstd))
     how = (eps, plus_one, rounded)
-    if eps is not None and rotary_specialised.may_serve(call, streams):
-        run_tiled(x, _tiled(call, streams, *how))
-    else:
+    if eps is None:
         run(x, _rotate_launch(call, streams, *how, False))
+    else:
+        run_tiled(x, _tiled(call, streams, *how))
     (_, y, _, rstd), (_, key_y, _, key_rstd) = streams
     return tuple(or_empty(result, x) for result in (y, key_y, rstd, key_rstd))  # type: ignore[return-value]
 
@@ -562,7 +611,7 @@ def rotary_embedding_backward(
         check_like(saved, grad)
         tensors = _with_adjacent_columns(grad), _with_adjacent_columns(saved), _empty_result(saved)
         streams.append((*tensors, contiguous(w), statistics.contiguous(), gradient_of(w, need)))
-    run(grad_y, *_differentiate_launches(call, streams, plus_one))
+    run_tiled(grad_y, _tiled_backward(call, streams, plus_one))
     results = [or_empty(stream[at], grad_y) for at in (2, 5) for stream in streams]
     return tuple(results)  # type: ignore[return-value]
 
@@ -585,11 +634,30 @@ def aot_cases(capability: int) -> Iterator[tuple[str, Launch]]:
         name = f"rotary {str(dtype).removeprefix('torch.')} {rotated} of {width}, {kind}"
         plain = [(q, q, None, None), (k, k, None, None)]
         yield name, _rotate_launch(call, plain, None, False, "none", False)
-        normed = [(q, q, weight, rstd), (k, k, weight, rstd[:, :8])]
-        yield f"{name}, norm", _rotate_launch(call, normed, 1e-6, True, "both", False)
-        if capability == 90 and rotary_specialised.may_serve(call, normed):
-            *_, launched = _tiled(call, normed, 1e-6, True, "both").launches()
-            yield f"{name}, norm, warp-specialised", launched
-        streams = [(q, q, q, weight, rstd, weight), (k, k, k, weight, rstd[:, :8], weight)]
-        for step in _differentiate_launches(call, streams, True):
-            yield f"{name}, norm", step
+        yield from _norm_cases(name, capability, call, q, k, rstd, weight)
+        if width == 128 and dtype == torch.bfloat16 and not interleaved:
+            q, table, rstd = q[:, :16], table[:64], rstd[:, :16]
+            call = _call(q, k, table, table, None, rotated, interleaved, False)
+            name = f"{name}, 16 heads without positions"
+            yield from _norm_cases(name, capability, call, q, k, rstd, weight)
+
+
+def _norm_cases(
+    name: str,
+    capability: int,
+    call: _Call,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor,
+) -> Iterator[tuple[str, Launch]]:
+    normed = [(q, q, weight, rstd), (k, k, weight, rstd[:, :8])]
+    gradients = [(q, q, q, weight, rstd, weight), (k, k, k, weight, rstd[:, :8], weight)]
+    for tiled in (
+        _tiled(call, normed, 1e-6, True, "both"),
+        _tiled_backward(call, gradients, True),
+    ):
+        for step in tiled.launches():
+            if capability == 90 or step.least_capability < 90:
+                by_roles = step.least_capability == 90
+                yield f"{name}, norm{', warp-specialised' * by_roles}", step

@@ -6,7 +6,7 @@ torchweld.dispatch.tile_proof is connected, which knows the tiles that `torchwel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,13 +40,13 @@ class TiledLaunch(NamedTuple):
     tiles: Sequence[Tile]
     launch: Callable[[Tile], Launch]
     results: Sequence[torch.Tensor]  # each launch overwrites them, and reads none of them
-    after: Sequence[Launch] = ()  # what follows a launch that is not warp-specialised
+    after: Callable[[Tile], Iterable[Launch]] = lambda tile: ()  # what follows that launch
 
     def launches_with(self, tile: Tile) -> list[Launch]:
-        return [self.launch(tile), *(() if tile.specialised else self.after)]
+        return [self.launch(tile), *self.after(tile)]
 
     def launches(self) -> list[Launch]:
-        return [*[self.launch(tile) for tile in self.tiles], *self.after]
+        return [*[self.launch(tile) for tile in self.tiles], *self.after(self.tiles[0])]
 
 
 choose: Callable[[torch.Tensor, TiledLaunch], Tile] | None = None

@@ -166,7 +166,7 @@ def _may_capture(leaves: Sequence[Any]) -> bool:
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return (
         bool(tensors)
-        and all(t.device.type == _DEVICE for t in tensors)
+        and all(t.device.type == _DEVICE and not t.is_nested for t in tensors)
         and not torch.nn.modules.module._has_any_global_hook()
         and not state.is_transforming()
         and torch._C._autograd._top_saved_tensors_default_hooks(True) is None

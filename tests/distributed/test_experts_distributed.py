@@ -1,4 +1,4 @@
-"""Experts and losses over a shared vocabulary on several processes: the numbers of one process."""
+"""Experts and losses on several processes: the numbers of one process."""
 
 # Parameters and results are DTensors, which torch's annotations do not say.
 # mypy: disable-error-code="attr-defined, union-attr"
@@ -511,3 +511,134 @@ def test_compiled_whole(rank: int) -> None:
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     expected = map(whole_of, differentiate(run, given))
     assert_whole(differentiate(compiled, given), expected, **CLOSE)
+
+
+# --- Logits that devices share -------------------------------------------------------------------
+
+
+def _list_logprobs(made: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
+    several = torch.stack([made["target"], made["target"].roll(1)], 1)
+    every = dict.fromkeys(("return_entropy", "return_lse", "return_argmax"), True)
+    return [
+        {"target": made["target"]},
+        {"target": several.clamp(0, 1), "softcap": 3.0},
+        {"target": several, "temperature": made["temperature"], "logit_scale": 0.5, **every},
+        {"target": several[:, :0], "return_entropy": True},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "classes", "backend"),
+    [(2, 2050, "cpu"), (2, 13, "eager"), (4, 5, "cpu"), (4, 13, None)],
+)
+@on("count")
+def test_logprobs_of_shared_logits(
+    rank: int, count: int, classes: int, backend: str | None
+) -> None:
+    """By classes, even and uneven, by rows, of copies, and of sums; the last of 5 has no class."""
+    mesh, made = init_device_mesh("cpu", (count,)), _make(classes)
+    one = made["linear_weight"].new_empty(ROWS, classes).copy_(made["probabilities"].log() * 3)
+    parts = DTensor.from_local(one / count, mesh, [Partial()])
+    for logits in (_place(one, mesh, 1), _place(one, mesh, 0), _place(one, mesh, None), parts):
+        for given in _list_logprobs(made):
+            run = lambda x, g=given: functional.logprobs(x, **g)  # noqa: E731
+            found = differentiate(run, [logits])
+            assert all(isinstance(t, DTensor) for t in found)
+            assert_whole(found, differentiate(run, [one]), **CLOSE)
+
+
+@on(4)
+def test_logprobs_on_a_mesh_of_rows_and_classes(rank: int) -> None:
+    """Targets are whole on every device, or placed as the rows are; batches have two dimensions."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    made = _make(13)
+    one = made["probabilities"].log().view(3, 4, 13)
+    logits = distribute_tensor(one, mesh, [Shard(1), Shard(2)])
+    target, temperature = (made[name].view(3, 4) for name in ("target", "temperature"))
+    placed = distribute_tensor(target, mesh, [Shard(1), Replicate()])
+    every = dict.fromkeys(("return_entropy", "return_lse", "return_argmax"), True)
+    run = partial(functional.logprobs, temperature=temperature, **every)
+    expected = differentiate(lambda x: run(x, target), [one])
+    for given in (target, placed):
+        found = differentiate(lambda x, t=given: run(x, t), [logits])
+        assert found[0].placements == (Shard(1), Replicate())
+        assert found[-1].placements == (Shard(1), Shard(2))
+        assert_whole(found, expected, **CLOSE)
+
+
+@on(2)
+def test_logprobs_send_a_few_numbers_a_row(rank: int) -> None:
+    mesh, made = init_device_mesh("cpu", (2,)), _make(300)
+    logits = _place(made["probabilities"].log(), mesh, 1).detach().requires_grad_()
+    for entropy, numbers in ((False, 3), (True, 4)):
+        with CountCollectives() as forward:
+            found = functional.logprobs(logits, made["target"], return_entropy=entropy)
+        results = found if isinstance(found, tuple) else (found,)
+        assert dict(forward.bytes) == {"all-reduce": ROWS * numbers * 8}
+        with CountCollectives() as backward:
+            sum(r.sum() for r in results).backward()
+        assert not backward.bytes
+    rows = _place(made["probabilities"].log(), mesh, 0)
+    with CountCollectives() as forward:
+        functional.logprobs(rows, made["target"])
+    assert not forward.bytes
+
+
+@on(2)
+def test_logprobs_write_over_shared_logits(rank: int) -> None:
+    mesh, made = init_device_mesh("cpu", (2,)), _make(13)
+    one = made["probabilities"].log()
+    leaf = _place(one, mesh, 1).detach().requires_grad_()
+    logits = leaf * 1
+    log_p, entropy = functional.logprobs(logits, made["target"], inplace=True, return_entropy=True)
+    (log_p.sum() + entropy.sum()).backward()
+    plain = one.clone().requires_grad_()
+    log_p, entropy = functional.logprobs(plain, made["target"], return_entropy=True)
+    (log_p.sum() + entropy.sum()).backward()
+    assert_whole([leaf.grad], [plain.grad], **CLOSE)
+    assert torch.equal(logits.detach().to_local(), leaf.grad.to_local())
+
+
+@on(2)
+def test_compiled_logprobs(rank: int) -> None:
+    mesh, made = init_device_mesh("cpu", (2,)), _make(13)
+    one = made["probabilities"].log()
+
+    def run(x: Any) -> Any:
+        return functional.logprobs(x, made["target"], return_entropy=True)
+
+    for at in (0, 1):
+        torch._dynamo.reset()
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        found = differentiate(compiled, [_place(one, mesh, at)])
+        assert_whole(found, differentiate(run, [one]), **CLOSE)
+
+
+@on(2)
+def test_what_logprobs_refuse(rank: int) -> None:
+    """Nothing is computed before: the calls of one process do not wait for the other's."""
+    mesh, made = init_device_mesh("cpu", (2,)), _make(13)
+    one, target = made["probabilities"].log(), made["target"]
+    x = _place(one, mesh, 1)
+    refuse = partial(refuses, call=functional.logprobs)
+    grid = init_device_mesh("cpu", (2, 1))
+    twice = DTensor.from_local(x.to_local(), grid, [Shard(1), Shard(1)])
+    whole, elsewhere = (
+        distribute_tensor(target, on, [Replicate()] * on.ndim) for on in (mesh, grid)
+    )
+    integers, leaf = _place(target[:, None], mesh, 0), x.detach().requires_grad_()
+    with CountCollectives() as count:
+        refuse(r"target is of shape \[5\]", input=x, target=target[:5])
+        refuse(r"target\[0\] is 13; accepted: 0 to 12", input=x, target=target * 0 + 13)
+        refuse("temperature is of shape", input=x, target=target, temperature=one[:2, 0])
+        refuse("input is of dtype torch.int64", input=integers, target=target)
+        refuse("target is a DTensor", input=one, target=whole)
+        refuse(
+            "inplace is True for logits that are a leaf", input=leaf, target=target, inplace=True
+        )
+        refuse(r"input is a DTensor placed", input=twice, target=target)
+        refuse("target is on another mesh", input=x, target=elsewhere)
+    assert not count.bytes
+    found = functional.logprobs(leaf, target)
+    error = refuses("create_graph", torch.autograd.grad, found.sum(), leaf, create_graph=True)
+    assert "logprobs" in str(error)

@@ -393,6 +393,7 @@ def _language(program: _Program) -> dict[str, Any]:
         num_programs=lambda axis: program.programs,
         num_warps=lambda: 4,
         cdiv=lambda a, b: -(-a // b),
+        to_tensor=lambda value: value,
         minimum=minimum,
         abs=elementwise(np.abs),
         load=load,

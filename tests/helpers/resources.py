@@ -59,6 +59,7 @@ NEVER_UNALIGNED = {
             "linear_act_specialised.linear_act_specialised",
             "symmetric_specialised.symmetric_specialised",
             "rotary_specialised.rotate_specialised",
+            "rotary_specialised.differentiate_specialised",
         ),
         "reads descriptors: such views have none",
     ),

@@ -213,7 +213,7 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def launch_and_count(call: Any, *rest: Any) -> Any:
         tiled_launches, after = list_tiled_keys(call, *rest)
-        (summed,) = after or tiled_launches[0].after
+        (summed,) = after or tiled_launches[0].after(tiled_launches[0].tiles[0])
         *_, extras, least = summed.args
         table = call.columns.table
         if table is None or summed.options["PER_HEAD"]:

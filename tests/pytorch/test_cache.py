@@ -410,6 +410,18 @@ def test_subclasses_and_wrong_arguments_take_the_whole_path(call: Call) -> None:
             call(wrong, *rest)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@each
+def test_nested_tensors_are_refused(call: Call) -> None:
+    """torch's comparison of tensors would end the process."""
+    given = [t.detach() for t in call.leaves]
+    call.warm(*given)
+    for at, t in enumerate(given):
+        nested = torch.nested.nested_tensor([*t.unsqueeze(0)])  # of as many elements
+        with pytest.raises((ArgumentError, TypeError, RuntimeError)):  # it has no sizes
+            call(*given[:at], nested, *given[at + 1 :])
+
+
 def _prepared(x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, ...]:
     return x * 2, [WIDTH], weight, None
 

@@ -450,7 +450,11 @@ def _list_tiled_keys(
     after = [_sum_launch(call, grad_k, grad_v, partials, extras, least, per_head=per_head)]
     if sums == [BOTH]:  # a warp-specialised launch does not divide lines
         results = [grad for grad in (grad_k, grad_v) if grad is not None]
-        return [tiled_launches[0]._replace(after=after, results=results)], []
+
+        def add_up(tile: Tile) -> list[Launch]:
+            return [] if tile.specialised else after
+
+        return [tiled_launches[0]._replace(after=add_up, results=results)], []
     return tiled_launches, after
 
 

@@ -299,7 +299,7 @@ def _keep(cache: _Cache, decision: Decision, given: Sequence[Any]) -> None:
     # What is no op's decides by alignment itself, as losses do: their targets may be a slice.
     aligned = is_planned or (decision.op is not None and choice.is_on_gpu(x))
     compare = functools.partial(
-        make_guard, aligned=aligned, shaped=cache.shaped, seed_at=cache.seed_at
+        make_guard, aligned=aligned, raw=True, shaped=cache.shaped, seed_at=cache.seed_at
     )
     matches = compare(given)
     made = matches and _make_run(decision, cache, given)

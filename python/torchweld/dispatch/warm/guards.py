@@ -79,6 +79,7 @@ def make_guard(
     given: Sequence[Any],
     *,
     aligned: bool = False,
+    raw: bool = False,
     shaped: type | None = None,
     seed_at: int | None = None,
     varying: Varying | None = None,
@@ -92,7 +93,8 @@ def make_guard(
 
     None if such a call cannot be recognised: an argument is a tensor subclass, or an object that is
     not `shaped`; those are compared by their `form`. So on a torch without guards. `aligned`:
-    tensors must also be aligned, since Triton specializes kernels on alignment. The number at
+    tensors must also be aligned, since Triton specializes kernels on alignment. `raw`: a caller's
+    tensors may be nested, at which torch's comparison would end the process. The number at
     `seed_at` may be any seed. Sizes and strides of `varying` that are None may differ. `conditions`
     are code on the arguments a0, a1, ...
     """
@@ -136,7 +138,7 @@ def make_guard(
     for i, value in enumerate(given):
         _add_elements(elements, f"a{i}", value)
     classes = [type(v) for v, kind in zip(given, kinds, strict=True) if kind in ("v", "o")]
-    return _write_guard((*kinds,), aligned, (*elements,), (*conditions,))(
+    return _write_guard((*kinds,), aligned, raw, (*elements,), (*conditions,))(
         _compare(tensors.values(), sizes, strides),
         tuple(values),
         tuple(classes),
@@ -168,7 +170,11 @@ def _add_elements(to: dict[str, type], name: str, value: Any) -> None:
 
 @functools.lru_cache(4096)
 def _write_guard(
-    kinds: tuple[str, ...], aligned: bool, elements: tuple[str, ...], more: tuple[str, ...]
+    kinds: tuple[str, ...],
+    aligned: bool,
+    raw: bool,
+    elements: tuple[str, ...],
+    more: tuple[str, ...],
 ) -> Callable[..., Guard]:
     """Make a function that makes guards of calls with such arguments.
 
@@ -184,7 +190,9 @@ def _write_guard(
     for kind, singleton in (("n", None), ("y", True), ("f", False)):
         conditions += [f"{name} is {singleton}" for name in select(kind)]
     # An optimizer's guard has a thousand tensors, which need no names.
-    given = "*all" if {*kinds} == {"t"} and not (aligned or more) else ", ".join(names)
+    given = "*all" if {*kinds} == {"t"} and not (aligned or raw or more) else ", ".join(names)
+    if raw:
+        conditions += [f"not {name}.is_nested" for name in select("t")]
     conditions.append(f"check({'*all' if given == '*all' else ', '.join(select('t'))})")
     again = zip(names, kinds, strict=True)
     conditions += [f"{name} is {first}" for name, first in again if first[0] == "a"]

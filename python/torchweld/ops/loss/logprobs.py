@@ -22,6 +22,7 @@ from torchweld.ops.loss import arguments, chunks, results
 from torchweld.ops.loss.arguments import Settings
 from torchweld.ops.loss.results import Outputs
 from torchweld.ops.loss.rows import as_matrix
+from torchweld.ops.loss.sharding import Sharding, find_sharding_of_logits
 from torchweld.ops.loss.ways import again, fused
 from torchweld.ops.loss.ways import torch as of_torch
 from torchweld.ops.loss.ways.kind import shape_logprobs
@@ -73,21 +74,26 @@ def logprobs(
     asked = (return_entropy, return_lse, return_argmax, inplace)
     for flag, value in zip(flags, asked, strict=True):
         checks.flag(_NAME, flag, value)
-    arguments.check_tensor(_NAME, "input", input)
+    checks.dense(_NAME, "input", input, arguments.FLOATS)
     if input.ndim == 0:
         raise ArgumentError(_NAME, "input", "of no dimensions", "[*, V]")
+    classes, logits = input.shape[-1], input
+    sharding, input = find_sharding_of_logits(_NAME, logits)
+    target = sharding.take_rows("target", target)
+    temperature = sharding.take_rows("temperature", temperature)
     leading = tuple(input.shape[:-1])
     several = arguments.check_picked(_NAME, target, input, leading)
     scaling: dict[str, Any] = {"logit_scale": logit_scale, "softcap": softcap}
     scaling |= {"temperature": temperature, "ignored": ignore_index, "several": several}
-    settings = arguments.check_settings(
-        _NAME, input, input.dtype, leading, input.shape[-1], **scaling
-    )
+    settings = arguments.check_settings(_NAME, input, input.dtype, leading, classes, **scaling)
     wanted = Outputs(entropy=return_entropy, argmax=return_argmax)
     given = (input, target, temperature)
     of_any_size = settings._replace(leading=())
     how = (wanted, return_lse, inplace, why_not_now() is not None)
-    in_general = partial(_compute, of_any_size, *how)
+    in_general = partial(_compute, of_any_size, sharding, *how)
+    if sharding.mesh is not None:
+        _refuse_leaf(inplace, logits)
+        return sharding.wrap(in_general(*given))  # type: ignore[no-any-return]
     if any(asked):
         return Decision(None, in_general, given, _TENSORS)  # type: ignore[return-value]
     few = 0 if any(x is not None for x in (temperature, logit_scale, softcap)) else _FEW
@@ -110,8 +116,14 @@ def _run_fused(run: of_torch.Run, input: torch.Tensor, *given: Any) -> torch.Ten
     return fused.negate(run, as_matrix(input), None, None, *given)
 
 
+def _refuse_leaf(inplace: bool, logits: torch.Tensor) -> None:
+    if inplace and logits.is_leaf and logits.requires_grad:
+        raise ArgumentError(_NAME, "inplace", "True for logits that are a leaf", "False")
+
+
 def _compute(
     settings: Settings,
+    sharding: Sharding,
     wanted: Outputs,
     returns_lse: bool,
     inplace: bool,
@@ -120,11 +132,14 @@ def _compute(
 ) -> Any:
     input, target, temperature = given
     settings = settings._replace(leading=tuple(input.shape[:-1]))
-    if inplace and input.is_leaf and input.requires_grad:
-        raise ArgumentError(_NAME, "inplace", "True for logits that are a leaf", "False")
+    _refuse_leaf(inplace, input)
     marked, how = arguments.read_rows(settings, target, None, temperature)
+    marked, how = sharding.take_classes(marked, how)
     if takes_eager:
+        sharding.refuse_transforms("input")
         found = results.reference(as_matrix(input), marked, how, wanted)
     else:
-        found = again.find(chunks.as_layer(as_matrix(input)), marked, how, wanted, inplace)
+        found = again.find(
+            chunks.as_layer(as_matrix(input)), marked, how, wanted, inplace, sharding.classes
+        )
     return shape_logprobs(found, target, settings.leading, wanted, returns_lse)

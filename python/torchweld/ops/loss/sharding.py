@@ -21,6 +21,7 @@ from torchweld.errors import ArgumentError
 from torchweld.ops.loss import rows
 from torchweld.ops.loss.results import Outputs
 from torchweld.ops.loss.rows import LossTransform
+from torchweld.registry import why_not_now
 
 
 class Classes(NamedTuple):
@@ -31,6 +32,7 @@ class Classes(NamedTuple):
     size: int
     whole: int  # the number of all classes
     most: int  # the largest number of classes that a device has
+    function: str
 
 
 class Sharding(NamedTuple):
@@ -86,7 +88,7 @@ class Sharding(NamedTuple):
         """
         if self.classes is None:
             return target, how
-        _, begin, size, whole, _ = self.classes
+        begin, size, whole = self.classes[1:4]
         here = target - begin
         here = torch.where((here >= 0) & (here < size), here, rows.ELSEWHERE)
         here = torch.where(target >= whole, size, here)
@@ -105,6 +107,12 @@ class Sharding(NamedTuple):
         parts = [of if isinstance(of, Replicate) else Partial() for of in self.of_rows]
         total = DTensor.from_local(x, self.mesh, parts, run_check=False)
         return total.redistribute(self.mesh, replicate(self.mesh)).to_local()  # type: ignore[no-any-return]
+
+    def refuse_transforms(self, name: str) -> None:
+        """Refuse what only eager torch serves, with all classes on this device."""
+        if self.classes is not None:
+            accepted = "one that no transform sees: devices share its classes"
+            raise ArgumentError(self.function, name, why_not_now(), accepted)
 
     def wrap(self, result: Any) -> Any:
         """Results of each row, or one number that all devices have, as DTensors."""
@@ -150,13 +158,7 @@ def find_sharding(function: str, input: Any, weight: Any, bias: Any) -> tuple[Sh
         of_rows.append(of if keeps else Replicate())
         on_input.append(Partial() if at == shared else of_rows[-1])
         of_classes.append(Shard(0) if at == shared else Partial() if keeps else Replicate())
-    classes = None
-    if shared is not None:
-        whole, size = weight.shape[0], mesh.size(shared)
-        each = -(-whole // size)
-        begin = min(each * mesh.get_local_rank(shared), whole)
-        group = mesh.get_group(shared).group_name
-        classes = Classes(group, begin, min(each, whole - begin), whole, each)
+    classes = None if shared is None else _find_classes(function, mesh, shared, weight.shape[0])
     of_weight = tuple(on_weight)
     parts = (
         take_part(function, "input", input, mesh, of_rows, on_input),
@@ -165,6 +167,35 @@ def find_sharding(function: str, input: Any, weight: Any, bias: Any) -> tuple[Sh
     )
     leading = tuple(input.shape[:-1])
     return Sharding(function, mesh, tuple(of_rows), leading, shared, classes), parts
+
+
+def find_sharding_of_logits(function: str, logits: torch.Tensor) -> tuple[Sharding, torch.Tensor]:
+    """Where this device's part of given logits [*, V] is, and that part."""
+    if not is_dtensor(logits):
+        return Sharding(function), logits
+    from torch.distributed.tensor import Replicate, Shard
+
+    given: Any = logits
+    mesh, last = given.device_mesh, given.ndim - 1
+    own = [of if isinstance(of, Shard) else Replicate() for of in given.placements]
+    along = [at for at, of in enumerate(own) if isinstance(of, Shard) and of.dim == last]
+    if len(along) > 1 or any(map(is_strided, given.placements)):
+        placed = ", ".join(map(str, given.placements))
+        accepted = "no strided shards, and shards of the classes along one dimension of the mesh"
+        raise ArgumentError(function, "input", f"a DTensor placed {placed}", accepted)
+    shared = along[0] if along else None
+    classes = None if shared is None else _find_classes(function, mesh, shared, given.shape[last])
+    of_rows = tuple(Replicate() if at == shared else of for at, of in enumerate(own))
+    part = take_part(function, "input", logits, mesh, own, own)
+    return Sharding(function, mesh, of_rows, tuple(given.shape[:-1]), shared, classes), part
+
+
+def _find_classes(function: str, mesh: Any, shared: int, whole: int) -> Classes:
+    """The classes of this device, if a dimension of the mesh shares them."""
+    each = -(-whole // mesh.size(shared))
+    begin = min(each * mesh.get_local_rank(shared), whole)
+    group = mesh.get_group(shared).group_name
+    return Classes(group, begin, min(each, whole - begin), whole, each, function)
 
 
 # --- What devices exchange
@@ -239,5 +270,5 @@ def run_both(
 def refuse_second_derivatives(classes: Classes | None) -> None:
     """Refuse second derivatives: they need all logits at once, which no device has."""
     if classes is not None:
-        accepted = "False where devices share the classes of linear_weight"
-        raise ArgumentError("linear_cross_entropy", "create_graph", "True", accepted)
+        accepted = "False where devices share the classes"
+        raise ArgumentError(classes.function, "create_graph", "True", accepted)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from torchweld.errors import ArgumentError
 from torchweld.ops.loss import results
 from torchweld.ops.loss.chunks import Layer
 from torchweld.ops.loss.results import Outputs, RowResults
 from torchweld.ops.loss.rows import LossTransform
 from torchweld.ops.loss.ways.kind import LossKind
-from torchweld.registry import why_not_now
 
 
 def find_by_reference(
@@ -27,8 +25,5 @@ def find_by_reference(
 def compute(
     kind: LossKind, layer: Layer, target: torch.Tensor, how: LossTransform, wanted: Outputs
 ) -> RowResults:
-    if kind.sharding.classes is not None:
-        accepted = "one that no transform sees: devices share its classes"
-        function = kind.settings.function
-        raise ArgumentError(function, "linear_weight", why_not_now(), accepted)
+    kind.sharding.refuse_transforms("linear_weight")
     return find_by_reference(layer, target, how, wanted)
