@@ -15,7 +15,7 @@ import selection
 import torchweld
 from conftest import Target
 from oracle import incoming, is_floating, run, total
-from torchweld import numerics
+from torchweld import functional, numerics
 from torchweld.bench.cases import CASES
 from torchweld.bench.measure.host_times import PAIRS, Timed
 from torchweld.dispatch import choice, proof
@@ -104,6 +104,32 @@ def test_compile_equals_eager(target: Target) -> None:
         )
         for name, value in run(target.op, inputs, compiled).items():
             assert torch.equal(value, eager[name]), name
+
+
+_TWICE: dict[str, Any] = {
+    "bias_dropout_add": lambda x, w: functional.bias_dropout_add(x, None, x, p=0.1),
+    "dropout_add_rms_norm": lambda x, w: functional.dropout_add_rms_norm(x, x, w, p=0.1)[0],
+    "gated_residual": lambda x, w: functional.gated_residual(x, w.expand(4, 8), x),
+    "normalize_act": lambda x, w: functional.normalize_act(x, w, w),
+}
+
+
+@pytest.mark.parametrize("name", _TWICE)
+def test_one_tensor_for_two_arguments_compiles(name: str) -> None:
+    """Dynamo's autograd.Function takes no tensor twice, so that fullgraph raised an error."""
+    torch._dynamo.reset()
+    results = []
+    with torchweld.use_backend("cpu"):
+        for function in (
+            _TWICE[name],
+            torch.compile(_TWICE[name], fullgraph=True, backend="aot_eager"),
+        ):
+            torch.manual_seed(0)
+            x, w = torch.randn(4, 8, requires_grad=True), torch.rand(8, requires_grad=True)
+            y = function(x, w)
+            results.append([y, *torch.autograd.grad(y.square().sum(), (x, w), allow_unused=True)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, **numerics.ROUNDED)
 
 
 # It tests the call and the fakes, which are the same wherever kernels are imitated. By default the

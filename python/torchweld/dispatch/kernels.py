@@ -66,7 +66,9 @@ class Kernel:
 
     def _differentiable(self, *inputs: Any) -> Any:
         if wants_gradient(*inputs):
-            return (self.function.apply if state.is_compiling() else self._apply)(*inputs)
+            if state.is_compiling():
+                return self.function.apply(*_tell_apart(inputs))
+            return self._apply(*inputs)
         results = as_tuple(self.forward(*inputs))
         if len(self._public_at) == 1:
             return results[self._public_at[0]]
@@ -101,6 +103,15 @@ class Kernel:
             )
         places = [f"r[{at}]" for at in self._public_at]
         return forward, [], range(len(inputs)), places if self._results > 1 else ["r"]
+
+
+def _tell_apart(inputs: Sequence[Any]) -> list[Any]:
+    """The inputs, with a view in place of a tensor that came before: Dynamo takes none twice."""
+    told: list[Any] = []
+    for x in inputs:
+        is_again = isinstance(x, torch.Tensor) and any(x is each for each in told)
+        told.append(x.view_as(x) if is_again else x)
+    return told
 
 
 @dataclass(frozen=True)
