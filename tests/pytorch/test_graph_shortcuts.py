@@ -173,14 +173,14 @@ def test_it_is_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluated: list[str] = []
     settings: Any = shortcuts.UserDefinedObjectVariable
     answers._install()
-    read = settings.var_getattr.__closure__[0].cell_contents
+    read = getattr(settings, shortcuts.READ).__closure__[0].cell_contents
 
     def note(variable: Any, tx: Any, name: str) -> Any:
         if variable.value is got.settings:
             evaluated.append(name)
         return read(variable, tx, name)
 
-    monkeypatch.setattr(settings, "var_getattr", shortcuts._remember(note))
+    monkeypatch.setattr(settings, shortcuts.READ, shortcuts._remember(note))
     made: list[Any] = []
     begin = shortcuts.LazyVariableTracker.realize
 

@@ -343,8 +343,11 @@ class _Recording:
         return listed
 
 
-# What Dynamo asks a variable to hand it on, or for its class.
+# What Dynamo asks a variable to hand it on, or for its class. Its tables of methods are its class's.
 _PASSING = {
+    "_lookup_tp_table",
+    "lookup_tp_getset_member",
+    "lookup_tp_method",
     "__class__",
     "__dict__",
     "realize",

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._dynamo import guards, output_graph, symbolic_convert
+from torch._dynamo import guards, output_graph, symbolic_convert, variables
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import dicts, higher_order_ops, user_defined
+from torch._dynamo.variables import higher_order_ops
 from torch._dynamo.variables.base import (
     AttributeMutationNew,
     ValueMutationNew,
@@ -201,17 +201,17 @@ def _note_store(store: Callable[..., Any]) -> Callable[..., Any]:
     return note_and_store
 
 
-_CLASSES = (
-    getattr(dicts, "SetVariable", None),
-    getattr(user_defined, "UserDefinedSetVariable", None),
-)
-_SETS: Any = tuple(filter(None, _CLASSES))
+@functools.cache
+def _list_sets() -> tuple[Any, ...]:
+    """Dynamo's variables of sets. A release that has them elsewhere is not captured."""
+    found = [variables.SetVariable, getattr(variables, "UserDefinedSetVariable", None)]
+    return tuple(cls for each in found if each for cls in each.__mro__ if "Set" in cls.__name__)
 
 
 def _note_change(change: Callable[..., Any]) -> Callable[..., Any]:
     def note_and_change(effects: Any, item: Any) -> Any:
         if _is_serving():
-            if isinstance(item, _SETS) and not _is_new(item):
+            if isinstance(item, _list_sets()) and not _is_new(item):
                 raise Unsupported("a set from outside is written, which Dynamo does not repeat")
             _find_settings(effects.output_graph_weakref()).change(item)
         return change(effects, item)
