@@ -395,8 +395,9 @@ def test_a_pattern_runs_its_reference(name: str, dtype: torch.dtype) -> None:
     for a, b, c in zip(got, exact, eager, strict=True):
         assert (a.shape, a.dtype) == (c.shape, c.dtype)
         errors = [float((x.double() - b).norm()) for x in (a, c)]
-        # Rounding of one result, where eager's happens to be exact.
-        least = torch.finfo(a.dtype).eps * float(b.norm())
+        # Roundings of a result and of what a backward pass computes again, where eager's happen to
+        # be exact: with AVX-512 attention's gradient of the keys has 2.8 units for eager's 1.4.
+        least = 2 * torch.finfo(a.dtype).eps * float(b.norm())
         assert errors[0] <= 1.2 * errors[1] + least, (errors, float(b.norm()))
 
 

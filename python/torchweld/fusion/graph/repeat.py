@@ -343,7 +343,7 @@ class _Recording:
         return listed
 
 
-# What Dynamo asks a variable to hand it on, or for its class. Its tables of methods are its class's.
+# What Dynamo asks a variable to hand it on, or for its class, whose tables of methods it has.
 _PASSING = {
     "_lookup_tp_table",
     "lookup_tp_getset_member",
