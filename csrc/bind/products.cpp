@@ -106,6 +106,8 @@ void multiply_blocks(const std::vector<Block>& blocks, const Product& product) {
   // may add in another order.
   const int64_t range = std::max<int64_t>(blocks.size(), 2);
   torch::stable::parallel_for(0, range, 1, [&](int64_t, int64_t) {
+    // torch gives MKL its number of threads when a thread first uses it, which may be in a block.
+    torch::stable::parallel_for(0, 1, 1, [](int64_t, int64_t) {});
     const OneThread here;
     for (int64_t at = next++; at < (int64_t)blocks.size(); at = next++) {
       try {
