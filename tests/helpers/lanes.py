@@ -146,6 +146,7 @@ OF_NEW_TORCH = (
 # One of each kind of the tests of several processes: run under the oldest torch too.
 OF_EACH_KIND = (
     "distributed/test_experts_distributed.py",
+    "distributed/test_losses_distributed.py",
     "distributed/test_shards.py",
     "distributed/test_stack.py",
 )
