@@ -146,6 +146,10 @@ stack: env ## Run all cells of the matrix of strategies and write docs/stack.md
 # python3.12 itself, or pyenv's where that is not the version in use.
 PYTHON312 ?= $(firstword $(shell python3.12 -c 'import sys, venv; print(sys.executable)' 2>/dev/null) \
 	$(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12))
+# Ends a recipe that has no room for an environment $(1) of another torch, $(2).
+needs_disk = free=$$(df --output=avail -BG . | tail -n 1 | tr -dc 0-9); \
+	[ -d $(1) ] || [ $$free -ge 12 ] || { echo "torchweld: the tests under torch $(2) did not run: they need 12 GB of disk, $$free GB are free"; exit 0; }
+
 LANE := of_torch of_each_kind
 .PHONY: test-lane-all
 test-lane-all: export LANE := of_torch processes
@@ -154,8 +158,7 @@ test-lane-all: test-lane ## Run `make test-lane` with all tests of several proce
 .PHONY: test-lane
 test-lane: ## Run the tests that depend on torch under Python 3.12, the oldest torch (2.10) and Triton 3.6
 	@[ -n "$(PYTHON312)" ] || { echo "torchweld: the second lane did not run: no python3.12 with venv"; exit 0; }; \
-	free=$$(df --output=avail -BG . | tail -n 1 | tr -dc 0-9); \
-	[ -d .venv-2.10 ] || [ $$free -ge 12 ] || { echo "torchweld: the second lane did not run: it needs 12 GB of disk, $$free GB are free"; exit 0; }; \
+	$(call needs_disk,.venv-2.10,2.10); \
 	$(MAKE) --no-print-directory lane LANE="$(LANE)" PYTHON=$(PYTHON312) TORCH=2.10.0 VENV=.venv-2.10
 
 NEWEST := 2.15.0
@@ -170,8 +173,8 @@ $(NEW)/.ready: requirements.txt pyproject.toml setup.py
 
 .PHONY: test-newest
 test-newest: env ## Run the tests of `make test-lane` under the newest torch
-	@free=$$(df --output=avail -BG . | tail -n 1 | tr -dc 0-9); \
-	[ -d $(NEW) ] || [ $$free -ge 12 ] || { echo "torchweld: the tests under torch $(NEWEST) did not run: they need 12 GB of disk, $$free GB are free"; exit 0; }; \
+	@[ "$(VENV)" != none ] || { echo "torchweld: the tests under torch $(NEWEST) did not run: VENV=none installs nothing"; exit 0; }; \
+	$(call needs_disk,$(NEW),$(NEWEST)); \
 	$(MAKE) --no-print-directory $(NEW)/.ready && \
 	$(NEW)/bin/python -m pytest -n 2 --dist worksteal $(call lanes,$(LANE)) -m "not interpreted and not emulated" $(ARGS)
 
