@@ -111,7 +111,17 @@ _TWICE: dict[str, Any] = {
     "dropout_add_rms_norm": lambda x, w: functional.dropout_add_rms_norm(x, x, w, p=0.1)[0],
     "gated_residual": lambda x, w: functional.gated_residual(x, w.expand(4, 8), x),
     "normalize_act": lambda x, w: functional.normalize_act(x, w, w),
+    "batch_norm_act": lambda x, w: functional.batch_norm_act(x, None, None, w, w, True),
+    "experts_mlp": lambda x, w: functional.experts_mlp(
+        x, *[w.diag().expand(2, 8, 8)] * 2, *_ROUTED, gated=False
+    ),
+    "mlp": lambda x, w: functional.mlp(x, *[w.diag(), w] * 2),
+    "linear_cross_entropy": lambda x, w: functional.linear_cross_entropy(x, x, _ROUTED[0][:, 0]),
+    "rotary_embedding_qk": lambda x, w: functional.rotary_embedding_qk(
+        *[x.view(1, 1, 4, 8)] * 2, *[w.detach().expand(4, 8)] * 2
+    )[0],
 }
+_ROUTED = torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0]]), torch.full((4, 2), 0.5)
 
 
 @pytest.mark.parametrize("name", _TWICE)

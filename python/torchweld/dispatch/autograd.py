@@ -105,6 +105,17 @@ def find_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return base.apply  # type: ignore[no-any-return]
 
 
+def tell_apart(inputs: Sequence[Any]) -> Sequence[Any]:
+    """The inputs of a node. Under torch.compile, which passes none twice, repeats become views."""
+    if not state.is_compiling():
+        return inputs
+    told: list[Any] = []
+    for x in inputs:
+        is_again = isinstance(x, torch.Tensor) and any(x is each for each in told)
+        told.append(x.view_as(x) if is_again else x)
+    return told
+
+
 def _write_node(node: str, op: Differentiable, returned: Sequence[str], ready: bool) -> str:
     """The code of a node, without a loop: each value has its name in the schemas."""
     inputs, results = op.forward_signature.arguments, op.forward_signature.results

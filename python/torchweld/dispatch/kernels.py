@@ -17,6 +17,7 @@ from torchweld.dispatch.autograd import (
     complete_steps,
     exports_a_derivative,
     find_apply,
+    tell_apart,
     wants_gradient,
 )
 from torchweld.dispatch.library import define_differentiable, define_overload, make_step
@@ -67,7 +68,7 @@ class Kernel:
     def _differentiable(self, *inputs: Any) -> Any:
         if wants_gradient(*inputs):
             if state.is_compiling():
-                return self.function.apply(*_tell_apart(inputs))
+                return self.function.apply(*tell_apart(inputs))
             return self._apply(*inputs)
         results = as_tuple(self.forward(*inputs))
         if len(self._public_at) == 1:
@@ -103,15 +104,6 @@ class Kernel:
             )
         places = [f"r[{at}]" for at in self._public_at]
         return forward, [], range(len(inputs)), places if self._results > 1 else ["r"]
-
-
-def _tell_apart(inputs: Sequence[Any]) -> list[Any]:
-    """The inputs, with a view in place of a tensor that came before: Dynamo takes none twice."""
-    told: list[Any] = []
-    for x in inputs:
-        is_again = isinstance(x, torch.Tensor) and any(x is each for each in told)
-        told.append(x.view_as(x) if is_again else x)
-    return told
 
 
 @dataclass(frozen=True)

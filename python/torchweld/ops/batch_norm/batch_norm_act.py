@@ -27,6 +27,7 @@ from torchweld.dispatch.autograd import (
     exports_a_derivative,
     find_apply,
     make_views,
+    tell_apart,
     wants_gradient,
 )
 from torchweld.dispatch.bare import BareOp
@@ -302,7 +303,7 @@ def _train_in_group(run: _Training, x: Tensor, *rest: Any, offset: Tensor | None
     if exports_a_derivative():  # no single op covers the exchange and the update
         return reference(BATCH_NORM_ACT, x if offset is None else x + offset, *columns, *how)
     trains = wants_gradient(x, *columns[2:])
-    y, *made = (run.function.apply if trains else run.forward)(x, *columns, *how)
+    y, *made = (run.function.apply if trains else run.forward)(*tell_apart((x, *columns)), *how)
     statistics.finish(x, columns, offset, *made, momentum, group)  # type: ignore[call-arg]
     return y  # type: ignore[no-any-return]
 

@@ -28,6 +28,7 @@ from torchweld.dispatch.autograd import (
     list_wanted,
     make_unaliased,
     take_left_over,
+    tell_apart,
 )
 from torchweld.dispatch.call import call, decide
 from torchweld.dispatch.dtensor import is_dtensor
@@ -190,7 +191,8 @@ def _run_cast(passes: Passes, *inputs: Any) -> torch.Tensor:
     x, dtype = args.input, gemm.find_dtype(args.input)
     factors = {name: getattr(args, name) for name in _CAST}
     cast = {name: None if t is None else t.to(dtype) for name, t in factors.items()}
-    made: torch.Tensor = _ExpertsMLP.apply(passes, *args._replace(**cast))  # type: ignore[no-untyped-call]
+    given = tell_apart(args._replace(**cast))
+    made: torch.Tensor = _ExpertsMLP.apply(passes, *given)  # type: ignore[no-untyped-call]
     return made.to(x.dtype)
 
 
