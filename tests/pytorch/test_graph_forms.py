@@ -194,3 +194,26 @@ def test_two_lengths_have_rows_in_common() -> None:
         fused(make_ids(length=length))
         rows = torchweld.explain_fusion(fused)
         assert [row.becomes for row in rows].count("gated_act") == 2
+
+
+class Unread(nn.Module):
+    """A layer that computes states for a next one, which does not exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states = x + functional.dropout(self.linear(x), 0.1, self.training)
+        normed = self.norm(states)
+        states = states + functional.dropout(self.linear(normed), 0.1, self.training)
+        return normed
+
+
+def test_what_is_not_read_is_no_failed_weld() -> None:
+    """The first weld takes the unread sum out; the second told of "a function of torch" there."""
+    told = str(torchweld.explain_fusion(Unread(), torch.ones(2, 3, WIDTH)))
+    assert "dropout_add_layer_norm" in told
+    assert "bias_dropout_add" not in told
+    assert "function of torch" not in told

@@ -125,8 +125,9 @@ class _Writing:
     def place_all(self, finders: list[Finder]) -> None:
         with self.trace.quietly():
             for find in finders:
-                for at in range(len(self.record.steps)):
-                    if at not in self._claimed:
+                for at, step in enumerate(self.record.steps):
+                    is_gone = self.trace.nodes[step.node]._erased  # with a weld, as it is not read
+                    if at not in self._claimed and not is_gone:
                         self._place_one(find(self.record, at))
         if self.welded:
             self.module.graph.lint()
