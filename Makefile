@@ -72,18 +72,23 @@ emulator: env ## Build the CUDA kernels for the CPU, for the tests
 	@$(PY) csrc/build.py --emulator --out $(EMULATOR)
 
 .PHONY: test
-test: emulator ## Run the package's own test suite
+test: emulator ## Run the package's tests: each thing that it does
 	$(call say,testing)
-	@$(PYTEST) -n 2 --dist worksteal -m "not nightly" tests $(ARGS)
+	@$(PYTEST) -n 2 --dist worksteal -m "not details and not nightly" tests $(ARGS)
+
+.PHONY: test-details
+test-details: emulator ## Run the tests that `make test` leaves out: the same with other models, forms and compilers
+	$(call say,testing details)
+	@$(PYTEST) -n 2 --dist worksteal -m "details and not nightly" tests $(ARGS)
 
 .PHONY: check
 check: env ## Run the tests for every change: each op, optimizer and tool once, on the best instruction set
 	$(call say,checking)
-	@$(PYTEST) -n 2 --dist worksteal -m "not processes and not stand_in and not nightly" tests $(ARGS)
+	@$(PYTEST) -n 2 --dist worksteal -m "not processes and not stand_in and not details and not nightly" tests $(ARGS)
 
 .PHONY: test-matrix
 test-matrix: export TORCHWELD_MATRIX := 1
-test-matrix: test ## Run `make test` with all combinations of tests that otherwise run a covering part
+test-matrix: test test-details ## Run both with all combinations of tests that otherwise run a covering part
 
 # What a lane is of: `.ci/run` takes a thin one of these tests, `make nightly` all of them.
 NUMBERS := numbers

@@ -26,6 +26,48 @@ STAND_INS = (
     "tools/test_triton_slots.py",
 )
 
+# `make test` and `make check` leave these to `make test-details`, which `.ci/run` runs too. `make
+# test` asks each question once; these ask it again of other models, forms, compilers and GPUs.
+DETAILS = {
+    # fuse: test_graph_fuse.py, test_fuse_plain.py, test_graph_forms.py and test_hand_written.py
+    # have what is welded, and what it computes.
+    "pytorch/test_fuse_layers.py": "welds with dropout or masks of their own, and torch's layers",
+    "pytorch/test_fuse_logits.py": "every use of logits that are computed late",
+    "pytorch/test_fuse_mutants.py": "forwards and conditions that differ a little from a weld's",
+    "pytorch/test_fuse_odd.py": "odd modules",
+    "pytorch/test_fuse_parts.py": "parts of a fused model, called in every way",
+    "pytorch/test_graph_alone.py": "norms that differ a little, each by itself",
+    "pytorch/test_graph_answers.py": "forwards that ask torch, or branch on numbers",
+    "pytorch/test_graph_captures.py": "how Dynamo is used, in processes of its own",
+    "pytorch/test_graph_experts.py::test_a_forward_that_is_not_experts": (
+        "mixtures that differ a little"
+    ),
+    "pytorch/test_graph_mutants.py": "forwards that differ a little, and changes after a call",
+    "pytorch/test_graph_repeats.py": "layers that differ from those beside them",
+    "pytorch/test_graph_shortcuts.py": "short ways of a capture against its long ones",
+    # Compilers.
+    "contract/test_random.py::test_compiled_calls_drop_as_eager_ones": "compiles",
+    "contract/test_random.py::test_compiled_checkpoints_drop_the_same_twice": "compiles",
+    "contract/test_transforms.py::test_linearize": "forward derivatives by another entry",
+    "contract/test_transforms.py::test_make_fx_records_gradients": "records gradients",
+    "pytorch/test_visible.py": "compiles each of Triton's kernels by Inductor",
+    "tools/test_triton_aot.py": "compiles Triton's kernels for four GPUs",
+    "emulator": "tests of the emulator, not of what it runs",
+    # Several processes: test_stack.py trains by each strategy, test_parallelize.py by declarations.
+    "distributed/test_batch_norm_distributed.py": "a module's statistics over processes",
+    "distributed/test_checkpoint_table.py": "every number of processes before and after",
+    "distributed/test_checkpointing.py": "recomputation in recorded graphs",
+    "distributed/test_exchanges.py": "what is sent, for several backwards and slow links",
+    "distributed/test_graph_distributed.py": "fused models in each strategy",
+    "distributed/test_head.py": "heads whose words processes share",
+    "distributed/test_optim_distributed.py": "optimizers' exchanges",
+    "distributed/test_pipeline_stages.py": "schedules of pipelines",
+    "distributed/test_plan_unknown.py": "models that no plan was written for",
+    "distributed/test_row_sharded.py": "layers cut by rows",
+    "distributed/test_rules_distributed.py": "each optimizer's rule on shards",
+    "distributed/test_saves.py": "saves in a file, by each declaration",
+}
+
 # Only `make nightly` runs these, for the reason given.
 NIGHTLY = {
     "distributed/test_grid.py": "an annex: a mode of tensor parallelism that few ask for",
@@ -160,7 +202,12 @@ MEMORY = (
     "ops/test_small_kernels.py",
 )
 
-MARKS = {"processes": PROCESSES, "stand_in": STAND_INS, "nightly": (*NIGHTLY,)}
+MARKS = {
+    "processes": PROCESSES,
+    "stand_in": STAND_INS,
+    "details": (*DETAILS,),
+    "nightly": (*NIGHTLY,),
+}
 LANES = {
     "oracle": ORACLE,
     "memory": MEMORY,

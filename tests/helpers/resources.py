@@ -4,9 +4,9 @@ It also has how often their matrix products are computed, and whether by slow in
 
 A module of torchweld.triton_kernels takes part by an `aot_cases()` that yields names and launches.
 To compile them all takes minutes, so the results are kept in tests/kept, by version of Triton and
-by a hash of all that a compile depends on. `rows` compiles what is not there, and a small case of
-each kernel anyway. `make resources` compiles everything and keeps it; with ARGS=missing only
-what is not kept yet.
+by a hash of all that a compile depends on. `rows` compiles what is not there and, where it is asked
+to, a small case of each kernel again. `make resources` compiles everything and keeps it; with
+ARGS=missing only what is not kept yet.
 
 The compiler runs in a process of this file, since tests set TRITON_INTERPRET=1, which disables it.
 """
@@ -160,10 +160,10 @@ def _keep_fullest(fullest: dict[str, Compile], at: str, each: Compile, known: Kn
         fullest[at] = each
 
 
-def rows(capability: int, kept: Known) -> list[dict[str, Any]]:
+def rows(capability: int, kept: Known, again: bool) -> list[dict[str, Any]]:
     """What each compile takes: as it was kept, or as of now, which `now` tells.
 
-    One case of each kernel is compiled in any case: that with the fewest registers, in least time.
+    `again`: one case of each kernel is compiled in any case: that with the fewest registers.
     """
     known, now, found = dict(kept), dict[str, Taken](), list[Compile]()
     smallest: dict[str, Compile] = {}
@@ -174,7 +174,7 @@ def rows(capability: int, kept: Known) -> list[dict[str, Any]]:
         before = smallest.setdefault(each.kernel, each)
         if known[each.key]["registers"] < known[before.key]["registers"]:
             smallest[each.kernel] = each
-    for each in smallest.values():
+    for each in smallest.values() if again else ():
         if each.key not in now:
             now[each.key] = each.run(capability)
     return [
@@ -256,11 +256,12 @@ def in_a_process(capability: int, *arguments: str) -> list[dict[str, Any]]:
 def main() -> None:
     anew = [] if "missing" in sys.argv else ["anew"]
     if len(sys.argv) > 1 and sys.argv[1].isdigit():
-        capability, anew = int(sys.argv[1]), sys.argv[2:]
-        if "largest" in anew:
+        capability, how = int(sys.argv[1]), sys.argv[2:]
+        if "largest" in how:
             json.dump(compile_largest(capability), sys.stdout)
             return
-        json.dump(rows(capability, {} if anew else read(capability)), sys.stdout)
+        known = {} if "anew" in how else read(capability)
+        json.dump(rows(capability, known, "again" in how), sys.stdout)
         return
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = pool.map(lambda each: in_a_process(each, *anew), CAPABILITIES)

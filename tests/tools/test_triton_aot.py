@@ -20,6 +20,7 @@ import layouts
 import resources
 from oracle import TORCH
 from resources import CAPABILITIES, NEVER_UNALIGNED
+from selection import WHOLE
 from torchweld.bench.measure import evidence
 from torchweld.triton_kernels.memory import memory_of
 
@@ -29,6 +30,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 # sm_86 and sm_89, too, which have less than sm_80, and as much as sm_120.
 SHARED_MEMORY = {80: 101376, 90: 232448, 100: 232448, 120: 101376}
 LIKE_SM_80 = (86, 89)
+AGAIN = 90
 REGISTERS_PER_MULTIPROCESSOR = 65536
 # Warps that must fit a multiprocessor at once: sixteen keep loads in flight. Eight suffice if loads
 # go to shared memory and registers hold sums of products. Eight is also what rotary embeddings with
@@ -150,8 +152,10 @@ def table(rows: list[dict[str, Any]]) -> str:
 @pytest.mark.parametrize("capability", CAPABILITIES if PINNED else CAPABILITIES[:3])
 def test_every_case_fits_the_gpu(capability: int) -> None:
     """None spills, and enough warps fit a multiprocessor."""
-    compiler = fresh.run_file(resources.__file__, str(capability), TRITON_INTERPRET="0")
-    rows = json.loads(compiler)
+    # That kept rows are those of today's compiler is tried once, and by `make nightly` four times.
+    again = ["again"] if capability == AGAIN or WHOLE else []
+    how = str(capability), *again
+    rows = json.loads(fresh.run_file(resources.__file__, *how, TRITON_INTERPRET="0"))
     print(table(rows))
     assert sum(row["aligned"] for row in rows) == sum(1 for _ in resources.launches(capability)) > 0
     kernels = {row["kernel"] for row in rows}
@@ -174,7 +178,8 @@ def test_every_case_fits_the_gpu(capability: int) -> None:
             assert taken["slow"] == 0, row
         if row["now"] and row["kept"]:
             assert row["now"] == row["kept"], row
-    assert {row["kernel"] for row in rows if row["now"]} == kernels
+    if again:
+        assert {row["kernel"] for row in rows if row["now"]} == kernels
     timed = {row["case"] for row in rows if is_timed(row)}
     assert len(timed) == 12
     for case in timed:
