@@ -249,7 +249,8 @@ class _Recorder(TorchDispatchMode):
 
     def make_plan(self, inputs: Sequence[Any], result: Any) -> Plan | None:
         """The plan of the recorded call; None if it cannot be repeated."""
-        given = [x for x in inputs if isinstance(x, torch.Tensor)]
+        # Guards know whether two arguments are one tensor.
+        given = [*{id(x): x for x in inputs if isinstance(x, torch.Tensor)}.values()]
         begins = {(t.untyped_storage()._cdata, t.data_ptr()) for t in (*given, *self.made)}
         # A pointer belongs to one tensor for sure only if no two begin there.
         if not self.fits or len(begins) < len(given) + len(self.made):
