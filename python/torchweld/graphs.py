@@ -17,7 +17,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from torchweld import state
 from torchweld.dispatch import choice
-from torchweld.dispatch.warm.guards import INCOMPARABLE, PLAIN, Guard, is_constant, make_guard
+from torchweld.dispatch.warm.guards import INCOMPARABLE, Guard, is_constant, make_guard
 from torchweld.dispatch.warm.sizes import Varying
 from torchweld.errors import ArgumentError
 from torchweld.fusion.logits import LastLayer, Logits
@@ -229,7 +229,7 @@ def _list(model: torch.nn.Module) -> Iterator[Any]:
                 if t is not None:
                     yield type(t)
                     yield t.requires_grad
-                    yield t.data_ptr() if type(t) in PLAIN else id(t)
+                    yield t.data_ptr() if type(t) in state.PLAIN else id(t)
 
 
 class _Graph(NamedTuple):
@@ -351,7 +351,7 @@ def _check(model: torch.nn.Module) -> None:
             raise _RefusedError("FSDP gathers its parameters at each call")
         if module is not model and state.count_hooks(module):
             raise _RefusedError(f"{name} has hooks, which a graph does not call")
-        if any(type(p) not in PLAIN for p in module.parameters(recurse=False)):
+        if any(type(p) not in state.PLAIN for p in module.parameters(recurse=False)):
             raise _RefusedError(f"{name} has a parameter of a subclass of Tensor")
 
 

@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.fx import _symbolic_trace
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Of torch's dispatch modes, two that record a call or compute only its sizes.
 _RECORDS, _FAKES = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
 
@@ -153,7 +153,7 @@ def can_read(*tensors: torch.Tensor | None) -> bool:
     if is_compiling() or is_transforming() or is_recording() or is_faking():
         return False
     for t in tensors:
-        if t is not None and (type(t) not in _PLAIN or t.is_meta or is_batched(t)):
+        if t is not None and (type(t) not in PLAIN or t.is_meta or is_batched(t)):
             return False
     return True
 
@@ -201,6 +201,7 @@ def will_run(node: Any) -> bool | None:
 
 
 __all__ = [
+    "PLAIN",
     "can_read",
     "count_dispatch_modes",
     "count_function_modes",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from torchweld import numerics
 from torchweld.bench.cases import CASES
 from torchweld.dispatch import native
 from torchweld.dispatch.autograd import Ready, complete_steps
-from torchweld.dispatch.warm import direct
+from torchweld.dispatch.warm import direct, guards, objects
 from torchweld.dispatch.warm.direct import make_direct
 from torchweld.registry import OPS, Op, materialize
 
@@ -169,7 +170,7 @@ def test_without_the_library_the_dispatcher_serves(tmp_path: Path) -> None:
     program = """
 import torch, torchweld
 from torchweld.dispatch import native
-from torchweld.dispatch.warm import direct
+from torchweld.dispatch.warm import direct, guards, objects
 with torchweld.use_backend("cpu"):
     x = torch.ones(4, 8, requires_grad=True)
     for _ in range(3):
@@ -205,7 +206,8 @@ LIMITED = set(
     re.findall(
         r"\w+",
         """
-    PyArg_ParseTuple PyBool_Type PyBytes_AsString PyBytes_Size PyCMethod_New PyCapsule_GetPointer
+    PyArg_ParseTuple PyBool_Type PyBytes_AsString PyBytes_Size PyCFunction_GetFlags
+    PyCFunction_GetFunction PyCFunction_GetSelf PyCFunction_Type PyCMethod_New PyCapsule_GetPointer
     PyCapsule_New PyDict_GetItem PyErr_Clear PyErr_Occurred PyErr_SetString PyEval_RestoreThread
     PyEval_SaveThread PyExc_RuntimeError PyFloat_AsDouble PyFloat_Type PyList_AsTuple
     PyList_GetItem PyList_New PyList_SetItem PyList_Size PyLong_AsLong PyLong_AsLongLong
@@ -215,6 +217,24 @@ LIMITED = set(
     PyUnicode_AsUTF8AndSize _Py_Dealloc _Py_NoneStruct _Py_TrueStruct _Py_FalseStruct""",
     )
 )
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("is_native", [True, False])
+def test_a_guard_is_safe(is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's comparison throws at a nested tensor, through C, which ended the process."""
+    if not is_native:
+        monkeypatch.setattr(objects, "_load_checks", lambda: None)
+    x = torch.ones(3)
+    matches = guards.compare_exactly([x, ROW])
+    before = sys.getrefcount(x)
+    nested = torch.nested.nested_tensor([x, x])
+    for _ in range(9):
+        assert matches(x.clone(), ROW)
+        assert not matches(x, nested)
+        assert not matches(nested, ROW)
+        assert not matches(x.double(), ROW)
+    assert sys.getrefcount(x) == before
 
 
 @pytest.mark.filterwarnings("error")

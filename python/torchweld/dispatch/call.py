@@ -15,7 +15,6 @@ from torchweld import state
 from torchweld.dispatch import choice, dtensor
 from torchweld.dispatch.choice import choose, use_backend
 from torchweld.dispatch.kernels import Casting
-from torchweld.dispatch.warm.guards import PLAIN
 from torchweld.errors import ArgumentError
 from torchweld.isolate import leave_transforms
 from torchweld.registry import EAGER, Composite, Op
@@ -138,7 +137,7 @@ def _find_function(op: Op, inputs: Sequence[Any]) -> Callable[..., Any]:
     if isinstance(op, Composite):
         backend = choose(op, inputs)
         return op.reference if backend == EAGER else op.plan(backend, *inputs)
-    if type(x) not in PLAIN and dtensor.is_dtensor(x):  # each shard is served by itself
+    if type(x) not in state.PLAIN and dtensor.is_dtensor(x):  # each shard is served by itself
         return partial(dtensor.run_on_shards, op, lambda *local: _find_function(op, local)(*local))
     return find_function_of(op, choose(op, inputs), inputs)
 
@@ -148,7 +147,7 @@ def _is_left_to_compiler(op: Op, inputs: Sequence[Any]) -> bool:
     if op.left_to_compiler is None or choice.forced is not None or not state.has_compiler():
         return False
     x = inputs[0]
-    if type(x) not in PLAIN or x.is_nested:
+    if type(x) not in state.PLAIN or x.is_nested:
         return False
     return op.left_to_compiler(*inputs)
 
@@ -158,7 +157,7 @@ def find_function_of(op: Op, backend: str, inputs: Sequence[Any]) -> Callable[..
     if backend == EAGER:
         return op.reference
     x = inputs[0]
-    if type(x) not in PLAIN and dtensor.is_dtensor(x):
+    if type(x) not in state.PLAIN and dtensor.is_dtensor(x):
         return partial(dtensor.run_on_shards, op, partial(run_on, op, backend))
     if op.autocast:
         device = x.device.type

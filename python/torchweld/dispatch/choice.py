@@ -14,7 +14,6 @@ import torch
 
 from torchweld import state
 from torchweld.dispatch import op_proof, proof
-from torchweld.dispatch.warm.guards import PLAIN
 from torchweld.errors import ArgumentError, BackendError
 from torchweld.names import BackendName
 from torchweld.registry import BACKENDS, EAGER, Op
@@ -139,7 +138,7 @@ def is_tried(x: torch.Tensor) -> bool:
 
     Tensor subclasses, such as fake tensors, cannot be tried.
     """
-    return is_on_gpu(x) and not state.is_compiling() and type(x) in PLAIN
+    return is_on_gpu(x) and not state.is_compiling() and type(x) in state.PLAIN
 
 
 def _choose_by_name(op: Choosable, inputs: Sequence[Any], names: Sequence[str]) -> str:

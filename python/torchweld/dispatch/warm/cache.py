@@ -29,7 +29,6 @@ from torchweld.dispatch.kernels import Casting, Kernel
 from torchweld.dispatch.warm.generate import compile_function
 from torchweld.dispatch.warm.guards import (
     INCOMPARABLE,
-    PLAIN,
     Guard,
     copy_constant,
     is_constant,
@@ -88,7 +87,7 @@ class _Cache:
     def look(self, given: Sequence[Any]) -> Callable[..., Any] | None:
         """What serves a call whose sizes are new, if one with other sizes was like it."""
         x = given[0]
-        if type(x) not in PLAIN:
+        if type(x) not in state.PLAIN:
             return None
         try:
             for form in self.forms.get(self.key_of(x), ()):
@@ -299,7 +298,7 @@ def _keep(cache: _Cache, decision: Decision, given: Sequence[Any]) -> None:
     # What is no op's decides by alignment itself, as losses do: their targets may be a slice.
     aligned = is_planned or (decision.op is not None and choice.is_on_gpu(x))
     compare = functools.partial(
-        make_guard, aligned=aligned, raw=True, shaped=cache.shaped, seed_at=cache.seed_at
+        make_guard, aligned=aligned, shaped=cache.shaped, seed_at=cache.seed_at
     )
     matches = compare(given)
     made = matches and _make_run(decision, cache, given)

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from torchweld import state
 from torchweld.dispatch import native
-from torchweld.dispatch.warm.guards import PLAIN
+from torchweld.dispatch.warm.objects import HINT, LIBRARY, open_prepared
 
-LIBRARY, HINT = "torchweld_python", "it was built without Python's headers"
 # The letters of csrc/python/direct.cpp.
 _KINDS = {
     "Tensor": "T",
@@ -31,8 +28,6 @@ _KINDS = {
     "str": "S",
     "ScalarType": "D",
 }
-# torch's numbers of the kernels' dtypes.
-_DTYPES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}
 
 
 def make_direct(overload: Any, twin: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,24 +46,6 @@ def _load() -> Callable[..., Any] | None:
         native.missing[LIBRARY] = "its calls differ from calls of torch's dispatcher"
         return None
     return make
-
-
-@functools.cache
-def open_prepared() -> ctypes.CDLL:
-    """The library, which knows by now where it finds the tensor in a Python object."""
-    if not getattr(sys, "_is_gil_enabled", lambda: True)():
-        raise OSError("it needs Python's global lock")
-    library = native.open_library(LIBRARY, ctypes.PyDLL)
-    for function in (library.torchweld_prepare, library.torchweld_make_call):
-        function.argtypes, function.restype = [ctypes.py_object], ctypes.py_object
-    example = torch.ones(3, device="cpu")
-    wrap: Any = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs  # type: ignore[attr-defined]
-    size = torch._C.TensorBase.__basicsize__  # type: ignore[attr-defined]
-    questions = state.count_dispatch_modes, state.is_transforming, "is_neg", "_is_zerotensor"
-    told = (*PLAIN, example, example._cdata, size, wrap, *questions, _DTYPES)
-    if library.torchweld_prepare(told) is None:
-        raise OSError("this torch's tensors are not where the library looks for them")
-    return library
 
 
 def _open() -> Callable[..., Any]:

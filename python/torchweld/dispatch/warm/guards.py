@@ -15,6 +15,7 @@ import torch
 
 from torchweld import state
 from torchweld.dispatch.warm.generate import compile_function
+from torchweld.dispatch.warm.objects import make_safe
 from torchweld.dispatch.warm.sizes import Varying
 
 try:
@@ -23,7 +24,6 @@ except ImportError:  # a later torch: every call takes the whole path
     guards = None  # type: ignore[assignment]
 
 ALIGNMENT = 16
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
 _SINGLETONS = (None, True, False)
 # What a comparison raises for arguments that it cannot compare: NumPy arrays, proxies, lists.
@@ -51,7 +51,7 @@ def is_plain(t: torch.Tensor) -> bool:
     Gradients that autograd has batched (is_grads_batched) have no address.
     """
     return (
-        type(t) in PLAIN
+        type(t) in state.PLAIN
         and t.layout is torch.strided
         and not (t.is_nested or t.is_meta or state.is_legacy_batchedtensor(t))
     )
@@ -79,7 +79,6 @@ def make_guard(
     given: Sequence[Any],
     *,
     aligned: bool = False,
-    raw: bool = False,
     shaped: type | None = None,
     seed_at: int | None = None,
     varying: Varying | None = None,
@@ -93,8 +92,7 @@ def make_guard(
 
     None if such a call cannot be recognised: an argument is a tensor subclass, or an object that is
     not `shaped`; those are compared by their `form`. So on a torch without guards. `aligned`:
-    tensors must also be aligned, since Triton specializes kernels on alignment. `raw`: a caller's
-    tensors may be nested, at which torch's comparison would end the process. The number at
+    tensors must also be aligned, since Triton specializes kernels on alignment. The number at
     `seed_at` may be any seed. Sizes and strides of `varying` that are None may differ. `conditions`
     are code on the arguments a0, a1, ...
     """
@@ -138,7 +136,7 @@ def make_guard(
     for i, value in enumerate(given):
         _add_elements(elements, f"a{i}", value)
     classes = [type(v) for v, kind in zip(given, kinds, strict=True) if kind in ("v", "o")]
-    return _write_guard((*kinds,), aligned, raw, (*elements,), (*conditions,))(
+    return _write_guard((*kinds,), aligned, (*elements,), (*conditions,))(
         _compare(tensors.values(), sizes, strides),
         tuple(values),
         tuple(classes),
@@ -157,7 +155,7 @@ def _compare(
     tensors: Collection[torch.Tensor], sizes: Sequence[Any], strides: Sequence[Any]
 ) -> Callable[..., bool]:
     exact: dict[str, Any] = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
-    return guards.TensorGuards(*tensors, **exact).check  # type: ignore[no-any-return]
+    return make_safe(guards.TensorGuards(*tensors, **exact).check)
 
 
 def _add_elements(to: dict[str, type], name: str, value: Any) -> None:
@@ -172,7 +170,6 @@ def _add_elements(to: dict[str, type], name: str, value: Any) -> None:
 def _write_guard(
     kinds: tuple[str, ...],
     aligned: bool,
-    raw: bool,
     elements: tuple[str, ...],
     more: tuple[str, ...],
 ) -> Callable[..., Guard]:
@@ -190,9 +187,7 @@ def _write_guard(
     for kind, singleton in (("n", None), ("y", True), ("f", False)):
         conditions += [f"{name} is {singleton}" for name in select(kind)]
     # An optimizer's guard has a thousand tensors, which need no names.
-    given = "*all" if {*kinds} == {"t"} and not (aligned or raw or more) else ", ".join(names)
-    if raw:
-        conditions += [f"not {name}.is_nested" for name in select("t")]
+    given = "*all" if {*kinds} == {"t"} and not (aligned or more) else ", ".join(names)
     conditions.append(f"check({'*all' if given == '*all' else ', '.join(select('t'))})")
     again = zip(names, kinds, strict=True)
     conditions += [f"{name} is {first}" for name, first in again if first[0] == "a"]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torchweld.dispatch import native
-from torchweld.dispatch.warm.direct import HINT, LIBRARY, open_prepared
+from torchweld.dispatch.warm.objects import HINT, LIBRARY, open_prepared
 
 VARIABLE = "TORCHWELD_LAUNCHER"
 # What a compiled kernel takes: .param .u64 .ptr .global .align 1 x_param_0, or .b8 x_param_1[128].

@@ -13,7 +13,6 @@ import torch
 
 from torchweld import state
 from torchweld.dispatch.autograd import exports_a_derivative, list_reached, wants_gradient
-from torchweld.dispatch.warm.guards import PLAIN
 from torchweld.ops.gemm import gemm, product
 
 _torchs = torch.nn.functional.scaled_dot_product_attention
@@ -52,7 +51,7 @@ def attention(
 
 def _is_converted(dtype: torch.dtype, *tensors: Any) -> bool:
     """Whether torch would multiply such tensors in plain loops."""
-    if not all(type(t) in PLAIN and t.is_cpu for t in tensors):
+    if not all(type(t) in state.PLAIN and t.is_cpu for t in tensors):
         return False
     if not product.is_converted(tensors[0], dtype) or not product.may_run(*tensors):
         return False
@@ -84,7 +83,7 @@ def _fits(
     wanted = (shapes[0][0], heads[0], shapes[0][2], shapes[1][2])
     return (
         not (is_causal or wants_gradient(mask))
-        and type(mask) in PLAIN
+        and type(mask) in state.PLAIN
         and mask.ndim in (2, 4)
         and all(n in (1, w) for n, w in zip(mask.shape[::-1], wanted[::-1], strict=False))
         and (mask.dtype is torch.bool or mask.is_floating_point())

@@ -22,7 +22,7 @@ from torchweld.dispatch.autograd import (
     wants_gradient,
 )
 from torchweld.dispatch.bare import BareOp
-from torchweld.dispatch.warm.guards import PLAIN, are_comparable, is_plain
+from torchweld.dispatch.warm.guards import are_comparable, is_plain
 from torchweld.ops.gemm import product
 from torchweld.registry.processor import has_units
 
@@ -148,7 +148,7 @@ def is_served_by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
 def why_not_fused(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
     """Why torch's GEMM has to run, which also raises any error."""
     tensors = [t for t in (x, weight, bias) if t is not None]
-    if any(type(t) not in PLAIN and not state.is_traced(t) for t in tensors):
+    if any(type(t) not in state.PLAIN and not state.is_traced(t) for t in tensors):
         return "a tensor is of a subclass"
     if x.ndim == 0 or weight.ndim != 2 or x.shape[-1] != weight.shape[1]:
         return "the sizes of input and weight do not match"

@@ -25,7 +25,6 @@ from torchweld.dispatch.autograd import (
     wants_gradient,
 )
 from torchweld.dispatch.bare import BareOp
-from torchweld.dispatch.warm.guards import PLAIN
 from torchweld.registry import BACKENDS, why_not_now
 from torchweld.registry.processor import has_units
 
@@ -154,8 +153,8 @@ def serves(left: torch.Tensor, right: torch.Tensor) -> bool:
     rows = left.shape[-2] if right.ndim > 2 else left.shape[:-1].numel()
     return (
         pays(rows, columns, terms, 0 if right.ndim > 2 else right.stride(0))
-        and type(left) in PLAIN
-        and type(right) in PLAIN
+        and type(left) in state.PLAIN
+        and type(right) in state.PLAIN
         and right.is_cpu
         and (right.ndim == 2 or left.shape[:-2] == right.shape[:-2])
         and may_run(left, right)

@@ -14,7 +14,6 @@ import torch
 
 from torchweld import checks, state
 from torchweld.dispatch import choice
-from torchweld.dispatch.warm.guards import PLAIN
 from torchweld.ops.gemm import gemm
 from torchweld.ops.loss.arguments import FLOATS, Settings
 
@@ -48,7 +47,7 @@ def may_serve(few: int, settings: Settings, *tensors: Any) -> bool:
     if state.is_watched() or checks.autocasts("cpu"):
         return False
     given = [t for t in tensors if t is not None]
-    if any(type(t) not in PLAIN or not t.is_cpu for t in given):
+    if any(type(t) not in state.PLAIN or not t.is_cpu for t in given):
         return False
     dtypes = {t.dtype for t in given} - {torch.int64}  # of 16 bits are cast to float32
     is_few = 0 < math.prod(settings.leading) * settings.classes < few
