@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -442,13 +443,28 @@ def _make_run(
     served = f"{called}({', '.join(arguments)})"
     code = (arranging, served, _write_results(decision, places, taken))
     make = _write_run(len(given), *code, len(constants))
+    make_exact = make
+    if is_alike and (unchanged := _name_unchanged(decision, given)):  # nothing to arrange
+        served = re.sub(r"\bt\[(\d+)\]", lambda found: unchanged[int(found[1])], served)
+        make_exact = _write_run(len(given), "", served, code[2], len(constants))
 
     def make_run(is_exact: bool) -> Callable[..., Any]:
-        own = [Repeated(constants[0]), *constants[1:]] if is_exact and is_planned else constants
-        return make(function, decision.arrange, *own)  # type: ignore[no-any-return]
+        if not is_exact:
+            return make(function, decision.arrange, *constants)  # type: ignore[no-any-return]
+        own = [Repeated(constants[0]), *constants[1:]] if is_planned else constants
+        return make_exact(function, decision.arrange, *own)  # type: ignore[no-any-return]
 
     functions = _identify(function), _identify(decision.arrange)
     return make_run, (*functions, code, tuple(constants), decision[-2:])
+
+
+def _name_unchanged(decision: Decision, given: Sequence[Any]) -> list[str]:
+    """The names of arranged inputs; none if one of them is no raw argument, or there are none."""
+    places = {id(value): at for at, value in enumerate(given) if isinstance(value, torch.Tensor)}
+    arranged = decision.inputs[: decision.arranged]
+    if not all(value is None or id(value) in places for value in arranged):
+        return []
+    return ["None" if value is None else f"a{places[id(value)]}" for value in arranged]
 
 
 def _write_seed(op: Op, given: Sequence[Any], seed_at: int | None) -> str:
