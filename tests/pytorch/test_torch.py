@@ -106,6 +106,7 @@ def test_compile_equals_eager(target: Target) -> None:
             assert torch.equal(value, eager[name]), name
 
 
+_ROUTED = torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0]]), torch.full((4, 2), 0.5)
 _TWICE: dict[str, Any] = {
     "bias_dropout_add": lambda x, w: functional.bias_dropout_add(x, None, x, p=0.1),
     "dropout_add_rms_norm": lambda x, w: functional.dropout_add_rms_norm(x, x, w, p=0.1)[0],
@@ -121,7 +122,6 @@ _TWICE: dict[str, Any] = {
         *[x.view(1, 1, 4, 8)] * 2, *[w.detach().expand(4, 8)] * 2
     )[0],
 }
-_ROUTED = torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0]]), torch.full((4, 2), 0.5)
 
 
 @pytest.mark.parametrize("name", _TWICE)
