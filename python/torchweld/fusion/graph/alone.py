@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -56,6 +57,8 @@ class State(NamedTuple):
                 stack.enter_context(cast)
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grads))
+            # torch 2.10's products of more than two dimensions ask for sizes as numbers otherwise.
+            stack.enter_context(enable_python_dispatcher())
             yield
 
 
