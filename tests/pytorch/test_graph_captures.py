@@ -402,7 +402,7 @@ def test_a_model_that_is_gone_leaves_nothing() -> None:
         return [weakref.ref(each) for each in (model, type(model), slot)]
 
     gone = train()
-    # Python 3.12.1's getattr_static, which Dynamo calls, keeps classes until others take their place.
+    # Python 3.12.1's getattr_static, which Dynamo calls, keeps the classes that it saw last.
     if cached := getattr(inspect, "_shadowed_dict_from_mro_tuple", None):
         cached.cache_clear()
     gc.collect()
