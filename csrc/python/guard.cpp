@@ -14,12 +14,8 @@ struct Check {
 
 PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   const auto& check = *static_cast<Check*>(PyCapsule_GetPointer(self, nullptr));
-  PyObject* all = PyTuple_New(count);
+  PyObject* all = pack(given, count);
   if (!all) return nullptr;
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    Py_INCREF(given[i]);
-    PyTuple_SetItem(all, i, given[i]);
-  }
   PyObject* result;
   try {
     result = check.function(check.self, all, nullptr);

@@ -22,13 +22,20 @@ inline AtenTensorHandle borrow(PyObject* value) {
   return reinterpret_cast<AtenTensorHandle>(reinterpret_cast<char*>(value) + offset);
 }
 
-// Calls what takes the same arguments, of any kind.
-inline PyObject* call_twin(PyObject* twin, PyObject* const* given, Py_ssize_t count) {
+// A tuple of the arguments; null, with an error, without memory.
+inline PyObject* pack(PyObject* const* given, Py_ssize_t count) {
   PyObject* all = PyTuple_New(count);
-  for (Py_ssize_t i = 0; i < count; ++i) {
+  for (Py_ssize_t i = 0; all && i < count; ++i) {
     Py_INCREF(given[i]);
     PyTuple_SetItem(all, i, given[i]);
   }
+  return all;
+}
+
+// Calls what takes the same arguments, of any kind.
+inline PyObject* call_twin(PyObject* twin, PyObject* const* given, Py_ssize_t count) {
+  PyObject* all = pack(given, count);
+  if (!all) return nullptr;
   PyObject* result = PyObject_Call(twin, all, nullptr);
   Py_DECREF(all);
   return result;

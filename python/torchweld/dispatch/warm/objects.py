@@ -45,9 +45,9 @@ def open_prepared() -> ctypes.CDLL:
 
 
 def make_safe(check: Callable[..., bool]) -> Callable[..., bool]:
-    """torch's comparison of tensors, which is also False for what it throws at: nested tensors.
+    """Make torch's comparison of tensors return False where it throws.
 
-    Its own throw would end the process.
+    It throws at nested tensors, and nothing catches that: the process would end.
     """
     make = _load_checks()
     found: Callable[..., bool] | None = None if make is None else make(check)
