@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ import torch
 import selection
 import torchweld
 from conftest import Target
-from oracle import Pool, assert_bounded, exact, run, sample_inputs
+from oracle import Pool, Results, assert_bounded, exact, run, sample_inputs
 from torchweld.dispatch.autograd import as_tuple
 from torchweld.dispatch.call import call
-from torchweld.registry import Composite, Op, materialize
+from torchweld.registry import OPS, Composite, Op, materialize
 from watched import watched
 
 
@@ -66,6 +67,21 @@ def test_a_wide_range(target: Target) -> None:
     samples = selection.choose_samples(samples, target, torch.float32, torch.float32, turn=1)
     ours = functools.partial(watched, op, backend=target.backend)
     assert_bounded(op, samples, lambda inputs: ours(inputs=inputs))
+
+
+def test_a_failure_names_its_sample() -> None:
+    """Errors are pooled, and nothing told which of sixty samples was wrong."""
+    op = OPS["rms_norm"]
+    samples = sample_inputs(op, torch.float32, "cpu")
+
+    def ours(inputs: list[Any]) -> Results:
+        results = run(op, inputs)
+        return results | {"y": results["y"] + 0.01 * (inputs is samples[3])}
+
+    shape = re.escape(str([*samples[3][0].shape]))
+    line = f"input=float32 {shape}.*\nrepeat: pytest tests/contract/test_oracle.py -k 'test_a_f"
+    with pytest.raises(AssertionError, match=line):
+        assert_bounded(op, samples, ours)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

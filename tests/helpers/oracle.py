@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -99,10 +100,11 @@ def assert_bounded(
 ) -> None:
     """Pool errors over these inputs, result by result. docs/numerics.md derives the bounds.
 
-    `ours` runs the op; by default it is `run`.
+    `ours` runs the op; by default it is `run`. A failure shows the sample with the largest error.
     """
     ours = ours or functools.partial(run, op)
     pools: dict[Any, dict[str, Pool]] = defaultdict(lambda: defaultdict(Pool))
+    pooled: dict[Any, list[list[Any]]] = defaultdict(list)
     for inputs in samples:
         oracle = exact(op, inputs)
         grads = {f"grad_{name}": incoming(oracle[name]) for name in op.public}
@@ -112,6 +114,7 @@ def assert_bounded(
             assert mine[name].dtype == theirs[name].dtype
             assert mine[name].shape == theirs[name].shape
             pool = pools[name, mine[name].dtype]
+            pooled[name, mine[name].dtype].append(inputs)
             pool["ours"].add(mine[name] - value, terms[name])
             pool["eager"].add(theirs[name] - value, terms[name])
             pool["rounding"].add(value.to(mine[name].dtype) - value, terms[name])
@@ -133,7 +136,24 @@ def assert_bounded(
             slack = of_trusted[at] / of_trusted[0]
             report = f"{name} {result_dtype} {measure}: {error:.3g}, bound {slack * bound:.3g}"
             print(f"{report}, eager {eager:.3g}, rounding {rounding:.3g}")
-            assert error <= slack * bound, report
+            assert error <= slack * bound, "\n".join(
+                [report, *_describe(op, pooled[name, result_dtype][pool["ours"].find_worst()])]
+            )
+
+
+def _describe(op: Op, inputs: list[Any]) -> list[str]:
+    """Lines that show a sample, and repeat the test that took it."""
+    shown = [
+        f"{str(value.dtype).removeprefix('torch.')} {[*value.shape]}"
+        if isinstance(value, torch.Tensor)
+        else repr(value)
+        for value in inputs
+    ]
+    arguments = zip(op.forward_signature.arguments, shown, strict=True)
+    sample = f"{op.name}({', '.join(f'{name}={value}' for name, value in arguments)})"
+    path, _, test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0].partition("::")
+    words = test.rstrip("]").replace("[", " and ")
+    return [f"largest error: {sample}", f"repeat: pytest {path} -k '{words}'"]
 
 
 class Pool:
@@ -144,10 +164,15 @@ class Pool:
 
     def add(self, error: torch.Tensor, terms: torch.Tensor) -> None:
         scale = terms.square().mean().sqrt()
-        if scale > 0:
-            self.errors.append((error.double() / scale).flatten())
-        else:  # an empty sum is exact
+        if not scale > 0:  # an empty sum is exact
             assert not error.any()
+            error, scale = error.new_zeros(0), 1.0
+        self.errors.append((error.double() / scale).flatten())
+
+    def find_worst(self) -> int:
+        """Which of the samples, in the order of their adding, has the largest error."""
+        largest = [e.abs().nan_to_num(torch.inf).max().item() if len(e) else 0 for e in self.errors]
+        return largest.index(max(largest))
 
     @property
     def count(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -107,3 +108,25 @@ def test_numbers_have_activations(backend: str) -> None:
     for mine, other in ((ours, theirs), (gated, theirs * 2 * z)):
         found, expected = (torch.autograd.grad(y, z, retain_graph=True) for y in (mine, other))
         torch.testing.assert_close(found, expected)
+
+
+# Where a saved model looks for its classes: pickles name a class by its file.
+SAVED = {
+    "activation": "GELU QuickGELU ReLU ReLUSquared SiLU Sigmoid Tanh",
+    "attention": "BlockSparseAttention BlockSparseMultiheadAttention",
+    "batch_norm": "LinearBatchNormAct",
+    "dropout": "BiasDropoutAdd DropoutAddLayerNorm DropoutAddRMSNorm SoftmaxDropout",
+    "experts": "ExpertsMLP",
+    "linear": "GatedMLP LinearAct LinearGELU MLP",
+    "loss": "CrossEntropyLoss LinearCrossEntropy",
+    "norm": "AdaptiveLayerNorm AdaptiveRMSNorm LayerNorm RMSNorm",
+    "rotary": "RotaryEmbedding",
+}
+
+
+def test_a_saved_model_finds_its_classes() -> None:
+    """A module's file may move, but `torch.load` must find its class at the old place too."""
+    names = {(file, name) for file, names in SAVED.items() for name in names.split()}
+    for file, name in names:
+        assert getattr(import_module(f"torchweld.nn.{file}"), name) is getattr(torchweld.nn, name)
+    assert {name for _, name in names} == {*torchweld.nn.__all__}
