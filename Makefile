@@ -82,9 +82,9 @@ test-details: emulator ## Run the tests that `make test` leaves out: the same wi
 	@$(PYTEST) -n 2 --dist worksteal -m "details and not nightly" tests $(ARGS)
 
 .PHONY: check
-check: env ## Run the tests for every change: each op, optimizer and tool once, on the best instruction set
+check: env ## Run the tests for every change: each op and optimizer once on the CPU, fuse, rooms and docs
 	$(call say,checking)
-	@$(PYTEST) -n 2 --dist worksteal -m "not processes and not stand_in and not details and not nightly" tests $(ARGS)
+	@$(PYTEST) -n 2 --dist worksteal $(call lanes,check) -m "not interpreted and not emulated and not details and not nightly" $(ARGS)
 
 .PHONY: test-matrix
 test-matrix: export TORCHWELD_MATRIX := 1

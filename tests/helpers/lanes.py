@@ -1,7 +1,8 @@
 """Which tests run when: one table. A path is below tests/ and names a folder, a file, or one test.
 
-conftest.py turns the first lists into marks, which a test's parameters add to: whether it runs in
-Triton's interpreter or in the emulator, and whether it runs native code. The other lists are lanes:
+conftest.py turns two lists, DETAILS and NIGHTLY, into marks, which a test's parameters add to:
+whether it runs in Triton's interpreter or in the emulator, and whether it runs native code. The
+other lists are lanes:
 
 python tests/helpers/lanes.py numbers kernels      prints their paths, for the Makefile
 """
@@ -11,22 +12,46 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-# `make check` leaves these out, since each starts processes.
-PROCESSES = ("distributed",)
-
-# `make check` leaves these out, since they stand in for a GPU: its compilers, and what runs its
-# kernels on the CPU. So are tests in Triton's interpreter and in the emulator.
-STAND_INS = (
-    "emulator",
-    "ops/test_seeds.py::test_kernels_compile_with_a_seed_by_value",
-    "tools/test_gpu.py",
-    "tools/test_launched.py",
-    "tools/test_leaf.py",
-    "tools/test_triton_aot.py",
-    "tools/test_triton_slots.py",
+# What `make check` runs, of `make test`: each op on the CPU's best instruction set, each optimizer's
+# rule, `fuse` on torch's classes, and what holds the code and the docs to their rules. Not in
+# Triton's interpreter, nor in the emulator.
+CHECK = (
+    "contract",
+    "ops/test_attention_few.py",
+    "ops/test_batch_invariant.py",
+    "ops/test_batch_norm.py",
+    "ops/test_choice.py",
+    "ops/test_experts.py",
+    "ops/test_linear.py",
+    "ops/test_product.py",
+    "ops/test_quantize_8bit.py",
+    "ops/test_residual.py",
+    "ops/test_rotary.py",
+    "ops/test_route.py",
+    "ops/test_small_kernels.py",
+    "optim/test_optim.py",
+    "optim/test_optim_arguments.py",
+    "optim/test_optim_conformance.py",
+    "optim/test_optim_first_step.py",
+    "optim/test_optim_gradients.py",
+    "optim/test_optim_published.py",
+    "optim/test_optim_rounding.py",
+    "pytorch/test_autocast.py",
+    "pytorch/test_cache.py",
+    "pytorch/test_call_forms.py",
+    "pytorch/test_fuse.py",
+    "pytorch/test_fuse_plain.py",
+    "pytorch/test_graph_patterns.py",
+    "pytorch/test_nn.py",
+    "pytorch/test_signatures.py",
+    "tools/test_docs.py",
+    "tools/test_docstrings.py",
+    "tools/test_planted.py",
+    "tools/test_rooms.py",
+    "tools/test_walks.py",
 )
 
-# `make test` and `make check` leave these to `make test-details`, which `.ci/run` runs too. `make
+# `make test` leaves these to `make test-details`, which `.ci/run` runs too. `make
 # test` asks each question once; these ask it again of other models, forms, compilers and GPUs.
 DETAILS = {
     # fuse: test_graph_fuse.py, test_fuse_plain.py, test_graph_forms.py and test_hand_written.py
@@ -211,12 +236,11 @@ MEMORY = (
 )
 
 MARKS = {
-    "processes": PROCESSES,
-    "stand_in": STAND_INS,
     "details": (*DETAILS,),
     "nightly": (*NIGHTLY,),
 }
 LANES = {
+    "check": CHECK,
     "oracle": ORACLE,
     "memory": MEMORY,
     "numbers": NUMBERS,
@@ -224,7 +248,7 @@ LANES = {
     "of_torch": OF_TORCH,
     "of_new_torch": OF_NEW_TORCH,
     "of_each_kind": OF_EACH_KIND,
-    "processes": PROCESSES,
+    "processes": ("distributed",),
 }
 
 
@@ -235,9 +259,9 @@ def find_marks(path: str, name: str) -> Iterator[str]:
         if any(_holds(each, path, function) for each in listed):
             yield mark
     if "interpreter" in name:
-        yield from ("stand_in", "interpreted")
+        yield "interpreted"
     if "emulator" in name:
-        yield from ("stand_in", "emulated")
+        yield "emulated"
     if not any(word in name for word in _NO_NATIVE_CODE):
         yield "native"
 
