@@ -131,7 +131,7 @@ def _find_way(
 
 
 def _fuse(settings: Settings, input: torch.Tensor) -> of_torch.Run:
-    """What serves calls like this one in one op, or in few launches."""
+    """The function for calls like this one: one op, or a few launches."""
     dtype = torch.float32 if checks.autocasts(input.device.type) else input.dtype
     run = fused.make_run(settings, dtype, chunks.as_layer(_as_rows(input)))
     return partial(_run_rows, run)
