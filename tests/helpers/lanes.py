@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator
 
 # What `make check` runs of `make test`: each op on the CPU's best instruction set (not in Triton's
-# interpreter, nor in the emulator), each optimizer's rule, `fuse` on torch's classes, and what holds
-# the code and the docs to their rules.
+# interpreter, nor in the emulator), each optimizer's rule, `fuse` on torch's classes, and what
+# holds the code and the docs to their rules.
 CHECK = (
     "contract",
     "ops/test_attention_few.py",
