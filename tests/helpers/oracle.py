@@ -166,7 +166,7 @@ class Pool:
         scale = terms.square().mean().sqrt()
         if not scale > 0:  # an empty sum is exact
             assert not error.any()
-            error, scale = error.new_zeros(0), 1.0
+            error, scale = error.new_zeros(0), scale.new_ones(())
         self.errors.append((error.double() / scale).flatten())
 
     def find_worst(self) -> int:
