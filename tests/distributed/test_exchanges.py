@@ -38,8 +38,8 @@ from torchweld.distributed import (
     tp_plan,
     zero3,
 )
+from torchweld.distributed.one_bit.link import Link, measure_link
 from torchweld.distributed.pipelines import stages
-from torchweld.distributed.planner.link_probe import Link, measure_link
 from torchweld.errors import ArgumentError
 from transformer import PreNorm, Transformer, make_batch
 

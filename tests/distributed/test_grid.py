@@ -14,7 +14,7 @@ import torchweld
 from comparing import whole_of
 from processes import on, processes
 from torchweld.distributed import CountCollectives, parallelize
-from torchweld.distributed.tensor.grid import GridParallel, MeshGrid
+from torchweld.distributed.tensor.grids.grid import GridParallel, MeshGrid
 from torchweld.errors import ArgumentError
 from transformer import Settings, Transformer, compute_loss
 

@@ -23,8 +23,8 @@ import torchweld
 from processes import on, processes, starts
 from refusing import refuses
 from torchweld import optim
-from torchweld.collectives import one_bit as collective
-from torchweld.collectives.one_bit import Errors
+from torchweld.collectives.one_bit import exchange as collective
+from torchweld.collectives.one_bit.exchange import Errors
 from torchweld.distributed import OneBitAllReduce, one_bit_hook
 from torchweld.errors import CollectiveError
 

@@ -32,8 +32,9 @@ from stack_seams import keep
 from torchweld import numerics, optim
 from torchweld.distributed import LayerSeeds, grad_norm
 from torchweld.distributed.pipelines import stages
-from torchweld.distributed.pipelines.stashing import RULES, count_versions
+from torchweld.distributed.pipelines.stashing.stage import count_versions
 from torchweld.distributed.pipelines.timeline import Action, Timeline, estimate_bubble, record
+from torchweld.distributed.train.parallel import STASHING
 from torchweld.errors import ArgumentError, CollectiveError
 from torchweld.fusion.weld import Weld
 from transformer import PreNorm, Settings, Transformer, compute_loss, make_batch
@@ -400,7 +401,7 @@ def simulated(rule: str, tmp_path: Path) -> Path:
     return tmp_path / "simulated.pt"
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", STASHING)
 @on(STAGES, None)
 def test_equals_the_published_update(rank: int, rule: str, simulated: Path) -> None:
     """Bitwise, with dropout, over two steps of eight microbatches in four stages."""

@@ -19,7 +19,8 @@ from torchweld.distributed import Links, Parallel, Profile, memory_estimate, pla
 from torchweld.distributed.pipelines.stages import divide
 from torchweld.distributed.pipelines.timeline import estimate_bubble
 from torchweld.distributed.planner.costs import PROFILES, Choice, Cost, Model, simulate
-from torchweld.distributed.planner.search import SEARCHERS, SearchSpace, load_profile
+from torchweld.distributed.planner.search import find_choice, load_profile
+from torchweld.distributed.planner.space import SearchSpace
 from torchweld.distributed.planner.work import describe_transformer, measure_work
 from torchweld.distributed.train.memory import count_activations
 from torchweld.errors import ArgumentError
@@ -79,12 +80,12 @@ def test_the_best_of_all_is_found(problem: Any) -> None:
         assert here == pytest.approx(slowest), choice
         assert cost.total <= made.model.profile.memory
         seconds.append(cost.seconds)
-    best = SEARCHERS["enumerate"](_make(*problem))
+    best = find_choice(_make(*problem))
     assert made.find_seconds(best) == min(seconds)
-    found = SEARCHERS["mcmc"](_make(*problem))
+    found = find_choice(_make(*problem), "mcmc")
     assert made.find_seconds(found) <= 1.02 * min(seconds)
     # A sampler of whole choices finds one that fits, and no better one.
-    found = SEARCHERS["reinforce"](_make(*problem))
+    found = find_choice(_make(*problem), "reinforce")
     assert min(seconds) <= made.find_seconds(found) < math.inf
 
 

@@ -6,11 +6,13 @@ import ast
 import functools
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+import fresh
 import lanes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,12 +100,19 @@ def _modules() -> dict[str, Path]:
 MODULES = _modules()
 
 
+def _walk(node: ast.AST, into_functions: bool) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if into_functions or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _walk(child, into_functions)
+
+
 @functools.cache
-def _imports(name: str) -> set[str]:
-    """The modules of torchweld that a module imports, at any level."""
+def _imports(name: str, in_functions: bool = True) -> set[str]:
+    """The modules of torchweld that a module imports; without those of functions, when loaded."""
     path, found = MODULES[name], set()
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _walk(ast.parse(path.read_text()), in_functions):
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names if a.name.partition(".")[0] == "torchweld"}
         elif isinstance(node, ast.ImportFrom):
@@ -139,6 +148,60 @@ def test_the_check_at_first_use_knows_neither_ops_nor_rules() -> None:
 def test_nothing_imports_in_a_circle() -> None:
     graph = {name: _imports(name) & MODULES.keys() - {name, "__init__"} for name in MODULES}
     TopologicalSorter(graph).prepare()
+
+
+# Rooms that few ask for. A function imports one when its option is given. At their own import, only
+# those that list public names import one, and the command of the link's test.
+ANNEXES = (
+    "collectives.one_bit",
+    "distributed.one_bit",
+    "distributed.pipelines.stashing",
+    "distributed.planner.searchers",
+    "distributed.tensor.grids",
+    "optim.one_bit",
+)
+LOAD_ANNEXES = {"distributed", "optim", "commands.link"}
+
+
+def _select_annexes(names: Iterable[str]) -> set[str]:
+    return {name for name in names if f"{name}.".startswith(tuple(f"{a}." for a in ANNEXES))}
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_nothing_loads_an_annex(name: str) -> None:
+    loaded = _select_annexes(_imports(name, in_functions=False))
+    assert not loaded or name in LOAD_ANNEXES | _select_annexes([name]), loaded
+
+
+@pytest.mark.parametrize("name", ANNEXES)
+def test_an_annex_says_what_it_is(name: str) -> None:
+    tree = ast.parse(MODULES[name].read_text())
+    assert (ast.get_docstring(tree) or "").startswith("Annex: ")
+    assert len(tree.body) == 1, "its own file has this line and nothing else"
+
+
+PLAIN = """
+import sys
+import torch
+from torchweld.distributed import parallelize, plan_for
+
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), torch.ones(1, 8)
+plan_for(model, 4, 2, "h100", example=(x,))
+training = parallelize(model, "ddp", device="cpu", example=(x,), loss_fn=torch.nn.MSELoss())
+training.step([(x, x)], 0)
+print(*sys.modules)
+"""
+
+
+def test_a_plain_training_loads_no_annex() -> None:
+    """A function that imports one waits for its option. Public names bring the 1-bit exchanges."""
+    ran = fresh.run(PLAIN)
+    assert ran.returncode == 0, ran.stderr
+    loaded = {word.removeprefix("torchweld.") for word in ran.stdout.split()}
+    named = {"collectives.one_bit", "distributed.one_bit", "optim.one_bit"}
+    assert loaded & {*ANNEXES, "distributed.one_bit.link"} == named
 
 
 @pytest.mark.parametrize("room", sorted(CSRC))

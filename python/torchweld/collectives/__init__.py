@@ -1,1 +1,1 @@
-"""Compressed exchanges between processes, below the optimizers and hooks that use them."""
+"""What exchanges between processes share: a wire that checks, and runs of tensors."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from torchweld.distributed.planner.link_probe import Link, measure_link
+from torchweld.distributed.one_bit.link import Link, measure_link
 from torchweld.table import Table
 
 BACKWARD = 2 / 3  # of a step's computation

@@ -3,7 +3,7 @@
 They plug into the engines of PyTorch (DDP, FSDP2, DTensor, pipelining) and into DeepSpeed.
 """
 
-from torchweld.collectives.all_reduce import OneBitAllReduce
+from torchweld.collectives.one_bit.all_reduce import OneBitAllReduce
 from torchweld.distributed import checkpoint
 from torchweld.distributed.counting import CountCollectives
 from torchweld.distributed.data.grad_norm import grad_norm
@@ -11,9 +11,9 @@ from torchweld.distributed.data.low_precision import (
     LowPrecisionReduceScatter,
     reduce_in_low_precision,
 )
-from torchweld.distributed.data.one_bit_hook import one_bit_hook
 from torchweld.distributed.data.zero import RowSharded, zero1, zero1_optimizer, zero2, zero3
 from torchweld.distributed.layers import LayerSeeds
+from torchweld.distributed.one_bit.hook import one_bit_hook
 from torchweld.distributed.pipelines.stages import Pipeline, layer_cuts, pipeline
 from torchweld.distributed.pipelines.timeline import Timeline, record
 from torchweld.distributed.planner.costs import Links, Profile

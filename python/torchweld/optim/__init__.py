@@ -10,8 +10,8 @@ from torchweld.optim.lars import LARS
 from torchweld.optim.lion import Lion
 from torchweld.optim.muon import Muon, muon_groups
 from torchweld.optim.offload import Offload
-from torchweld.optim.one_bit_adam import OneBitAdam
-from torchweld.optim.one_bit_lamb import OneBitLAMB
+from torchweld.optim.one_bit.adam import OneBitAdam
+from torchweld.optim.one_bit.lamb import OneBitLAMB
 from torchweld.optim.release import GradientRelease, release_gradients
 from torchweld.optim.schedule_free import ScheduleFreeAdamW
 from torchweld.optim.sgd import SGD

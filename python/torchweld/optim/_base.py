@@ -71,6 +71,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # GradScaler leaves unscaling and skipping of steps to the optimizer.
     _step_supports_amp_scaling = True
+    # Whether a step exchanges the gradients of data parallelism itself.
+    _exchanges_gradients = False
     # Whether gradients may be sparse; they are converted to dense.
     _takes_sparse = False
     _takes_complex = True

@@ -16,7 +16,6 @@ from torchweld.optim._sharded_blocks import split_rows
 from torchweld.optim._shards import is_sharded, local_part
 from torchweld.optim.adafactor import Adafactor, TransformersAdafactor
 from torchweld.optim.muon import Muon
-from torchweld.optim.one_bit_adam import OneBitOptimizer
 
 _NAME = "release_gradients"
 
@@ -136,7 +135,7 @@ def release_gradients(
     sharded parameters, rules that exchange numbers among devices: LAMB, LARS, Muon, Adafactor,
     8-bit states of rows that are split, and cautious steps.
     """
-    if not isinstance(optimizer, FusedOptimizer) or isinstance(optimizer, OneBitOptimizer):
+    if not isinstance(optimizer, FusedOptimizer) or optimizer._exchanges_gradients:
         accepted = "an optimizer of torchweld.optim that does not communicate; Offload has its own"
         raise ArgumentError(_NAME, "optimizer", f"a {type(optimizer).__name__}", accepted)
     fits = type(bucket_bytes) is int and bucket_bytes > 0

@@ -1,1 +1,1 @@
-"""Data parallelism: ZeRO, and compressed exchanges of gradients."""
+"""Data parallelism: ZeRO, the norm of gradients, and gradients sent as 8 bits."""

@@ -1,1 +1,1 @@
-"""Pipelines: stages, their steps, weight stashing and a record of time."""
+"""Pipelines: stages, their steps and a record of time; weight stashing is an annex."""

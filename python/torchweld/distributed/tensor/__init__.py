@@ -1,1 +1,1 @@
-"""Tensor parallelism: styles, and the plans that choose them."""
+"""Tensor parallelism: styles, and the plans that choose them; grids are an annex."""

@@ -6,10 +6,9 @@ import torch
 
 from torchweld import checks
 from torchweld.distributed.layers import find_layers
-from torchweld.distributed.pipelines.stashing import RULES
 from torchweld.distributed.tensor.plan import tp_plan
 from torchweld.distributed.tensor.styles import Style, describe_nearest
-from torchweld.distributed.train.parallel import Parallel
+from torchweld.distributed.train.parallel import STASHING, Parallel
 from torchweld.errors import ArgumentError
 
 
@@ -53,7 +52,7 @@ def check_microbatches(parallel: Parallel, microbatches: int) -> None:
     if parallel.stashes and parallel.schedule == "2bw":
         _check_batches(microbatches, parallel)
     each = microbatches // parallel.replicas
-    one_by_one = parallel.pipeline > 1 and parallel.schedule in ("1f1b", *RULES)
+    one_by_one = parallel.pipeline > 1 and parallel.schedule in ("1f1b", *STASHING)
     if one_by_one and each < parallel.pipeline:
         actual = f"{microbatches}, which is {each} for each of {parallel.replicas} replicas"
         accepted = f"at least {parallel.pipeline} for each, as many as the pipeline's processes"

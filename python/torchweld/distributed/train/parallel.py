@@ -21,13 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchweld import checks, optim
 from torchweld.distributed.data.zero import RowSharded, unwrapped, zero2, zero3
-from torchweld.distributed.pipelines.stashing import RULES
-from torchweld.distributed.tensor import grid
 from torchweld.distributed.tensor.plan import sequence_plan, tp_plan
 from torchweld.errors import ArgumentError
 
 DATA = ("ddp", "zero1", "zero2", "zero3")
-SCHEDULES = ("gpipe", "1f1b", "zbv", *RULES)
+# Schedules that update weights while microbatches are in flight.
+STASHING = ("pipedream", "vertical", "2bw")
+SCHEDULES = ("gpipe", "1f1b", "zbv", *STASHING)
 CHECKPOINTS = ("none", "full", "selective")
 OFFLOADS = ("none", "optimizer", "auto")
 OPTIMIZERS = {
@@ -43,7 +43,7 @@ OPTIMIZERS = {
     "one_bit_lamb": "OneBitLAMB",
     "sgd": "SGD",
 }
-MODES = ("1d", *grid.MODES)
+MODES = ("1d", "2d", "2.5d", "3d")
 # Optimizers that need no sums over a parameter's shards.
 GRID_OPTIMIZERS = ("adam", "adamw", "lion", "sgd")
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -111,7 +111,7 @@ class Parallel:
     @property
     def stashes(self) -> bool:
         """Whether stages keep versions of their weights and step their own optimizers."""
-        return self.pipeline > 1 and self.schedule in RULES
+        return self.pipeline > 1 and self.schedule in STASHING
 
     @property
     def stages(self) -> int:
@@ -134,6 +134,9 @@ class Parallel:
         """Shard the matrices and the sequence of a model, or the matrices of a pipeline's stage."""
         if self.tensor > 1:
             if self.mode != "1d":
+                # An annex: only its modes load it.
+                from torchweld.distributed.tensor.grids import grid
+
                 device = mesh.device_type
                 return grid.parallelize_on_grid(model, self.mode, device, self.tensor, self.depth)
             inner = mesh["ring", "tensor"] if self.ring > 1 else mesh["tensor"]
@@ -232,7 +235,7 @@ def _list_rules(d: Any) -> list[tuple[str, Any, str, str]]:
     others = d.pipeline * d.ring * d.replicas
     around = f"with {others} other processes, data {d.data!r} and sequence {d.sequence}"
     zbv = d.schedule == "zbv" and has_stages and d.checkpoint == "selective"
-    stashes = d.schedule in RULES and has_stages
+    stashes = d.schedule in STASHING and has_stages
     in_pipeline = "1 in a pipeline: its later stages do not know the positions of tokens"
     composed = "zero2 or zero3, which FSDP2 composes with tensors, rings and pipelines"
     in_rows = "another with zero1, whose optimizer steps rows: Muon needs whole matrices"
@@ -305,6 +308,9 @@ def parse(config: Mapping[str, Any] | str | Path, world: int) -> dict[str, Any]:
         if is_refused:
             raise ArgumentError("Parallel", argument, actual, accepted)
     if d.mode != "1d":
+        # An annex: only its modes load it.
+        from torchweld.distributed.tensor.grids import grid
+
         grid.find_side(d.mode, d.tensor, d.depth)
     _check_arguments(d.optimizer, settings)
     fields = {name: value for name, value in vars(d).items() if name in Parallel.__match_args__}

@@ -24,12 +24,11 @@ from torchweld.distributed.data.zero import RowSharded
 from torchweld.distributed.layers import LayerSeeds, add_path, find_layers
 from torchweld.distributed.one_for_all import compute_once
 from torchweld.distributed.pipelines import stages
-from torchweld.distributed.pipelines.stashing import RULES, StashingStage, count_versions
 from torchweld.distributed.ring.attention import ring_slice
 from torchweld.distributed.tensor.sums import no_sync
 from torchweld.distributed.train.feasibility import check_fit
 from torchweld.distributed.train.memory import Memory, memory_estimate
-from torchweld.distributed.train.parallel import Parallel
+from torchweld.distributed.train.parallel import STASHING, Parallel
 from torchweld.distributed.train.recompute import recompute
 from torchweld.errors import ArgumentError
 
@@ -38,7 +37,7 @@ _SCHEDULES = {
     "gpipe": pipelining.ScheduleGPipe,
     "1f1b": pipelining.Schedule1F1B,
     "zbv": pipelining.ScheduleZBVZeroBubble,
-    **dict.fromkeys(RULES, pipelining.Schedule1F1B),
+    **dict.fromkeys(STASHING, pipelining.Schedule1F1B),
 }
 
 
@@ -138,7 +137,7 @@ class Training:
             [pair for part in parts for pair in find_layers(part).items()], seed
         )
         self.optimizer = self._make_optimizer()
-        self._averages = isinstance(self.optimizer, optim.OneBitAdam | optim.OneBitLAMB)
+        self._averages = getattr(self.optimizer, "_exchanges_gradients", False)
         if self._averages and self.model is not parts[0]:
             self.optimizer.attach(self.model)
         self._schedule: Any = self._make_schedule(wrapped, flow) if flow else None
@@ -184,9 +183,11 @@ class Training:
         p = self.parallel
         kind: Any = stages.ScaledStage
         if p.stashes:
+            # An annex: only its schedules load it.
+            from torchweld.distributed.pipelines.stashing.stage import StashingStage
+
             every = (p.accumulate or len(self.own)) if p.schedule == "2bw" else 1
-            rule: Any = p.schedule
-            kind = partial(StashingStage, rule=rule, accumulate=every)
+            kind = partial(StashingStage, rule=p.schedule, accumulate=every)
         made = [
             kind(
                 *(part, number, p.stages, self.device),
@@ -229,6 +230,12 @@ class Training:
         )
         model = parts[0] if len(parts) == 1 else join(parts)
         several = len(self.own) > 1 and p.pipeline == 1 and p.data in ("zero2", "zero3")
+        versions = 0
+        if p.stashes:
+            # An annex: only its schedules load it.
+            from torchweld.distributed.pipelines.stashing.stage import count_versions
+
+            versions = count_versions(p.schedule, self._numbers[0], p.pipeline, len(self.own))
         return memory_estimate(
             model,
             p.optimizer_factory()(p.group_parameters(model, self._matrices)),
@@ -237,9 +244,7 @@ class Training:
             example=example if len(parts) == 1 else None,
             in_flight=in_flight,
             accumulates=several,
-            versions=count_versions(p.schedule, self._numbers[0], p.pipeline, len(self.own))
-            if p.stashes
-            else 0,
+            versions=versions,
         )
 
     def _autocast(self) -> Any:

@@ -7,7 +7,7 @@ passes. The optimizer knows the devices, and therefore how to make each exchange
 A new kind of exchange, such as copies to the host, is a name here and a function in
 torchweld.optim._shards. That function takes the parts of all batches and replaces them by the
 result, in place. An exchange that needs an optimizer's state is the optimizer's `_exchange`, like
-the exchange of compressed momentum in torchweld.optim.one_bit_adam. A pass may only list its parts,
+the exchange of compressed momentum in torchweld.optim.one_bit.adam. A pass may only list its parts,
 and the last pass may end in an exchange.
 """
 

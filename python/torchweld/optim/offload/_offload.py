@@ -29,7 +29,6 @@ from torchweld.optim.offload._machine import (
     untraced,
 )
 from torchweld.optim.offload._policy import Placement, Seen
-from torchweld.optim.one_bit_adam import OneBitOptimizer
 
 PLACEMENTS = (HOST, DEVICE, "auto")
 
@@ -467,7 +466,7 @@ def _check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, FusedOptimizer):
         accepted = "parameters, or an optimizer of torchweld.optim"
         raise ArgumentError("Offload", argument, f"a {kind}", accepted)
-    if isinstance(optimizer, OneBitOptimizer):
+    if optimizer._exchanges_gradients:
         accepted = "an optimizer that does not communicate by itself"
         raise ArgumentError("Offload", argument, f"a {kind}", accepted)
     if companion := optimizer._companion():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchweld import checks
-from torchweld.collectives.one_bit import (
+from torchweld.collectives.one_bit.exchange import (
     NONE,
     Errors,
     OneBitExchange,

@@ -2,7 +2,7 @@
 
 import torch
 
-from torchweld.collectives.all_reduce import OneBitAllReduce
+from torchweld.collectives.one_bit.all_reduce import OneBitAllReduce
 
 # No postponed annotations in this file: torch compares a hook's annotations with its classes.
 

@@ -15,16 +15,14 @@ keeps its versions between steps, and so does not depend on how batches are divi
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.func import functional_call
 
 from torchweld.distributed.pipelines.stages import ScaledStage
+from torchweld.distributed.train.parallel import STASHING
 from torchweld.errors import ArgumentError
-
-Rule = Literal["pipedream", "vertical", "2bw"]
-RULES = ("pipedream", "vertical", "2bw")
 
 
 class StashingStage(ScaledStage):
@@ -38,10 +36,11 @@ class StashingStage(ScaledStage):
         most: the largest number of versions that were kept at a time.
     """
 
-    def __init__(self, *args: Any, rule: Rule, accumulate: int = 1, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, rule: str, accumulate: int = 1, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if rule not in RULES:
-            raise ArgumentError("StashingStage", "rule", repr(rule), f"one of {', '.join(RULES)}")
+        if rule not in STASHING:
+            accepted = f"one of {', '.join(STASHING)}"
+            raise ArgumentError("StashingStage", "rule", repr(rule), accepted)
         if accumulate < 1:
             raise ArgumentError("StashingStage", "accumulate", str(accumulate), "at least 1")
         self.rule, self.accumulate = rule, accumulate

@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from torchweld.collectives.one_bit import Packed
+from torchweld.collectives.one_bit.exchange import Packed
 from torchweld.collectives.runs import flatten_all, list_sizes
 from torchweld.errors import ArgumentError
 from torchweld.ops.optimizer.batch import Task
@@ -20,7 +20,7 @@ from torchweld.optim._codecs import State
 from torchweld.optim._options import OwnStorageOptions, takes
 from torchweld.optim._params import Group
 from torchweld.optim.lamb import find_trust_ratios
-from torchweld.optim.one_bit_adam import AVG, BITS, SCALE, WORKER, OneBitOptimizer, end_warm_up
+from torchweld.optim.one_bit.adam import AVG, BITS, SCALE, WORKER, OneBitOptimizer, end_warm_up
 
 # Entries of a state: the average of the ratios of the warm-up, the factor of the last step, the
 # normalisation of momenta before they share a scale, and second moments that are still updated.

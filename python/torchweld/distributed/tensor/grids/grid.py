@@ -34,7 +34,6 @@ from torchweld.distributed.tensor.sums import Sums
 from torchweld.errors import ArgumentError
 
 Placements = tuple[Placement, ...]
-MODES = ("2d", "2.5d", "3d")
 # The first and the second of each pair of linear layers.
 _FIRST = ("q_proj", "k_proj", "v_proj", "fc1", "gate_proj", "up_proj", "head", "lm_head")
 _SECOND = ("o_proj", "out_proj", "fc2", "down_proj")

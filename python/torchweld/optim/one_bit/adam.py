@@ -19,8 +19,8 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from torchweld import checks
-from torchweld.collectives.all_reduce import check_error_dtype, check_rank
-from torchweld.collectives.one_bit import (
+from torchweld.collectives.one_bit.all_reduce import check_error_dtype, check_rank
+from torchweld.collectives.one_bit.exchange import (
     Errors,
     OneBitExchange,
     Packed,
@@ -66,6 +66,7 @@ class _SkipStep(Exception):  # noqa: N818
 class OneBitOptimizer(OwnOptimizer):
     """An optimizer that averages gradients over processes itself; see OneBitAdam."""
 
+    _exchanges_gradients = True
     # The entries that every state has after the warm-up, and entries that at least one state has.
     _of_each: frozenset[str] = frozenset({BITS, SCALE, WORKER})
     _of_one: frozenset[str] = frozenset()
