@@ -95,7 +95,7 @@ NUMBERS := numbers
 SANITIZED_TESTS := numbers kernels
 
 .PHONY: nightly
-nightly: test-matrix test-isa sanitize test-peers test-lane-all test-newest mutants ## Run what `.ci/run` leaves out, and its lanes whole
+nightly: test-matrix test-isa sanitize test-peers test-python test-lane-all test-newest mutants ## Run what `.ci/run` leaves out, and its lanes whole
 	@$(PYTEST) -n 2 -m nightly tests || [ $$? = 5 ]
 
 .PHONY: mutants
@@ -148,12 +148,20 @@ stack: env ## Run all cells of the matrix of strategies and write docs/stack.md
 	@TORCHWELD_STACK=$(CURDIR)/build/stack.jsonl TORCHWELD_MATRIX=1 $(PYTEST) -p no:xdist tests/distributed/test_stack.py tests/peers/peer_stack.py tests/peers/peer_plan.py $(SEAMS) $(ARGS)
 	@$(PY) tests/helpers/stack_table.py build/stack.jsonl
 
-# python3.12 itself, or pyenv's where that is not the version in use.
-PYTHON312 ?= $(firstword $(shell python3.12 -c 'import sys, venv; print(sys.executable)' 2>/dev/null) \
-	$(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12))
+# A Python by its version, or pyenv's where that is not the version in use.
+find-python = $(firstword $(shell python$(1) -c 'import sys, venv; print(sys.executable)' 2>/dev/null) \
+	$(wildcard $(HOME)/.pyenv/versions/$(1)*/bin/python$(1)))
+PYTHON310 ?= $(call find-python,3.10)
+PYTHON312 ?= $(call find-python,3.12)
 # Ends a recipe that has no room for an environment $(1) of another torch, $(2).
 needs_disk = free=$$(df --output=avail -BG . | tail -n 1 | tr -dc 0-9); \
 	[ -d $(1) ] || [ $$free -ge 12 ] || { echo "torchweld: the tests under torch $(2) did not run: they need 12 GB of disk, $$free GB are free"; exit 0; }
+
+.PHONY: test-python
+test-python: ## Run `make check` under the oldest Python (3.10)
+	@[ -n "$(PYTHON310)" ] || { echo "torchweld: the check did not run: no python3.10 with venv"; exit 0; }; \
+	$(call needs_disk,.venv-3.10,$(TORCH)); \
+	$(MAKE) --no-print-directory check PYTHON=$(PYTHON310) VENV=.venv-3.10
 
 LANE := of_torch of_each_kind
 .PHONY: test-lane-all
