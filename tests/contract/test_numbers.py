@@ -108,6 +108,8 @@ def _list_optimizers() -> Iterable[tuple[str, tuple[Any, Make]]]:
             yield name, (kind, lambda f=first, m=more: {f: _params(), **m})
 
 
+if _missing := {*functional.__all__} - {*FUNCTIONS}:
+    raise KeyError(f"add {sorted(_missing)} to ACCEPTED of tests/contract/test_bad_input.py")
 CALLS: Calls = {
     **{
         name: (getattr(functional, name), lambda given=FUNCTIONS[name]: dict(given))
@@ -248,7 +250,8 @@ def _find_faults(name: str, call: Callable[..., Any], make: Make) -> list[str]:
     faults = []
     for parameter in _list_numbers(call):
         key = f"{name}.{parameter.name}"
-        allowed = ALLOWED.get(key) or ALLOWED[parameter.name]
+        allowed = ALLOWED.get(key) or ALLOWED.get(parameter.name)
+        assert allowed, f"add {parameter.name} or {key} to PATTERNS"
         for value, accepts in zip(VALUES, allowed, strict=True):
             given = make() | {parameter.name: _put(value, parameter)}
             try:

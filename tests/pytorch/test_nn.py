@@ -129,4 +129,4 @@ def test_a_saved_model_finds_its_classes() -> None:
     names = {(file, name) for file, names in SAVED.items() for name in names.split()}
     for file, name in names:
         assert getattr(import_module(f"torchweld.nn.{file}"), name) is getattr(torchweld.nn, name)
-    assert {name for _, name in names} == {*torchweld.nn.__all__}
+    assert {name for _, name in names} == {*torchweld.nn.__all__}, "SAVED must have it"
