@@ -10,8 +10,8 @@ TORCH ?= 2.13.0
 # The Triton that goes with it; a CUDA build of torch brings its own.
 TRITON ?= 3.7.1
 VENV ?= .venv
-# The CUDA library is built if there is a GPU to run it; CUDA=1 or CUDA=0 overrides this.
-CUDA ?= $(if $(shell command -v nvidia-smi),1,0)
+# The CUDA library is built if there is a GPU to run it; CUDA=1 or CUDA=0, or TORCHWELD_CUDA, overrides this.
+CUDA ?= $(or $(TORCHWELD_CUDA),$(if $(shell command -v nvidia-smi),1,0))
 export TORCHWELD_CUDA := $(CUDA)
 
 # Compiled modules are kept, whatever the environment says: tests start hundreds of interpreters.
