@@ -51,8 +51,8 @@ CHECK = (
     "tools/test_walks.py",
 )
 
-# `make test` leaves these to `make test-details`, which `.ci/run` runs too. `make
-# test` asks each question once; these ask it again of other models, forms, compilers and GPUs.
+# `make test` leaves these to `make test-details`, which `.ci/run` runs too. `make test` asks each
+# question once; these ask it again of other models, forms, compilers and GPUs.
 DETAILS = {
     # fuse: test_graph_fuse.py, test_fuse_plain.py, test_graph_forms.py and test_hand_written.py
     # have what is welded, and what it computes.

@@ -230,7 +230,8 @@ _KEPT = {"tensor": 1, "replicas": 1, "data": "ddp", "checkpoint": "none", "offlo
 def _list_rules(d: Any) -> list[tuple[str, Any, str, str]]:
     """List what is refused: an argument, whether it is, how it is shown, and what is accepted."""
     name, shown, inner, whole = d.optimizer, repr(d.optimizer), d.inner > 1, d.data == "ddp"
-    has_stages, is_grid, one_bit = d.pipeline > 1, d.mode != "1d", name.startswith("one_bit")
+    has_stages, is_grid = d.pipeline > 1, d.mode != "1d"
+    exchanging = getattr(optim, OPTIMIZERS[name])._exchanges_gradients
     by_ddp, shared = d.data in ("ddp", "zero1"), f"{d.pipeline} x {d.ring} x {d.tensor}"
     others = d.pipeline * d.ring * d.replicas
     around = f"with {others} other processes, data {d.data!r} and sequence {d.sequence}"
@@ -252,8 +253,8 @@ def _list_rules(d: Any) -> list[tuple[str, Any, str, str]]:
         ("config", d.world % d.inner, shared, f"sizes whose product divides {d.world} processes"),
         ("data", by_ddp and d.replicas > 1 and inner, repr(d.data), composed),
         ("shard", wrong_shard, f"{d.shard} with {d.data}", divisor),
-        ("optimizer", one_bit and (inner or not whole), shown, exchanges),
-        ("offload", one_bit and d.offload != "none", repr(d.offload), in_step),
+        ("optimizer", exchanging and (inner or not whole), shown, exchanges),
+        ("offload", exchanging and d.offload != "none", repr(d.offload), in_step),
         ("optimizer", name == "muon" and d.data == "zero1", shown, in_rows),
         ("depth", wrong_depth, str(d.depth), "1, and in mode 2.5d any number from 1 on"),
         (
